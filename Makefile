@@ -1,0 +1,83 @@
+# `make setup` builds .venv; every other target calls it first and costs nothing when nothing changed.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+BIN := .venv/bin
+STAMP := .venv/.stamp
+CORE := $(wildcard csrc/*.c csrc/*.h)
+CORE_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
+INCLUDE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+FOLDERS := $(wildcard src tests scripts examples setup.py)
+
+.PHONY: help setup demo test lint format bench soak test-sanitize clean
+
+help:
+	@echo "make setup          build .venv with allhands and its tools"
+	@echo "make demo           see it at work"
+	@echo "make test           lint, types and tests"
+	@echo "make lint           ruff, mypy and the C compiler's warnings"
+	@echo "make format         put the code into shape"
+	@echo "make bench          measure the roll call"
+	@echo "make soak           the tests that take minutes, and the C core under sanitizers"
+	@echo "make clean          remove all that the other targets made"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
+	@command -v $(firstword $(CC)) >/dev/null || { \
+	  echo "allhands has a small C core and no C compiler ($(CC)) was found: install gcc, or set CC=" >&2; exit 1; }
+	@if [ ! -x $(BIN)/python ]; then \
+	  found=""; \
+	  for candidate in $(PYTHON) python3.11 python3 python3.13 python3.12; do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	      found="$$candidate"; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "allhands needs Python 3.11 or later; found: $$(python3 --version 2>&1). Set PYTHON=" >&2; exit 1; fi; \
+	  "$$found" -m venv .venv; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+# pytest comes last, so that its summary is what stays on the screen.
+test: lint test-sanitize
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check $(FOLDERS)
+	$(BIN)/ruff format --check $(FOLDERS)
+	$(BIN)/mypy --strict src scripts
+	$(CC) -fsyntax-only $(CORE_FLAGS) -I$(INCLUDE) csrc/*.c
+
+format: setup
+	$(BIN)/ruff check --fix-only $(FOLDERS)
+	$(BIN)/ruff format $(FOLDERS)
+
+bench: setup
+	$(BIN)/allhands bench rollcall
+
+soak: setup test-sanitize
+	$(BIN)/python -m pytest -m soak
+	$(BIN)/python scripts/import_cost.py
+
+# The C core's tests against a build that stops at the first bad access or undefined behaviour. It stands beside
+# a copy of the package, so that the installed one is left alone. Leaks are not looked for: CPython itself leaves
+# memory to the end of the process.
+SANITIZE := build/sanitize
+test-sanitize: setup
+	@mkdir -p $(SANITIZE)
+	@rm -rf $(SANITIZE)/allhands && cp -r src/allhands $(SANITIZE)/allhands && rm -f $(SANITIZE)/allhands/*.so
+	$(CC) -shared -fPIC -g $(CORE_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all -I$(INCLUDE) \
+	  csrc/*.c -o $(SANITIZE)/allhands/_core.abi3.so
+	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	  PYTHONPATH=$(SANITIZE) $(BIN)/python -c 'import allhands._core as core; assert "sanitize" in core.__file__'
+	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	  PYTHONPATH=$(SANITIZE) $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_core.py
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src csrc tests scripts -name '*.so' -delete
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,59 @@
+/* The Python module allhands._core: takes arguments apart and puts results together, nothing else.
+ * Python.h comes first, as it may change what the system headers declare. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+
+#include "process.h"
+
+static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int signal;
+
+    if (!PyArg_ParseTuple(args, "i:set_parent_death_signal", &signal))
+        return NULL;
+    return PyLong_FromLong(ah_set_parent_death_signal(signal));
+}
+
+static PyObject *peer_credentials(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct ah_credentials peer;
+    int fd, code;
+
+    if (!PyArg_ParseTuple(args, "i:peer_credentials", &fd))
+        return NULL;
+    code = ah_peer_credentials(fd, &peer);
+    if (code != 0) {
+        errno = code;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return Py_BuildValue("iII", (int)peer.pid, (unsigned int)peer.uid, (unsigned int)peer.gid);
+}
+
+static PyMethodDef methods[] = {
+    {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
+     "set_parent_death_signal($module, signal, /)\n--\n\n"
+     "Ask the kernel to send signal to this process when its parent ends; return 0 or an errno."},
+    {"peer_credentials", peer_credentials, METH_VARARGS,
+     "peer_credentials($module, fd, /)\n--\n\n"
+     "Return (pid, uid, gid) of the process at the other end of the Unix socket fd."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Multi-phase initialisation, no state: the module may be loaded in several interpreters of one process. */
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "allhands._core",
+    .m_doc = "The C core of allhands.",
+    .m_size = 0,
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,112 @@
+"""Process groups for PyTorch that start in seconds or say why they cannot, and always clean up.
+
+``import allhands as dist`` stands where ``import torch.distributed as dist`` stood: what allhands does not
+do itself is torch's, under the same name. Nothing is imported until it is used, so that tools which need no
+torch do not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed import *  # noqa: F403  # what is not ours is torch's
+
+    from .errors import (
+        AllhandsError,
+        AlreadyDestroyed,
+        AlreadyInitialised,
+        ArgumentError,
+        CollectiveTimeout,
+        ConnectError,
+        CoordinatorLost,
+        EngineFailed,
+        EngineMissing,
+        GroupEnded,
+        GroupStateError,
+        NotInitialised,
+        PeerFailed,
+        PeerLost,
+        PeerSilent,
+        ResourceError,
+        RollCallError,
+        RollCallRefused,
+        RollCallTimeout,
+        StoreTimeout,
+        WorldError,
+    )
+    from .lifecycle import destroy_process_group, init_process_group, process_group
+
+__all__ = [
+    "AllhandsError",
+    "AlreadyDestroyed",
+    "AlreadyInitialised",
+    "ArgumentError",
+    "CollectiveTimeout",
+    "ConnectError",
+    "CoordinatorLost",
+    "EngineFailed",
+    "EngineMissing",
+    "GroupEnded",
+    "GroupStateError",
+    "NotInitialised",
+    "PeerFailed",
+    "PeerLost",
+    "PeerSilent",
+    "ResourceError",
+    "RollCallError",
+    "RollCallRefused",
+    "RollCallTimeout",
+    "StoreTimeout",
+    "WorldError",
+    "__version__",
+    "destroy_process_group",
+    "init_process_group",
+    "process_group",
+]
+
+_LIFECYCLE = frozenset({"destroy_process_group", "init_process_group", "process_group"})
+_ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
+
+
+def __getattr__(name: str) -> Any:
+    """Find ``name``: ours first, then torch.distributed's. The first use imports torch."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in _LIFECYCLE:
+        value = getattr(importlib.import_module(".lifecycle", __name__), name)
+    elif _is_module(name):
+        return importlib.import_module(f".{name}", __name__)
+    elif name in __all__:
+        importlib.import_module(".session", __name__)  # makes the exceptions torch's as well
+        value = getattr(importlib.import_module(".errors", __name__), name)
+    else:
+        value = _from_torch(name)
+    globals()[name] = value
+    return value
+
+
+def _is_module(name: str) -> bool:
+    """Tell whether ``name`` is a module of ours: `from allhands import cli` asks here first, and must not find torch."""
+    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+
+
+def _from_torch(name: str) -> Any:
+    collectives = importlib.import_module(".collectives", __name__)
+    torch_distributed = importlib.import_module("torch.distributed")
+    if not hasattr(torch_distributed, name):
+        raise AttributeError(f"neither allhands nor torch.distributed has {name!r}")
+    if name in collectives.GUARDED:
+        return collectives.guarded(name)
+    if name in _ASKING:
+        return collectives.asking(name)
+    return getattr(torch_distributed, name)
+
+
+def __dir__() -> list[str]:
+    torch_distributed = importlib.import_module("torch.distributed")
+    return sorted({*__all__, *(name for name in dir(torch_distributed) if not name.startswith("_"))})

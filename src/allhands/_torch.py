@@ -1,0 +1,50 @@
+"""The private names of torch that allhands cannot do without, each with the reason and the versions it was seen in.
+
+Nothing else in allhands touches a private torch name; a test checks that.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+__all__ = ["backends", "default_timeout", "gloo", "groups", "set_timeout"]
+
+
+def gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Return a Gloo backend. torch makes one only for groups that are called "gloo". Seen in 2.11, 2.13."""
+    made = c10d.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
+    # torch does this for its own groups; monitored collectives and the flight recorder count on it.
+    made._set_sequence_number_for_group()
+    return made
+
+
+def groups() -> list[Any]:
+    """Return every process group of this process. No public call lists them. Seen in 2.11, 2.13."""
+    return list(c10d._world.pg_map)
+
+
+def backends(group: Any) -> list[Any]:
+    """Return the backends of ``group``, one for each device type. The public group hides them. Seen in 2.11, 2.13."""
+    found = []
+    for device in group._device_types:
+        try:
+            found.append(group._get_backend(torch.device(device)))
+        except RuntimeError:
+            continue  # A device type that the group names but has no backend for.
+    return found
+
+
+def set_timeout(timeout: timedelta, group: Any) -> None:
+    """Set how long collectives of ``group`` may take. The public setter is missing in 2.11; seen in 2.11, 2.13."""
+    c10d._set_pg_timeout(timeout, group)
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return what torch would wait for a collective where the caller says nothing. Seen in 2.11, 2.13."""
+    made: timedelta = c10d._get_default_timeout(dist.Backend(backend))
+    return made

@@ -1,0 +1,26 @@
+"""One member's answer to the roll call, as the coordinator saw it come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .messages import Claim
+
+__all__ = ["Arrival"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A claim with what the coordinator itself observed: where it came from, when, and its deadline."""
+
+    rank: int
+    world_size: int
+    job: str
+    attempt: int
+    claim: Claim
+    came_from: str
+    at: float
+    deadline: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.claim.identity})"

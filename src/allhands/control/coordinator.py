@@ -1,0 +1,454 @@
+"""The coordinator: one asyncio server per job that calls the roll, keeps the store, and tells everyone who fell.
+
+Needs no torch. Runs in the launcher, or beside rank 0 (see `beside`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import ssl
+import time
+import traceback
+from typing import Any
+
+import msgspec
+
+from ..diagnosis import Diagnosis, duration
+from . import refusals
+from .arrival import Arrival
+from .connection import Connection
+from .keyvalue import KeyValue
+from .messages import (
+    Ask,
+    Census,
+    Claim,
+    Closing,
+    Complete,
+    Dismissed,
+    Ended,
+    Failed,
+    FromMember,
+    Leaving,
+    Noted,
+    Ping,
+    Pong,
+    Query,
+    Refused,
+    Remark,
+    Reply,
+    Report,
+    Status,
+    Waiting,
+    encode,
+)
+from .rollcall import Completed, RefusedRoll, RollCall, Waits, decide
+
+__all__ = ["Coordinator"]
+
+# How often deadlines, silence and the waiting line are looked at.
+_TICK_S = 0.2
+
+# Pings only keep "silent since" exact; silence itself is found by asking.
+_PING_S = 1.0
+
+# Whoever has not answered a question for this long is called silent (never dead).
+_SILENT_S = 0.9
+
+# Questions to all are not repeated more often than this: with n ranks leaving, n questions would be n * n.
+_QUERY_S = 0.5
+
+# An exception that may only pass on someone else's death is held back this long for the death itself to show.
+_FOLLOW_S = 0.3
+
+# Far more than the largest job needs on one coordinator; bounds what a flood of strangers can take.
+_MOST_CONNECTIONS = 65_536
+
+# After a refusal, ranks that are still starting should be given the same words instead of a closed door.
+_LINGER_S = 2.0
+
+
+class Coordinator:
+    """The state of one job and the rules that move it. I/O per member lives in `connection`."""
+
+    def __init__(self, *, token: bytes = b"", linger_s: float = _LINGER_S) -> None:
+        self.token = token
+        self.roll = RollCall(opened=time.monotonic())
+        self.store = KeyValue()
+        self.members: dict[int, Connection] = {}
+        self.verdict: Diagnosis | None = None
+        self.refused: Diagnosis | None = None
+        self.completed_at: float | None = None
+        self.finished = asyncio.Event()
+        self._completed_wall = 0.0
+        self._refused_at = 0.0
+        self._linger_s = linger_s
+        self._left: dict[int, Status] = {}
+        self._leavers: dict[int, tuple[Connection, Leaving, float]] = {}
+        self._suspects: list[tuple[float, Diagnosis]] = []
+        self._censuses: list[tuple[Connection, Census, float]] = []
+        self._servers: list[asyncio.Server] = []
+        self._connections: set[Connection] = set()
+        self._told: set[int] = set()
+        self._told_processes: set[tuple[str, int]] = set()
+        self._refused_wall = 0.0
+        self._orphaned: float | None = None
+        self._queried = 0.0
+        self._waiting_said = 0.0
+        self._pinged = 0.0
+        self._ticker: asyncio.Task[None] | None = None
+
+    # Serving -----------------------------------------------------------------------------------------------
+
+    async def listen_tcp(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
+        """Listen on exactly ``host``:``port``; return the address bound. OSError is the caller's to explain."""
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(self), host, port, ssl=tls, reuse_address=True, backlog=4096
+        )
+        self._servers.append(server)
+        bound = server.sockets[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    async def listen_unix(self, name: str) -> None:
+        """Listen on the abstract Unix socket ``name`` (without the leading NUL)."""
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Connection(self, local=True), "\0" + name, backlog=4096
+        )
+        self._servers.append(server)
+
+    def start(self) -> None:
+        """Begin to watch the clock. Call once the sockets are open."""
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def close(self) -> None:
+        """Tell everyone goodbye and free every socket."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        for connection in list(self._connections):
+            connection.send(Closing())
+            connection.close()
+        for server in self._servers:
+            server.close()
+        # One pass of the loop lets the transports flush and free their descriptors.
+        await asyncio.sleep(0)
+
+    # Members come ------------------------------------------------------------------------------------------
+
+    def met(self, connection: Connection) -> None:
+        """A connection was made; nothing is known of it yet."""
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            connection.drop("too many connections")
+            return
+        self._connections.add(connection)
+
+    def claimed(self, connection: Connection, claim: Claim) -> None:
+        """A proven member answers the roll call."""
+        now = time.monotonic()
+        opening = connection.opening
+        arrival = Arrival(
+            rank=opening.rank,
+            world_size=opening.world_size,
+            job=opening.job,
+            attempt=opening.attempt,
+            claim=claim,
+            came_from=connection.came_from,
+            at=now,
+            deadline=now + claim.timeout_s,
+        )
+        if self.refused is not None:
+            self._late_for_refusal(connection, arrival)
+            return
+        if self.completed_at is not None and len(self._left) >= self.roll.world_size:
+            # The next group of the same processes is forming at the same address: it must ask again.
+            connection.send(Closing())
+            connection.close()
+            return
+        if self.completed_at is not None:
+            connection.send(Refused(refusals.late(arrival, self.roll, self._completed_wall, now)))
+            return
+        connection.arrival = arrival
+        self.roll.arrive(arrival)
+        self.members.setdefault(arrival.rank, connection)
+        self._decide(now)
+
+    def _late_for_refusal(self, connection: Connection, arrival: Arrival) -> None:
+        """Give a rank of the refused attempt the same words; one of the next attempt ends this coordinator."""
+        identity = arrival.claim.identity
+        process = (identity.key, identity.pid)
+        if self.refused is None or process in self._told_processes or identity.started > self._refused_wall:
+            connection.send(Closing())
+            connection.close()
+            self.finished.set()
+            return
+        connection.send(Refused(self.refused))
+        self._told.add(arrival.rank)
+        self._told_processes.add(process)
+
+    def turned_away(self, connection: Connection) -> None:
+        """A rank could not prove itself. It cannot end the roll call, but it may be why someone is missing."""
+        if self.completed_at is None:
+            self.roll.turn_away(connection.rank, connection.came_from)
+
+    def _decide(self, now: float) -> None:
+        if self.completed_at is not None or self.refused is not None:
+            return
+        decision = decide(now, self.roll)
+        match decision:
+            case Completed(_, one_host):
+                self.completed_at = now
+                self._completed_wall = time.time()
+                self._tell_all(Complete(one_host, secrets.token_hex(8)))
+            case RefusedRoll(diagnosis):
+                self._refuse(diagnosis, now)
+            case Waits():
+                if now - self._waiting_said >= 1.0 and self.members:
+                    self._waiting_said = now
+                    self.members[min(self.members)].send(Waiting(decision.explanation))
+
+    def _refuse(self, diagnosis: Diagnosis, now: float) -> None:
+        self.refused = diagnosis
+        self._refused_at = now
+        self._refused_wall = time.time()
+        self._told.update(self.roll.present)
+        everyone = [*self.roll.present.values(), *(double for _, double in self.roll.doubles)]
+        self._told_processes.update((who.claim.identity.key, who.claim.identity.pid) for who in everyone)
+        self._tell_all(Refused(diagnosis))
+
+    def _tell_all(self, message: Complete | Refused | Ended) -> None:
+        # Encoded once: with n ranks the roster of a group is told n times.
+        frame = encode(message)
+        for connection in list(self._connections):
+            if connection.arrival is not None:
+                connection.send_body(frame)
+
+    def remark(self, context: dict[str, Any]) -> None:
+        """Pass on a fault of this process to the lowest rank's log; the connection it concerns was dropped."""
+        problem = context.get("exception")
+        trace = "".join(traceback.format_exception(problem)) if isinstance(problem, BaseException) else ""
+        if self.members:
+            self.members[min(self.members)].send(Remark(f"{context.get('message', '')}\n{trace}".strip()))
+
+    # Members speak -----------------------------------------------------------------------------------------
+
+    def heard(self, connection: Connection, message: FromMember) -> None:
+        """Act on one message of a member."""
+        now = time.monotonic()
+        match message:
+            case Ask():
+                self._store(connection, message, now)
+            case Pong():
+                pass
+            case Status():
+                connection.status, connection.answered = message, now
+                self._census_done(now)
+            case Failed():
+                self._failed(connection, message, now)
+            case Leaving():
+                self._leaving(connection, message, now)
+            case Census():
+                self._censuses.append((connection, message, now + message.wait_s))
+                self._query(now)
+            case Claim():
+                connection.drop("a second claim")
+
+    def _store(self, connection: Connection, ask: Ask, now: float) -> None:
+        if self.verdict is not None:
+            # Whoever waits for a key of a dead group would wait in vain; the member knows the verdict.
+            connection.send(Reply(ask.id, problem="timeout"))
+            return
+        reply, released = self.store.handle(connection, ask, now)
+        if reply is not None:
+            connection.send(reply)
+        for parked, answer in released:
+            if isinstance(parked.owner, Connection):
+                parked.owner.send(answer)
+
+    def _failed(self, connection: Connection, message: Failed, now: float) -> None:
+        connection.failed = True
+        arrival = connection.arrival
+        if arrival is not None:
+            identity = arrival.claim.identity
+            diagnosis = Diagnosis(
+                "peer-failed",
+                f"rank {arrival.rank} raised {message.kind}: {message.message}",
+                who=str(arrival),
+                why="it said so before it ended; its traceback is below",
+                fix=f"mend the {message.kind} on rank {arrival.rank}; the other ranks only followed",
+                ranks=(arrival.rank,),
+                hosts=(identity.host,),
+                traceback=message.traceback,
+            )
+            if message.follows:
+                self._suspects.append((now + _FOLLOW_S, diagnosis))
+            else:
+                self._end(diagnosis)
+        connection.send(Noted(message.id))
+
+    def _leaving(self, connection: Connection, message: Leaving, now: float) -> None:
+        connection.left = message.how
+        arrival = connection.arrival
+        if arrival is None:
+            connection.send(Dismissed(message.id, []))
+            return
+        how = "destroyed the group" if message.how == "destroy" else "ended its program without destroying the group"
+        identity = arrival.claim.identity
+        self._left[arrival.rank] = Status(arrival.rank, "left", how, now, identity.host, identity.pid)
+        self._leavers[arrival.rank] = (connection, message, now + message.wait_s)
+        self._dismiss(now)
+        if any(deadline > now for _, _, deadline in self._leavers.values()):
+            # Whoever is named at the end of the wait should be named with what it was doing.
+            self._query(now)
+
+    def _dismiss(self, now: float) -> None:
+        """Let those go who need not wait any longer: all are leaving, the group is dead, or time is up."""
+        over = self.completed_at is None or self.verdict is not None or len(self._left) >= self.roll.world_size
+        for rank, (connection, message, deadline) in list(self._leavers.items()):
+            if over or now >= deadline:
+                del self._leavers[rank]
+                still = [] if over else [status for status in self._everyone(now) if status.state in {"busy", "silent"}]
+                connection.send(Dismissed(message.id, still[:64]))
+
+    # What is everyone doing --------------------------------------------------------------------------------
+
+    def _query(self, now: float) -> None:
+        if now - self._queried < _QUERY_S:
+            return
+        self._queried = now
+        for connection in self.members.values():
+            if connection.left is None:
+                connection.asked = now
+                connection.send(Query())
+
+    def _census_done(self, now: float) -> None:
+        if not self._censuses:
+            return
+        pending = any(member.pending and member.left is None and not member.closed for member in self.members.values())
+        for entry in list(self._censuses):
+            connection, census, deadline = entry
+            if not pending or now >= deadline:
+                self._censuses.remove(entry)
+                connection.send(Report(census.id, self._everyone(now)))
+
+    def _everyone(self, now: float) -> list[Status]:
+        statuses = []
+        for rank, connection in sorted(self.members.items()):
+            arrival = connection.arrival
+            if arrival is None:
+                continue
+            identity = arrival.claim.identity
+            if rank in self._left:
+                left = self._left[rank]
+                statuses.append(msgspec.structs.replace(left, since_s=now - left.since_s))
+            elif connection.closed:
+                statuses.append(Status(rank, "gone", "its connection closed", 0.0, identity.host, identity.pid))
+            elif connection.pending and now - connection.asked >= _SILENT_S:
+                quiet = now - connection.heard_at
+                statuses.append(Status(rank, "silent", "does not answer", quiet, identity.host, identity.pid))
+            else:
+                said = connection.status
+                doing, since = (said.doing, said.since_s) if said is not None else ("not asked", 0.0)
+                statuses.append(Status(rank, "busy", doing, since, identity.host, identity.pid))
+        return statuses
+
+    # Members go --------------------------------------------------------------------------------------------
+
+    def went(self, connection: Connection, how: str) -> None:
+        """A connection ended; ``how`` is what was observed."""
+        self._connections.discard(connection)
+        self.store.forget(connection)
+        arrival = connection.arrival
+        now = time.monotonic()
+        if arrival is None or self.members.get(arrival.rank) is not connection:
+            return
+        if self.completed_at is None:
+            if self.refused is None:
+                del self.members[arrival.rank]
+                self.roll.leave(arrival, now)
+            self._finish(now)
+            return
+        if connection.left is None and not connection.failed:
+            self._end(self._lost(arrival, how))
+        self._leavers.pop(arrival.rank, None)
+        self._census_done(now)
+        self._finish(now)
+
+    def _lost(self, arrival: Arrival, how: str) -> Diagnosis:
+        identity = arrival.claim.identity
+        return Diagnosis(
+            "peer-lost",
+            f"rank {arrival.rank} is gone",
+            who=str(arrival),
+            why=f"{how}, and it had not said goodbye (observed)",
+            fix=f"look at the end of rank {arrival.rank}'s output and at the kernel log (dmesg) of {identity.host}: "
+            "killed from outside, out of memory, a crash in native code, or os._exit",
+            ranks=(arrival.rank,),
+            hosts=(identity.host,),
+        )
+
+    def _end(self, diagnosis: Diagnosis) -> None:
+        """The group is over. Only the first cause is told; what follows from it is not news."""
+        if self.verdict is not None:
+            return
+        self.verdict = diagnosis
+        self._suspects.clear()
+        self._tell_all(Ended(diagnosis))
+        self._dismiss(time.monotonic())
+
+    def abandon(self, how: str) -> None:
+        """The process that this coordinator belongs to is gone: end once the survivors know."""
+        root = self.members.get(0)
+        now = self._orphaned = time.monotonic()
+        if root is not None and root.arrival is not None and self.completed_at is None and self.refused is None:
+            self._refuse(self._lost(root.arrival, how), now)
+        if root is not None and not root.closed:
+            root.drop(how)
+        self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        """Set ``finished`` once nobody can need this coordinator any more."""
+        gone = all(connection.closed for connection in self.members.values())
+        if self.refused is not None:
+            told = gone and len(self._told) >= self.roll.world_size
+            done = told or now - self._refused_at >= self._linger_s
+        elif self._orphaned is not None:
+            done = gone or now - self._orphaned >= self._linger_s
+        else:
+            done = self.completed_at is not None and gone
+        if done:
+            self.finished.set()
+
+    # The clock ---------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            self._decide(now)
+            for parked, reply in self.store.expire(now):
+                if isinstance(parked.owner, Connection):
+                    parked.owner.send(reply)
+            for due, diagnosis in list(self._suspects):
+                if now >= due:
+                    self._end(diagnosis)
+            self._dismiss(now)
+            self._census_done(now)
+            # More members, longer between pings: the cost of a ping round stays below one part in a hundred.
+            if now - self._pinged >= max(_PING_S, len(self.members) / 500):
+                self._pinged = now
+                for connection in self.members.values():
+                    connection.send(Ping())
+            for connection in list(self._connections):
+                connection.check(now)
+            self._finish(now)
+
+    def describe(self) -> str:
+        """Return one line for logs: how far the job is."""
+        if self.verdict is not None:
+            return f"ended: {self.verdict.what}"
+        if self.completed_at is not None:
+            return f"{len(self.members)} ranks, formed {duration(time.monotonic() - self.completed_at)} ago"
+        return f"{len(self.members)} ranks answered"
+

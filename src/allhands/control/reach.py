@@ -1,0 +1,251 @@
+"""Reaching the coordinator: connect within a deadline, or say what stands in the way.
+
+Everything that may mend itself while rank 0 starts is retried until the deadline; what cannot is said at
+once. A failed attempt leaves evidence, and the last evidence decides the diagnosis.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..diagnosis import Diagnosis, count, duration, join
+from ..errors import AllhandsError, error
+from ..world import Address
+from . import credentials
+
+__all__ = ["Attempts", "Notify", "diagnose", "reach", "reach_local", "resolve"]
+
+# A name that does not exist is asked for again for this long, in case the answer was a hiccup.
+_NAME_S = 1.5
+
+# No route is a fact of this machine's own table; it is given a moment in case an interface is coming up.
+_ROUTE_S = 1.5
+
+# One connection attempt: longer than two retransmissions of a lost first packet (1 s, then 2 s).
+_ATTEMPT_S = 3.5
+
+# Between attempts; short at first, because ranks usually start within a second of each other.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+Notify = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The evidence gathered while trying: what happened last, per address."""
+
+    address: Address
+    outcomes: dict[str, OSError] = field(default_factory=dict)
+    name_error: socket.gaierror | None = None
+    tries: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def summary(self) -> str:
+        """Say what happened, for the waiting line and for "why"."""
+        if self.name_error is not None:
+            return f"{self.address.host} does not resolve ({self.name_error.strerror})"
+        return join([f"{where}: {_words(problem)}" for where, problem in self.outcomes.items()]) or "connecting"
+
+
+def _words(problem: OSError) -> str:
+    if isinstance(problem, TimeoutError) or problem.errno == errno.ETIMEDOUT:
+        return "no answer"
+    if problem.errno == errno.ECONNREFUSED:
+        return "refused"
+    return problem.strerror or str(problem)
+
+
+def resolve(host: str, port: int, deadline: float) -> list[tuple[int, str]]:
+    """Return (family, IP address) for ``host``; raise socket.gaierror. Ends by ``deadline`` whatever DNS does."""
+    found: list[tuple[int, str]] = []
+    trouble: list[socket.gaierror] = []
+
+    def look_up() -> None:
+        try:
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except socket.gaierror as problem:
+            trouble.append(problem)
+        except UnicodeError as problem:
+            trouble.append(socket.gaierror(socket.EAI_NONAME, f"not a host name: {problem}"))
+        else:
+            found.extend(dict.fromkeys((int(entry[0]), str(entry[4][0])) for entry in entries))
+
+    # getaddrinfo takes no timeout and can sit for half a minute on a DNS server that drops packets.
+    thread = threading.Thread(target=look_up, name="allhands-resolve", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if trouble:
+        raise trouble[0]
+    if not found:
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer from the name server")
+    return found
+
+
+def reach(
+    address: Address, deadline: float, *, who: str, late_names: bool = False, several_hosts: bool = False,
+    notify: Notify | None = None,
+) -> socket.socket:
+    """Return a connected TCP socket to ``address``, or raise the diagnosis of why there is none."""
+    attempts = Attempts(address)
+    pause = _FIRST_PAUSE_S
+    while True:
+        try:
+            return _try(attempts, deadline)
+        except OSError as problem:
+            final = _final(attempts, problem, late_names=late_names)
+        now = time.monotonic()
+        if final or now + pause >= deadline:
+            raise diagnose(attempts, who=who, several_hosts=several_hosts)
+        if notify is not None:
+            notify(f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(now - attempts.started)})")
+        time.sleep(pause)
+        pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+
+def _try(attempts: Attempts, deadline: float) -> socket.socket:
+    attempts.tries += 1
+    attempts.name_error = None
+    attempts.outcomes.clear()
+    address = attempts.address
+    try:
+        places = resolve(address.host, address.port, deadline)
+    except socket.gaierror as problem:
+        attempts.name_error = problem
+        raise
+    last: OSError = TimeoutError("nothing tried")
+    for family, host in places:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(min(_ATTEMPT_S, max(0.05, deadline - time.monotonic())))
+            sock.connect((host, address.port))
+        except OSError as problem:
+            sock.close()
+            attempts.outcomes[host] = last = problem
+        else:
+            credentials.keep_alive(sock)
+            return sock
+    raise last
+
+
+def _final(attempts: Attempts, problem: OSError, *, late_names: bool) -> bool:
+    """Tell whether trying again is pointless."""
+    waited = time.monotonic() - attempts.started
+    if attempts.name_error is not None:
+        missing = attempts.name_error.errno in {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", -5)}
+        return missing and not late_names and waited >= _NAME_S
+    if all(outcome.errno == errno.ENETUNREACH for outcome in attempts.outcomes.values()):
+        return waited >= _ROUTE_S
+    return problem.errno in {errno.EINVAL, errno.EACCES, errno.EPERM}
+
+
+def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:
+    """Turn the evidence of failed attempts into the exception to raise."""
+    address = attempts.address
+    tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
+    evidence = f"{attempts.summary()}; {tried}"
+    parts = {"who": who, "hosts": (address.host,)}
+    if attempts.name_error is not None:
+        absent = attempts.name_error.errno != socket.EAI_AGAIN
+        return error(
+            Diagnosis(
+                "address-unresolvable",
+                f"the coordinator's host name {address.host!r} has no address",
+                why=evidence + ("" if absent else " (probably the name server, not the name)"),
+                fix=f"check MASTER_ADDR or init_method; `getent hosts {address.host}` must print an address",
+                certain=absent,
+                **parts,
+            )
+        )
+    codes = {outcome.errno for outcome in attempts.outcomes.values()}
+    if errno.ECONNREFUSED in codes:
+        if several_hosts and _loopback(attempts.outcomes):
+            return error(_loopback_advertised(address, evidence, parts))
+        return error(
+            Diagnosis(
+                "connection-refused",
+                f"nothing listens on {address}",
+                why=f"{evidence}: the host answers, but rank 0 has not opened the port (or listens on another address)",
+                fix="see that rank 0 was started and runs on that host, and that MASTER_PORT is the same everywhere",
+                ranks=(0,),
+                **parts,
+            )
+        )
+    if codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
+        return error(
+            Diagnosis(
+                "no-route",
+                f"no way leads from this machine to {address.host}",
+                why=evidence,
+                fix=f"`ip route get {next(iter(attempts.outcomes), address.host)}` shows the route; check the interface, "
+                "the network of the container, and that the host is up",
+                ranks=(0,),
+                **parts,
+            )
+        )
+    if codes & {errno.EACCES, errno.EPERM}:
+        why = f"{evidence}: a firewall on this machine forbids the connection"
+    else:
+        why = f"{evidence}: packets get no answer at all, probably a firewall drops them or the host is down"
+    return error(
+        Diagnosis(
+            "connection-filtered",
+            f"{address} does not answer",
+            why=why,
+            fix=f"open port {address.port} on {address.host} for this machine (and the ports of Gloo and NCCL: all "
+            f"above 1023), or check the address; `nc -vz {address.host} {address.port}` from here must succeed",
+            ranks=(0,),
+            certain=bool(codes & {errno.EACCES, errno.EPERM}),
+            **parts,
+        )
+    )
+
+
+def _loopback(outcomes: dict[str, OSError]) -> bool:
+    return all(host == "::1" or host.startswith("127.") for host in outcomes)
+
+
+def _loopback_advertised(address: Address, evidence: str, parts: dict[str, object]) -> Diagnosis:
+    return Diagnosis(
+        "loopback-advertised",
+        f"the coordinator's address {address} is this machine's own loopback, but rank 0 runs elsewhere",
+        why=f"{evidence}; the launch environment says that ranks are on several nodes",
+        fix="set MASTER_ADDR to a name of rank 0's machine that other machines can reach, not localhost; "
+        "remove 127.0.1.1 lines for it from /etc/hosts",
+        ranks=(0,),
+        certain=False,
+        **parts,  # type: ignore[arg-type]  # who and hosts, as given by diagnose
+    )
+
+
+def reach_local(name: str, deadline: float, *, notify: Notify | None = None) -> socket.socket | None:
+    """Return a socket connected to the abstract Unix socket ``name``, or None if nobody listens by ``deadline``.
+
+    The other end must belong to this user (or root): the name alone proves nothing.
+    """
+    pause, started = _FIRST_PAUSE_S, time.monotonic()
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect("\0" + name)
+        except OSError:
+            sock.close()
+        else:
+            _, uid = credentials.peer(sock)
+            if uid in {os.getuid(), 0}:
+                return sock
+            sock.close()
+        now = time.monotonic()
+        if now + pause >= deadline:
+            return None
+        if notify is not None:
+            notify(f"waiting for rank 0 to open the roll call on this host ({duration(now - started)})")
+        time.sleep(pause)
+        pause = min(pause * 2, _LONGEST_PAUSE_S / 5)
+
+

@@ -1,0 +1,93 @@
+"""The catalogue of diagnoses: every slug, the exception that carries it, and its page.
+
+A slug is a promise: it never changes its meaning, its page says what to do, and a test provokes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib import resources
+
+__all__ = ["CATALOGUE", "Entry", "closest", "page", "title"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kind of finding: the exception class (by name, in ``errors``) and a one-line meaning."""
+
+    slug: str
+    error: str
+    meaning: str
+
+
+_ENTRIES = (
+    # Who am I.
+    Entry("rank-out-of-range", "WorldError", "a rank is not between 0 and world size - 1"),
+    Entry("launcher-mismatch", "WorldError", "two sources disagree about who this process is"),
+    Entry("incomplete-environment", "WorldError", "only part of what says who this process is was given"),
+    Entry("not-launched", "WorldError", "the launch environment needs a launcher that was not used"),
+    Entry("node-not-process", "WorldError", "RANK counts nodes here, but several processes per node are meant"),
+    # Reaching the coordinator.
+    Entry("address-unresolvable", "ConnectError", "the coordinator's host name has no address"),
+    Entry("address-not-local", "ConnectError", "rank 0 was told to listen on an address of another machine"),
+    Entry("connection-refused", "ConnectError", "the coordinator's host answers, but nothing listens on the port"),
+    Entry("connection-filtered", "ConnectError", "packets to the coordinator disappear: a firewall, or no such host"),
+    Entry("no-route", "ConnectError", "this machine has no route to the coordinator"),
+    Entry("wrong-service", "ConnectError", "something that is not an allhands coordinator answers on the port"),
+    Entry("port-in-use", "ConnectError", "rank 0 cannot listen on the port: another process holds it"),
+    Entry("loopback-advertised", "ConnectError", "the coordinator's address is loopback, but ranks are on several hosts"),
+    Entry("interface-mismatch", "ConnectError", "the network interface asked for does not lead to the peers"),
+    Entry("stale-file", "ConnectError", "the file of a file:// meeting is left over from something else"),
+    Entry("file-in-use", "ConnectError", "the file of a file:// meeting belongs to a job that is running"),
+    Entry("not-authorised", "ConnectError", "the token is missing or is not the job's token"),
+    Entry("coordinator-silent", "ConnectError", "the coordinator accepted the connection but stopped answering"),
+    # The roll call.
+    Entry("missing-ranks", "RollCallTimeout", "not every rank answered the roll call in time"),
+    Entry("duplicate-rank", "RollCallRefused", "two processes claim the same rank"),
+    Entry("world-size-mismatch", "RollCallRefused", "ranks disagree about the world size"),
+    Entry("backend-mismatch", "RollCallRefused", "ranks ask for different backends"),
+    Entry("version-mismatch", "RollCallRefused", "ranks run versions that cannot work together"),
+    Entry("device-mismatch", "RollCallRefused", "ranks bring different kinds of device"),
+    Entry("job-mismatch", "RollCallRefused", "ranks of different jobs met at one address"),
+    # What the group runs on.
+    Entry("nccl-missing", "EngineMissing", "nccl was asked for, but this torch has no NCCL"),
+    Entry("mpi-missing", "EngineMissing", "mpi was asked for, but no MPI can be used here"),
+    Entry("gpu-missing", "EngineMissing", "a GPU was asked for, but this process sees none"),
+    Entry("gpu-shared", "EngineMissing", "several ranks use the same GPU, which NCCL refuses"),
+    Entry("backend-unknown", "EngineMissing", "the backend asked for does not exist"),
+    Entry("fd-limit", "ResourceError", "too few file descriptors for this many ranks"),
+    Entry("shm-too-small", "ResourceError", "shared memory is too small for the group"),
+    Entry("store-full", "ResourceError", "the job's key-value store is full"),
+    # Life and death of a group.
+    Entry("peer-failed", "PeerFailed", "a rank raised an exception"),
+    Entry("peer-lost", "PeerLost", "a rank's process or connection is gone"),
+    Entry("peer-silent", "PeerSilent", "a rank is connected but does not answer"),
+    Entry("collective-timeout", "CollectiveTimeout", "not every rank came to the collective in time"),
+    Entry("coordinator-lost", "CoordinatorLost", "the coordinator's process or connection is gone"),
+    Entry("engine-failed", "EngineFailed", "torch could not form the group although every rank answered"),
+    Entry("store-timeout", "StoreTimeout", "a key did not appear in the store in time"),
+    Entry("not-initialised", "NotInitialised", "there is no process group"),
+    Entry("already-initialised", "AlreadyInitialised", "there is a process group already"),
+    Entry("already-destroyed", "AlreadyDestroyed", "the process group was destroyed"),
+    Entry("forked-process", "NotInitialised", "this process was forked from a rank and has no group of its own"),
+    Entry("invalid-argument", "ArgumentError", "an argument makes no sense here"),
+)
+
+CATALOGUE: dict[str, Entry] = {entry.slug: entry for entry in _ENTRIES}
+
+
+def title(slug: str) -> str:
+    """Return the name of the exception that carries ``slug``."""
+    return CATALOGUE[slug].error
+
+
+def page(slug: str) -> str:
+    """Return the page on ``slug`` as Markdown; KeyError for a slug that is not in the catalogue."""
+    entry = CATALOGUE[slug]
+    return (resources.files(__package__) / "pages" / f"{entry.slug}.md").read_text(encoding="utf-8")
+
+
+def closest(word: str) -> list[str]:
+    """Return the slugs that look most like ``word``, for "did you mean"."""
+    return difflib.get_close_matches(word, CATALOGUE, n=3, cutoff=0.4)

@@ -1,0 +1,140 @@
+"""Gloo: which interface it should use, and how to end what it is waiting for.
+
+Gloo has no abort: a thread inside a collective waits until its peer answers, closes, or time is up. What it
+waits on are TCP connections of this process, so they are what is ended. Which sockets they are is read from
+the addresses that Gloo itself puts into and takes out of the store when a group forms.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from ..errors import fail
+
+__all__ = ["IFNAME", "Wire", "addresses", "check_interface", "interface_of", "loopback_interface"]
+
+IFNAME = "GLOO_SOCKET_IFNAME"
+
+_LENGTH = struct.Struct("<Q")
+
+# Gloo writes a whole sockaddr_storage (128 bytes) and a sequence number (8 bytes) for each address.
+_ADDRESS_BYTES = 136
+
+_Place = tuple[str, int]
+
+
+def addresses(blob: bytes) -> list[_Place]:
+    """Return the (host, port) pairs in what Gloo publishes about one rank; [] for anything else.
+
+    The layout is: length and host name, then length and socket address, the latter once per connection.
+    """
+    found: list[_Place] = []
+    offset = 0
+    with suppress(struct.error, OSError):
+        (length,) = _LENGTH.unpack_from(blob, offset)
+        offset += _LENGTH.size + length
+        while offset + _LENGTH.size < len(blob):
+            (size,) = _LENGTH.unpack_from(blob, offset)
+            if size != _ADDRESS_BYTES:
+                break
+            offset += _LENGTH.size
+            family, port = struct.unpack_from("<H", blob, offset)[0], struct.unpack_from(">H", blob, offset + 2)[0]
+            if family == socket.AF_INET:
+                found.append((socket.inet_ntop(family, blob[offset + 4 : offset + 8]), port))
+            elif family == socket.AF_INET6:
+                found.append((socket.inet_ntop(family, blob[offset + 8 : offset + 24]), port))
+            offset += size
+    return found
+
+
+class Wire:
+    """The addresses that Gloo listens on and connects to, as seen passing through the store."""
+
+    def __init__(self) -> None:
+        self._own: set[_Place] = set()
+        self._peers: set[_Place] = set()
+
+    def published(self, value: bytes) -> None:
+        """This process put ``value`` into the store."""
+        self._own.update(addresses(value))
+
+    def learned(self, value: bytes) -> None:
+        """This process got ``value`` from the store."""
+        self._peers.update(addresses(value))
+
+    def cut(self) -> int:
+        """End every connection of Gloo in this process, so that whatever waits on one raises; return how many."""
+        ended = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                # A duplicate: shutdown acts on the connection itself, and Gloo's own descriptor stays Gloo's.
+                sock = socket.socket(fileno=os.dup(int(name)))
+            except OSError:
+                continue  # Closed since it was listed.
+            with sock:
+                if self._is_gloo(sock):
+                    with suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+                        ended += 1
+        return ended
+
+    def _is_gloo(self, sock: socket.socket) -> bool:
+        if sock.family not in {socket.AF_INET, socket.AF_INET6} or sock.type != socket.SOCK_STREAM:
+            return False
+        try:
+            here, there = sock.getsockname()[:2], sock.getpeername()[:2]
+        except OSError:
+            return False  # Listening, or already ended.
+        return here in self._own or there in self._peers
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has ``address``, "" where none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return ""
+
+
+def loopback_interface() -> str:
+    """Return the name of a loopback interface that is up, "" where there is none."""
+    name = interface_of("127.0.0.1")
+    flags = Path(f"/sys/class/net/{name}/flags")
+    with suppress(OSError, ValueError):
+        if name and int(flags.read_text(encoding="ascii"), 16) & 1:
+            return name
+    return ""
+
+
+def check_interface(name: str, *, one_host: bool, rank: int) -> None:
+    """Raise interface-mismatch where the interface that the user chose for Gloo cannot lead to the peers."""
+    present = psutil.net_if_addrs()
+    if name not in present:
+        raise fail(
+            "interface-mismatch",
+            f"{IFNAME}={name} names no interface of this machine",
+            who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+            why=f"it has {', '.join(sorted(present))}",
+            fix=f"unset {IFNAME} (allhands then takes the interface that leads to the coordinator), or correct it",
+            ranks=(rank,),
+            hosts=(socket.gethostname(),),
+        )
+    inet = [entry.address for entry in present[name] if entry.family in {socket.AF_INET, socket.AF_INET6}]
+    if not one_host and all(address.startswith("127.") or address == "::1" for address in inet):
+        raise fail(
+            "interface-mismatch",
+            f"{IFNAME}={name} is loopback, but ranks are on several hosts",
+            who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+            why=f"{name} has {', '.join(inet) or 'no address'}, which no other host can reach",
+            fix=f"unset {IFNAME}, or name the interface that leads to the other hosts (`ip route`)",
+            ranks=(rank,),
+            hosts=(socket.gethostname(),),
+        )

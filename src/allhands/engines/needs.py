@@ -1,0 +1,102 @@
+"""What a backend needs on this machine, and the diagnosis where it is not here."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import resource
+import socket
+
+import torch
+import torch.distributed as dist
+
+from ..diagnosis import Diagnosis
+from ..errors import AllhandsError, fail
+
+__all__ = ["needs"]
+
+# Descriptors that an ordinary Python process with torch has open besides its connections.
+_SPARE_DESCRIPTORS = 64
+
+
+def needs(backend: str, world_size: int, rank: int) -> Diagnosis | None:
+    """Return what is missing on this machine for ``backend`` (in torch's spelling), None where nothing is."""
+    who = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
+    try:
+        for name in _names(backend):
+            _check(name, who, rank)
+        _check_descriptors(world_size, who, rank)
+    except AllhandsError as problem:
+        return problem.diagnosis
+    return None
+
+
+def _names(backend: str) -> list[str]:
+    """Split ``cpu:gloo,cuda:nccl`` into the names of its backends."""
+    return [part.rpartition(":")[2].strip().lower() for part in backend.split(",") if part.strip()]
+
+
+def _check(name: str, who: str, rank: int) -> None:
+    parts = {"who": who, "ranks": (rank,), "hosts": (socket.gethostname(),)}
+    if name not in dist.Backend.backend_list:
+        known = [known for known in dist.Backend.backend_list if known not in {"undefined", "fake"}]
+        near = difflib.get_close_matches(name, known, n=1)
+        raise fail(
+            "backend-unknown",
+            f"there is no backend {name!r}",
+            why=f"this torch knows {', '.join(known)}",
+            fix=f"did you mean {near[0]!r}?" if near else "pass one of these as backend=",
+            **parts,
+        )
+    if name == "nccl":
+        if not dist.is_nccl_available():
+            raise fail(
+                "nccl-missing",
+                "nccl was asked for, but this torch was built without NCCL",
+                why=f"torch {torch.__version__} has no NCCL in it (CPU and macOS builds do not)",
+                fix="install a CUDA build of torch, or use backend='gloo'",
+                **parts,
+            )
+        if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise fail(
+                "gpu-missing",
+                "nccl was asked for, but this process sees no GPU",
+                why=f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "torch.cuda finds no device",
+                fix="run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
+                **parts,
+            )
+    if name == "mpi" and not dist.is_mpi_available():
+        raise fail(
+            "mpi-missing",
+            "mpi was asked for, but this torch was built without MPI",
+            why=f"torch {torch.__version__} from a package registry never has MPI in it",
+            fix="use backend='gloo' (it also runs under mpirun), or build torch where an MPI is installed",
+            **parts,
+        )
+    if name in {"ucc", "xccl"} and not dist.is_backend_available(name):
+        raise fail(
+            "backend-unknown",
+            f"{name} was asked for, but this torch was built without it",
+            why=f"torch {torch.__version__} has no {name} in it",
+            fix="use backend='gloo' or 'nccl'",
+            **parts,
+        )
+
+
+def _check_descriptors(world_size: int, who: str, rank: int) -> None:
+    """Every rank holds a connection to every other (Gloo's full mesh)."""
+    need = world_size + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if need > hard != resource.RLIM_INFINITY:
+        raise fail(
+            "fd-limit",
+            f"{world_size} ranks need {need} file descriptors in each process, the limit is {hard}",
+            who=who,
+            why=f"ulimit -Hn is {hard}; each rank keeps a connection to every other",
+            fix="raise the limit before the job starts: ulimit -n 65536 (LimitNOFILE= in a service)",
+            ranks=(rank,),
+            hosts=(socket.gethostname(),),
+        )
+    if need > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

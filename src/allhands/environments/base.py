@@ -1,0 +1,263 @@
+"""What every environment is and returns, and the reading of values that they share.
+
+Which pairs of sources may differ, and which may not (`claims` decides by these rules):
+
+- What the caller gives as an argument is never compared with anything.
+- allhands' launcher and torchrun start the process itself, so they know it best. Whatever stands around
+  them (torchrun inside Slurm: the Slurm task is the agent, not the rank) is not compared.
+- A task of Slurm, LSF, Flux or MPI may be the agent of a launcher inside it. That is only possible where
+  there is one task per node, or one in all (mpirun inside an allocation starts one daemon per node). Then
+  the inner launcher is believed, if it gives both rank and size.
+- RANK and WORLD_SIZE inside such a task may come from a launcher that starts processes on one node
+  (then LOCAL_RANK is set and WORLD_SIZE is a multiple of the tasks, with RANK in step) or may be left over
+  from a shell. The first is believed, the second is a disagreement.
+- Everything else that differs is a disagreement: RANK=0 against SLURM_PROCID=3, Open MPI against PMI.
+- A pod's index or a host name's number is a weak word: it is read only where RANK is not set, so it cannot
+  disagree with it (in a JobSet, the index begins again in every Job while RANK goes on).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..diagnosis import join
+from ..errors import AllhandsError, fail
+from ..world import Address, World
+
+__all__ = ["DEFAULT_PORT", "Detection", "Environment", "derived_port", "integer", "lines", "me", "port", "text"]
+
+# torch's own default. Right where each rank 0 has a network address of its own (a pod, a training container).
+DEFAULT_PORT = 29500
+
+# Ports derived from a job's name: below Linux's ephemeral ports (from 32768), above the usual services.
+_FIRST_DERIVED, _DERIVED = 20000, 10000
+
+_Env = Mapping[str, str]
+# Returns a host and where it was read; called only where an address is needed, since it may read a file.
+_Host = Callable[[], tuple[str, str]]
+
+
+class Environment(Protocol):
+    """A module of this package: one way in which a process can be told who it is."""
+
+    @property
+    def NAME(self) -> str:  # noqa: N802  # a module's constant
+        """What `World.source` says."""
+
+    @property
+    def MARK(self) -> str:  # noqa: N802
+        """What must be there for the environment to be recognised, in words."""
+
+    def detect(self, env: _Env) -> Detection | None:
+        """Return what this environment says, or None where the process is not in it."""
+
+
+def me() -> str:
+    """Write who is speaking, for the `who` of a diagnosis."""
+    return f"this process ({platform.node() or 'unknown host'}, pid {os.getpid()})"
+
+
+def text(env: _Env, name: str) -> str:
+    """Return a variable's value without surrounding white space; "" where it is unset or blank."""
+    return env.get(name, "").strip()
+
+
+def integer(env: _Env, name: str) -> int | None:
+    """Return a variable's value as an integer, None where it is unset; raises `invalid-argument` for other text."""
+    value = text(env, name)
+    if not value:
+        return None
+    # int() would also take "1_0", "+1" and digits of other scripts, which no launcher writes.
+    if not (value.isascii() and value.removeprefix("-").isdecimal()):
+        raise fail(
+            "invalid-argument",
+            f"{name}={value!r} is not a whole number",
+            who=me(),
+            why="the variable was set by hand, or by a script whose own variable was empty or not expanded",
+            fix=f"unset {name}, or give a whole number",
+        )
+    return int(value)
+
+
+def port(number: int, where: str) -> int:
+    """Return ``number`` if it can be a port, else raise `invalid-argument`."""
+    if not 0 < number < 65536:
+        raise fail(
+            "invalid-argument",
+            f"{where} is not a port",
+            who=me(),
+            why="a port is between 1 and 65535, and all ranks must know it beforehand, so it cannot be 0",
+            fix="give a free port of rank 0's host",
+        )
+    return number
+
+
+def derived_port(job: str) -> int:
+    """Return a port between 20000 and 29999 that depends only on the job's name (step included)."""
+    return _FIRST_DERIVED + zlib.crc32(job.encode()) % _DERIVED
+
+
+def lines(env: _Env, name: str, fix: str) -> list[str]:
+    """Return the non-empty lines of the file that a variable names; raises `incomplete-environment`."""
+    path = text(env, name)
+    try:
+        written = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise fail(
+            "incomplete-environment",
+            f"{name}={path} names the hosts of this job, but cannot be read",
+            who=me(),
+            why=f"{error.strerror or error}; some schedulers keep this file on the first node only",
+            fix=fix,
+        ) from error
+    return [line.strip() for line in written.splitlines() if line.strip()]
+
+
+@dataclass(slots=True)
+class Detection:
+    """What one environment says, value by value, each with where it was read; None where it says nothing."""
+
+    source: str
+    reason: str
+    env: _Env = field(repr=False)
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    coordinator: Address | None = None
+    job: str = ""
+    late_names: bool = False
+    agent_store: bool = False
+    socket: str = ""
+    reasons: dict[str, str] = field(default_factory=dict)
+    # The variables that would tell what is not told.
+    wanted: dict[str, str] = field(default_factory=dict)
+    # Nothing can stand between this launcher and the process, so nothing else is compared with it.
+    innermost: bool = False
+    # What to do where rank or world size is missing.
+    remedy: str = "set both, or pass rank= and world_size="
+
+    def take(self, value: str, *names: str) -> Detection:
+        """Read ``value`` (rank, world_size …) from the first of the variables that is set."""
+        self.wanted[value] = names[0]
+        for name in names:
+            number = integer(self.env, name)
+            if number is not None:
+                return self.say(value, number, f"{name}={number}")
+        return self
+
+    def say(self, value: str, what: object, why: str) -> Detection:
+        """Set ``value`` and where it comes from."""
+        setattr(self, value, what)
+        self.reasons[value] = why
+        return self
+
+    def call(self, job: str, why: str) -> Detection:
+        """Name the job; no name where the environment left its part of it empty."""
+        return self.say("job", job, why) if job else self
+
+    @property
+    def one_host(self) -> bool:
+        """Whether every rank is known to be on this host."""
+        return self.world_size == 1 or (self.world_size is not None and self.local_world_size == self.world_size)
+
+    def meet(self, host: _Host | None = None, number: int | None = None, why: str = "") -> Detection:
+        """Settle the coordinator's address; what the user set in MASTER_ADDR and MASTER_PORT goes first.
+
+        ``host`` is what the environment offers; ``number`` its port and ``why`` where that comes from.
+        Without a port, one is derived from the job's name.
+        """
+        name, where = text(self.env, "MASTER_ADDR"), "MASTER_ADDR"
+        if not name and self.one_host:
+            self.reasons["coordinator"] = "none needed: every rank is on this host"
+            return self
+        if not name and host is not None:
+            name, where = host()
+        given = integer(self.env, "MASTER_PORT")
+        if given is not None:
+            number, why = port(given, f"MASTER_PORT={given}"), f"MASTER_PORT={given}"
+        elif number is None and name and self.job:
+            number, why = derived_port(self.job), f"derived from the job's name {self.job}"
+        if name and number is not None:
+            return self.say("coordinator", Address(name, number), f"host: {where}; port: {why}")
+        if name and where != "MASTER_ADDR":
+            # The environment's own half; a file or a store can still bring the ranks together.
+            self.reasons["coordinator"] = f"{self.source} tells a host ({name}) but no port; set MASTER_PORT"
+            return self
+        if name:
+            raise self._half(f"{where}={name}", "MASTER_PORT", "set MASTER_PORT to a free port of rank 0's host")
+        if given is not None:
+            raise self._half(why, "MASTER_ADDR", "set MASTER_ADDR to the host of rank 0")
+        self.reasons.setdefault("coordinator", f"{self.source} does not tell; set MASTER_ADDR and MASTER_PORT")
+        return self
+
+    def world(self) -> World:
+        """Return the finished world; raises where rank or size is missing or they do not fit together."""
+        rank, size = self.rank, self.world_size
+        if rank is None or size is None:
+            there = join([self.reasons[key] for key in ("rank", "world_size") if key in self.reasons])
+            words = (("rank", "the rank", rank), ("world_size", "the world size", size))
+            gone = join([self.wanted.get(key, word) for key, word, value in words if value is None])
+            raise self._half(there, gone, self.remedy)
+        self._range("rank", rank, size, "world_size")
+        local, here = self.local_rank, self.local_world_size
+        if here is not None:
+            if here > size:
+                raise fail(
+                    "launcher-mismatch",
+                    f"{here} ranks on this node, but only {size} in all",
+                    who=me(),
+                    why=f"{self.reasons.get('local_world_size', here)} against {self.reasons.get('world_size', size)}",
+                    fix="unset the one that is left over from another launch",
+                )
+            if local is not None:
+                self._range("local_rank", local, here, "local_world_size")
+        if self.late_names:
+            self.reasons["late_names"] = f"in {self.source}, host names may appear only after a while"
+        return World(
+            rank=rank,
+            world_size=size,
+            local_rank=local,
+            local_world_size=here,
+            node_rank=self.node_rank,
+            coordinator=self.coordinator,
+            source=self.source,
+            reasons=dict(self.reasons),
+            job=self.job,
+            late_names=self.late_names,
+            agent_store=self.agent_store,
+            socket=self.socket,
+        )
+
+    def _half(self, there: str, gone: str, fix: str) -> AllhandsError:
+        return fail(
+            "incomplete-environment",
+            f"{gone} {'are' if ' and ' in gone else 'is'} missing" + (f": only {there} is there" if there else ""),
+            who=me(),
+            why=f"{self.reason}; a process needs its rank, the world size and, on several hosts, an address and a port",
+            fix=fix,
+        )
+
+    def _range(self, what: str, number: int, size: int, of: str) -> None:
+        if 0 <= number < size:
+            return
+        word, words = what.replace("_", " "), of.replace("_", " ")
+        said = f"{self.reasons.get(what, number)}, {self.reasons.get(of, size)}"
+        fix = "give a world size of at least 1"
+        if size > 0:
+            fix = f"ranks count from 0: give a {word} between 0 and {size - 1}, or a larger {words}"
+        raise fail(
+            "rank-out-of-range",
+            f"{word} {number} does not exist with a {words} of {size}",
+            who=me(),
+            why=f"{self.source} says {said}",
+            fix=fix,
+            ranks=(number,) if what == "rank" and number >= 0 else (),
+        )

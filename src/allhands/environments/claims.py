@@ -1,0 +1,99 @@
+"""Whether two sources that both number this process agree, and if not, which one is inside the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ..diagnosis import join
+from ..errors import AllhandsError, fail
+from .base import Detection, integer, me
+
+__all__ = ["Claim", "claims", "inner"]
+
+# source -> the variables of its rank and of its size. Only sources that can stand inside another one.
+_VARIABLES: dict[str, tuple[str, str]] = {
+    "lsf": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mvapich": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "hydra": ("PMI_RANK", "PMI_SIZE"),
+    "plain": ("RANK", "WORLD_SIZE"),
+}
+_ORDER = ("slurm", *_VARIABLES)
+# Where the other environments stand in that order: MPI may contradict those that use it; in a cloud, only RANK can.
+_STANDS_AS = {"pbs": "flux", "azureml": "flux"}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one pair of variables says about this process; None for the one that is not set."""
+
+    source: str
+    rank: int | None
+    size: int | None
+
+
+def claims(env: Mapping[str, str]) -> list[Claim]:
+    """Return every claim that the variables make, in the order of precedence."""
+    made = [Claim(source, integer(env, rank), integer(env, size)) for source, (rank, size) in _VARIABLES.items()]
+    return [claim for claim in made if claim.rank is not None or claim.size is not None]
+
+
+def inner(outer: Detection, env: Mapping[str, str], given: Collection[str] = ()) -> str:
+    """Return the source that stands inside ``outer`` and is to be believed, or "" where there is none.
+
+    ``given`` names the values (rank, world_size) that the caller gives, which need no agreement.
+    Raises `launcher-mismatch` where two sources differ and neither can be inside the other.
+    """
+    stands = outer.source if outer.source in _ORDER else _STANDS_AS.get(outer.source, "hydra")
+    start = _ORDER.index(stands) + 1
+    for claim in claims(env):
+        if claim.source not in _ORDER[start:]:
+            continue
+        differs = [
+            name
+            for name, theirs, ours in (
+                ("rank", claim.rank, outer.rank),
+                ("world_size", claim.size, outer.world_size),
+            )
+            if theirs is not None and ours is not None and theirs != ours and name not in given
+        ]
+        if not differs:
+            continue
+        if not _inside(outer, claim, integer(env, "LOCAL_RANK")):
+            raise _mismatch(outer, claim, differs)
+        return claim.source
+    return ""
+
+
+def _inside(outer: Detection, claim: Claim, local_rank: int | None) -> bool:
+    """Whether ``outer`` can be the agent of the launcher that made ``claim`` (rules: see `base`)."""
+    if claim.rank is None or claim.size is None:
+        return False
+    if outer.world_size == 1:
+        return claim.size > 1
+    if outer.local_world_size != 1 and outer.local_world_size is not None:
+        return False
+    if claim.source != "plain":
+        # MPI's daemons and Flux's brokers: one per node is known, not assumed.
+        return outer.local_world_size == 1
+    if local_rank is None or outer.world_size is None or claim.size % outer.world_size:
+        return False
+    per_task = claim.size // outer.world_size
+    return per_task > 1 and claim.rank % per_task == local_rank
+
+
+def _mismatch(outer: Detection, claim: Claim, differs: list[str]) -> AllhandsError:
+    names = dict(zip(("rank", "world_size"), _VARIABLES[claim.source], strict=True))
+    values = {"rank": claim.rank, "world_size": claim.size}
+    pairs = [f"{outer.reasons[name]} against {names[name]}={values[name]}" for name in differs]
+    unset = [names[name] for name, value in values.items() if value is not None]
+    return fail(
+        "launcher-mismatch",
+        f"two sources disagree about this process's {join(differs).replace('_', ' ')}: {join(pairs)}",
+        who=me(),
+        why=f"{outer.reason}; {join(unset)} may be left over from a shell, a script or an image",
+        fix=f"if {outer.source} started this process: unset {' '.join(unset)}\notherwise pass rank= and world_size=, "
+        "or start it through one launcher only",
+    )

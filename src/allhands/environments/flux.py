@@ -1,0 +1,28 @@
+"""Flux."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .base import Detection, text
+
+__all__ = ["MARK", "NAME", "detect"]
+
+NAME = "flux"
+MARK = "FLUX_TASK_RANK"
+
+
+def detect(env: Mapping[str, str]) -> Detection | None:
+    """Recognise a task that Flux started."""
+    if not text(env, MARK):
+        return None
+    found = Detection(NAME, f"{MARK} is set by Flux", env)
+    found.take("rank", MARK).take("world_size", "FLUX_JOB_SIZE").take("local_rank", "FLUX_TASK_LOCAL_ID")
+    if text(env, "FLUX_JOB_NNODES") == "1":
+        found.say("local_world_size", found.world_size, "FLUX_JOB_NNODES=1")
+    job = text(env, "FLUX_JOB_ID")
+    # Not a number: Flux writes it in a base of its own (ƒ2Xk9), so it is only ever used as a name.
+    found.call(f"flux-{job}" if job else "", f"FLUX_JOB_ID={job}")
+    # The hosts are known to the `flux` command only, and starting a command here would cost more than it tells.
+    found.reasons["coordinator"] = "flux does not tell; set MASTER_ADDR=$(flux hostlist -n 0 local)"
+    return found.meet()

@@ -1,0 +1,209 @@
+"""What allhands holds beside torch's process group while it lives: the seat, the store, and what this rank is doing.
+
+torch's global state is the only state of the group itself; a session says how it was formed and how to end it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+
+import torch.distributed as dist
+
+from . import _torch
+from .control import Member, Seat
+from .control.messages import Status
+from .diagnosis import Diagnosis, duration, join, ranks
+from .engines import Wire
+from .errors import AllhandsError, GroupEnded, adopt, error
+from .store import MemberStore
+
+__all__ = ["Session", "call_site", "current", "is_transport_error", "set_current"]
+
+adopt(dist.DistError, dist.DistStoreError)
+
+# How long a failed collective waits to hear from the coordinator who it was that failed.
+_VERDICT_S = 1.0
+
+# What the engines say when a connection ended under them, or time was up. Gloo raises plain RuntimeError.
+_TRANSPORT = re.compile(
+    r"gloo|connection (closed|reset|refused|was)|broken pipe|socket|timed? ?out|application timeout|nccl|aborted",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+_PACKAGE = os.path.dirname(__file__)  # noqa: PTH120  # compared with co_filename, which is a string
+
+# A message of Gloo is a page of C++; the exception it becomes keeps its first line.
+_MOST_MESSAGE = 300
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """Return the session of this process's default group, None where there is none."""
+    return _current
+
+
+def set_current(session: Session | None) -> None:
+    """Put ``session`` in place (or take it away)."""
+    global _current  # noqa: PLW0603  # one default group per process, as in torch
+    _current = session
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """Return ``file:line`` of the innermost caller that is neither allhands nor torch."""
+    frame = frame if frame is not None else sys._getframe(1)
+    last = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and "/torch/" not in name and not name.endswith("contextlib.py"):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"  # noqa: PTH119  # as above
+        last, frame = frame, frame.f_back
+    return f"{os.path.basename(last.f_code.co_filename)}:{last.f_lineno}"  # noqa: PTH119
+
+
+def is_transport_error(problem: BaseException) -> bool:
+    """Tell whether ``problem`` looks like an engine's word that a peer is gone or late."""
+    return isinstance(problem, RuntimeError) and bool(_TRANSPORT.search(str(problem)))
+
+
+class Session:
+    """One default group, from the roll call to its end."""
+
+    def __init__(self, seat: Seat, timeout: timedelta, formed_at: str) -> None:
+        self.member: Member = seat.member
+        self.beside = seat.beside
+        self.one_host = seat.complete.one_host
+        self.own_address = seat.own_address
+        self.timeout = timeout
+        self.formed_at = formed_at
+        self.wire = Wire()
+        self.store = MemberStore(seat.member, self.wire)
+        self.failed = False
+        self.undo: list[Callable[[], None]] = []
+        self._main = threading.main_thread().ident
+        self._doing: tuple[str, str, float] | None = None
+        seat.member.describe = self._describe
+        seat.member.on_end(self._cut)
+
+    # What this rank is doing -------------------------------------------------------------------------------
+
+    def enter(self, name: str, site: str) -> tuple[str, str, float] | None:
+        """Note that this rank is inside the collective ``name``; return what to give to `leave`."""
+        before, self._doing = self._doing, (name, site, time.monotonic())
+        return before
+
+    def leave(self, before: tuple[str, str, float] | None) -> None:
+        """Note that it came out again."""
+        self._doing = before
+
+    def _describe(self) -> tuple[str, float]:
+        """Say what the rank is doing: the collective it is in, else the line its main thread is at."""
+        doing = self._doing
+        if doing is not None:
+            name, site, since = doing
+            return f"in {name} at {site}", time.monotonic() - since
+        frame = sys._current_frames().get(self._main) if self._main is not None else None
+        if frame is None:
+            return "running", 0.0
+        return f"at {call_site(frame)} in {frame.f_code.co_name}", 0.0
+
+    # The end of others -------------------------------------------------------------------------------------
+
+    def _cut(self, _: Diagnosis) -> None:
+        """The group is over: end what this rank may be waiting in. Runs in the member's thread."""
+        self.wire.cut()
+        for group in _torch.groups():
+            for backend in _torch.backends(group):
+                # Gloo has nothing to abort; NCCL does, and a hung kernel ends no other way.
+                if type(backend).__name__ == "ProcessGroupNCCL":
+                    backend.abort()
+
+    def cut(self) -> None:
+        """End what this rank may be waiting in, on its own account."""
+        self.wire.cut()
+
+    def explain(self, problem: BaseException, name: str, site: str) -> AllhandsError | None:
+        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake."""
+        if isinstance(problem, AllhandsError) or not is_transport_error(problem):
+            return None
+        verdict = self.member.wait_for_verdict(0 if _TIMEOUT.search(str(problem)) else _VERDICT_S)
+        if verdict is not None:
+            return error(verdict)
+        return error(self._from_census(problem, name, site))
+
+    def _from_census(self, problem: BaseException, name: str, site: str) -> Diagnosis:
+        everyone = self.member.census()
+        if self.member.verdict is not None:
+            return self.member.verdict
+        who = f"rank {self.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
+        mine = self.member.rank
+        silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
+        left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
+        first = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else type(problem).__name__
+        waited = duration(self.timeout.total_seconds())
+        if silent:
+            return Diagnosis(
+                "peer-silent",
+                f"{name} did not finish within {waited}: {ranks(status.rank for status in silent)} does not answer",
+                who=who,
+                why=join([_silence(status) for status in silent[:8]])
+                + "; connected, but no word (observed): stopped, swapped out, or stuck in native code that holds the GIL",
+                fix="on that host: `ps -o pid,stat,wchan,cmd -p PID` (T is stopped, D waits for a disk), `py-spy dump`",
+                ranks=tuple(status.rank for status in silent),
+                hosts=tuple(dict.fromkeys(status.host for status in silent)),
+                certain=False,
+            )
+        if left and not _TIMEOUT.search(first):
+            return Diagnosis(
+                "peer-lost",
+                f"{name} cannot finish: {ranks(status.rank for status in left)} left the group",
+                who=who,
+                why=join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]]),
+                fix="see that every rank makes the same calls; a rank that is done early still has to take part",
+                ranks=tuple(status.rank for status in left),
+                hosts=tuple(dict.fromkeys(status.host for status in left)),
+            )
+        elsewhere = [status for status in everyone if not status.doing.startswith(f"in {name} ") and status.rank != mine]
+        return Diagnosis(
+            "collective-timeout",
+            f"{name} did not finish within {waited}"
+            + (f": {ranks(status.rank for status in elsewhere)} did not come" if elsewhere else ""),
+            who=who,
+            why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:16]]) or first,
+            fix="see that every rank reaches this call, or raise timeout= if it needs longer",
+            ranks=tuple(status.rank for status in elsewhere),
+            hosts=tuple(dict.fromkeys(status.host for status in elsewhere)),
+            certain=False,
+        )
+
+    # The end of this rank ----------------------------------------------------------------------------------
+
+    def announce(self, problem: BaseException) -> None:
+        """Tell the other ranks that this one raised, once. Never raises itself."""
+        if self.failed or self.member.over:
+            return
+        self.failed = True
+        if isinstance(problem, GroupEnded):
+            return  # It only passes on what everyone has been told.
+        trace = "".join(traceback.format_exception(problem))
+        message = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else ""
+        self.member.announce(type(problem).__name__, message, trace, follows=is_transport_error(problem))
+
+
+def _silence(status: Status) -> str:
+    return f"rank {status.rank} ({status.host}, pid {status.pid}) for {duration(status.since_s)}"
+
+
+def _doing(status: Status) -> str:
+    since = f" for {duration(status.since_s)}" if status.since_s >= 0.1 else ""
+    return f"{status.doing}{since}"

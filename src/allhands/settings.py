@@ -1,0 +1,114 @@
+"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` lists them all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from .errors import fail
+
+__all__ = ["TABLE", "Settings", "read"]
+
+# name -> what it does, for `allhands --help` and the documentation.
+TABLE: dict[str, str] = {
+    "ALLHANDS_TOKEN": "the job's secret; every rank must have the same one",
+    "ALLHANDS_TOKEN_FILE": "a file (mode 0600) that holds the job's secret",
+    "ALLHANDS_JOB": "the job's name; ranks of different jobs refuse each other",
+    "ALLHANDS_ATTEMPT": "which start of the job this is (counts restarts, from 0)",
+    "ALLHANDS_RANK": "this process's rank (set by allhands' launcher)",
+    "ALLHANDS_WORLD_SIZE": "the number of ranks (set by allhands' launcher)",
+    "ALLHANDS_LOCAL_RANK": "this process's rank on its node (set by allhands' launcher)",
+    "ALLHANDS_LOCAL_WORLD_SIZE": "the number of ranks on this node (set by allhands' launcher)",
+    "ALLHANDS_NODE_RANK": "this node's number (set by allhands' launcher)",
+    "ALLHANDS_COORDINATOR": "where the launcher's coordinator listens: tcp://HOST:PORT or unix:NAME",
+    "ALLHANDS_BIND": "the address that rank 0's coordinator binds, where it is not the one peers connect to",
+    "ALLHANDS_TLS_CERT": "certificate chain (PEM) of the coordinator; turns TLS on",
+    "ALLHANDS_TLS_KEY": "private key (PEM) of that certificate",
+    "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
+    "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
+    "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for, typed. Launcher variables are read by `environments.launcher`."""
+
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+    job: str = ""
+    attempt: int = 0
+    bind: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    destroy_timeout: float = 5.0
+    mixed_versions: bool = False
+
+    def secret(self) -> bytes:
+        """Return the job's token, or b"" where none is configured."""
+        if self.token:
+            return self.token.encode()
+        if not self.token_file:
+            return b""
+        path = Path(self.token_file)
+        try:
+            mode = path.stat().st_mode & 0o777
+            if mode & 0o077:
+                raise fail(
+                    "not-authorised",
+                    f"the token file {path} can be read by others (mode {mode:04o})",
+                    who="this process",
+                    why="a secret that other users of this machine can read protects nothing",
+                    fix=f"chmod 600 {path}",
+                )
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise fail(
+                "not-authorised",
+                f"the token file {path} cannot be read",
+                who="this process",
+                why=f"{error.strerror or error}",
+                fix="create it, or unset ALLHANDS_TOKEN_FILE",
+            ) from error
+        if not secret:
+            raise fail(
+                "not-authorised",
+                f"the token file {path} is empty",
+                who="this process",
+                fix=f"write a secret into it: head -c 32 /dev/urandom | base64 > {path}",
+            )
+        return secret
+
+
+def read(env: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from ``env`` (the process's environment by default)."""
+    source = os.environ if env is None else env
+    values: dict[str, object] = {}
+    for setting in fields(Settings):
+        name = f"ALLHANDS_{setting.name.upper()}"
+        text = source.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            match setting.type:
+                case "int" | "float":
+                    number = int(text) if setting.type == "int" else float(text)
+                    if not 0 <= number < float("inf"):
+                        raise ValueError(text)
+                    values[setting.name] = number
+                case "bool":
+                    values[setting.name] = text.lower() not in {"0", "false", "no"}
+                case _:
+                    values[setting.name] = text
+        except ValueError as error:
+            # A token never takes this path (it is text), so no secret is echoed here.
+            raise fail(
+                "invalid-argument",
+                f"{name}={text!r} is not a number from 0 up",
+                who="this process's environment",
+                fix=f"unset {name}, or give a number: {TABLE[name]}",
+            ) from error
+    return Settings(**values)  # type: ignore[arg-type]  # the field types were matched above

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+import leaks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for leftovers to go."""
+    monkeypatch.setattr(leaks, "PATIENCE_S", 0.0)
+
+
+def test_nothing_is_found_where_nothing_was_left() -> None:
+    """A test that leaves nothing passes."""
+    assert leaks.left_behind(leaks.snapshot()) == []
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_process_is_found_and_ended() -> None:
+    """A child that a test forgot is named, and does not outlive the test."""
+    before = leaks.snapshot()
+    child = subprocess.Popen([sys.executable, "-c", SLEEP])
+    (found,) = leaks.left_behind(before)
+    assert found.startswith(f"process {child.pid}: ")
+    assert not leaks.alive(child.pid)
+    child.wait()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_orphan_is_found_and_ended() -> None:
+    """A grandchild whose own parent was killed is found as well."""
+    before = leaks.snapshot()
+    start = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", f"{start}; {SLEEP}"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+    found = leaks.left_behind(before)
+    assert [line.split(":")[0] for line in found] == [f"process {orphan}"]
+    assert not leaks.alive(orphan)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_listening_port_is_found() -> None:
+    """A port that is still open is named by its number; a socket that does not listen is no matter."""
+    before = leaks.snapshot()
+    with socket.socket() as quiet, socket.socket() as listener:
+        quiet.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert leaks.left_behind(before) == [f"listening port {listener.getsockname()[1]} (tcp)"]
+    assert leaks.left_behind(before) == []
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_abstract_socket_is_found() -> None:
+    """An abstract Unix socket of ours is named; one of someone else's is not ours to judge."""
+    name = f"allhands-test-{uuid.uuid4().hex}"
+    before = leaks.snapshot()
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as ours:
+        other.bind(f"\0{uuid.uuid4().hex}")
+        ours.bind(f"\0{name}")
+        ours.listen()
+        assert leaks.left_behind(before) == [f"Unix socket @{name}"]
+    assert leaks.left_behind(before) == []
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_shared_memory_file_is_found() -> None:
+    """A file of ours in /dev/shm is named."""
+    path = Path("/dev/shm") / f"allhands-test-{uuid.uuid4().hex}"
+    before = leaks.snapshot()
+    path.touch()
+    try:
+        assert leaks.left_behind(before) == [f"shared memory {path}"]
+    finally:
+        path.unlink()
+
+
+def test_what_goes_by_itself_is_given_time() -> None:
+    """A process that ends shortly after its test is no leak."""
+    before = leaks.snapshot()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2)"])
+    assert leaks.left_behind(before) == []
+    child.wait()
+
+
+def test_looking_is_cheap() -> None:
+    """A clean look takes milliseconds at most, since every test pays for it (the limit is ten times wider)."""
+    start = time.perf_counter()
+    assert leaks.left_behind(leaks.snapshot()) == []
+    assert time.perf_counter() - start < 0.05

@@ -1,0 +1,60 @@
+"""What README.md shows is true: its Python runs, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+COMMAND = Path(sys.executable).with_name("allhands")
+
+
+def blocks(language: str) -> list[str]:
+    """Return the fenced blocks of README.md in ``language``, indented ones (in lists) too."""
+    text = README.read_text(encoding="utf-8") if README.exists() else ""
+    found = re.findall(rf"^([ ]*)```{language}[ ]*\n(.*?)^\1```[ ]*$", text, flags=re.DOTALL | re.MULTILINE)
+    return ["\n".join(line.removeprefix(indent) for line in body.splitlines()) + "\n" for indent, body in found]
+
+
+def commands() -> list[str]:
+    """Return the commands in sh blocks that call allhands: prompts, comments and assignments removed."""
+    found: list[str] = []
+    for block in blocks("(?:sh|bash|shell|console)"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = re.sub(r"^\s*(\$\s+)?(\w+=\S*\s+)*", "", line)
+            if re.match(r"allhands(\s|$)", words):
+                found.append(words)
+    return found
+
+
+PYTHON = blocks("python")
+
+
+def test_readme_shows_python() -> None:
+    """README.md has at least one Python block, so the next test holds something."""
+    assert PYTHON
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_runs(number: int, tmp_path: Path) -> None:
+    """Each Python block is a script that runs on its own and ends well, alone, within a minute."""
+    script = tmp_path / "script.py"
+    script.write_text(PYTHON[number], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_commands_exist(command: str) -> None:
+    """Each `allhands` command that is shown is one that the command line knows."""
+    words = shlex.split(command, comments=True)[1:]
+    subcommand = [words[0]] if words and not words[0].startswith("-") else []
+    done = subprocess.run([COMMAND, *subcommand, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
