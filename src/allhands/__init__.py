@@ -82,7 +82,6 @@ def __getattr__(name: str) -> Any:
     elif _is_module(name):
         return importlib.import_module(f".{name}", __name__)
     elif name in __all__:
-        importlib.import_module(".session", __name__)  # makes the exceptions torch's as well
         value = getattr(importlib.import_module(".errors", __name__), name)
     else:
         value = _from_torch(name)
@@ -91,7 +90,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_module(name: str) -> bool:
-    """Tell whether ``name`` is a module of ours: `from allhands import cli` asks here first, and must not find torch."""
+    """Tell whether ``name`` is a module of ours: `from allhands import cli` asks here before it looks for one."""
     return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 

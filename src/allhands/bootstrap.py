@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
+from ._torch import TCPStore, rendezvous
 from .control import Board, FileBoard
 from .control.reach import reach
 from .environments import identify
@@ -30,7 +31,7 @@ class Bootstrap:
 
 
 def bootstrap(
-    init_method: str | None, rank: int, world_size: int, store: dist.Store | None, generation: int, deadline: float
+    init_method: str | None, store: Store | None, *, rank: int, world_size: int, generation: int, deadline: float
 ) -> Bootstrap:
     """Say who this process is and where it meets the others; raise for what makes no sense.
 
@@ -108,7 +109,7 @@ def _who(rank: int, world_size: int, coordinator: Address | None) -> Bootstrap:
         return Bootstrap(replace(world, rank=problem.ranks[0]), trouble=problem)
 
 
-def _agent_store(world: World, deadline: float) -> dist.Store:
+def _agent_store(world: World, deadline: float) -> Store:
     """Connect to the store of torchrun's agent, which already holds MASTER_PORT."""
     address = world.coordinator
     if address is None:
@@ -121,14 +122,15 @@ def _agent_store(world: World, deadline: float) -> dist.Store:
     # torch's own client says little about why it cannot connect.
     reach(address, deadline, who=f"rank {world.rank} (pid {os.getpid()})", late_names=world.late_names).close()
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    return dist.TCPStore(address.host, address.port, is_master=False, timeout=left, wait_for_workers=False)
+    store: Store = TCPStore(address.host, address.port, is_master=False, timeout=left, wait_for_workers=False)
+    return store
 
 
 def _elsewhere(method: str, rank: int, world_size: int, key: str, deadline: float) -> Bootstrap:
     """Meet through a rendezvous handler that someone registered with torch."""
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        store, rank, world_size = next(dist.rendezvous(method, rank, world_size, timeout=left))
+        store, rank, world_size = next(rendezvous(method, rank, world_size, timeout=left))
     except RuntimeError as problem:
         if "No rendezvous handler" not in str(problem):
             raise

@@ -7,7 +7,7 @@ the group is known to be over, and its engine's error is turned into the diagnos
 from __future__ import annotations
 
 import functools
-import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import session as _session
+from .diagnosis import Diagnosis
 from .errors import AllhandsError, NotInitialised, error, fail
 
 __all__ = ["GUARDED", "Pending", "asking", "guarded", "note_destroyed", "require_group"]
@@ -89,17 +90,21 @@ def require_group(name: str) -> None:
 class Pending(dist.Work):
     """An operation under way. `wait` raises the diagnosis where the engine fails."""
 
-    def __init__(self, work: Any, session: _session.Session, name: str, site: str) -> None:
+    def __init__(self, work: Any, session: _session.Session, name: str, site: str, *, patient: bool = False) -> None:
         super().__init__()
+        self._patient = patient
         self._work = work
         self._session = session
         self._name = name
         self._site = site
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]  # torch's default is a constant
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done, at most ``timeout``."""
-        arguments = () if timeout is None else (timeout,)
-        return bool(_run(self._session, self._name, self._site, self._work.wait, *arguments))
+        if timeout is not None:
+            # A limit of the caller's own: running into it says nothing about the group.
+            return bool(self._work.wait(timeout))
+        wait = _interruptible(self._session, self._work.wait) if self._patient else self._work.wait
+        return bool(_run(self._session, self._name, self._site, wait))
 
     def synchronize(self) -> None:
         """Wait until the operation is done, as `wait` does."""
@@ -130,7 +135,7 @@ class Pending(dist.Work):
         return int(self._work.source_rank())
 
     def _source_rank(self) -> int:
-        return int(self._work._source_rank())
+        return int(self._work._source_rank())  # noqa: SLF001  # torch's own object collectives call it so
 
 
 def _run(session: _session.Session, name: str, site: str, function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
@@ -143,9 +148,52 @@ def _run(session: _session.Session, name: str, site: str, function: Callable[...
         explained = session.explain(problem, name, site)
         if explained is None:
             raise
-        raise explained from problem
+        # The engine's own words are a page of C++ about a closed socket; they help only where nothing better is known.
+        raise explained from (problem if explained.slug == "engine-failed" else None)
     finally:
         session.leave(before)
+
+
+def _interruptible(session: _session.Session, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` run beside this thread, so that this thread can leave when the group ends.
+
+    Gloo's receive from any source waits on no connection in particular, so ending connections does not end it.
+    What is left behind ends with its timeout.
+    """
+
+    def call(*args: Any, **kw: Any) -> Any:
+        outcome: list[Any] = []
+        problems: list[BaseException] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append(function(*args, **kw))
+            except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
+                problems.append(problem)
+            done.set()
+
+        def ended(_: Diagnosis) -> None:
+            done.set()
+
+        session.member.on_end(ended)
+        threading.Thread(target=run, name="allhands-receive", daemon=True).start()
+        done.wait()
+        session.member.off_end(ended)
+        if problems:
+            raise problems[0]
+        if not outcome and session.member.verdict is not None:
+            raise error(session.member.verdict)
+        return outcome[0]
+
+    return call
+
+
+def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Tell whether this is a receive from any source."""
+    if name not in {"recv", "irecv"}:
+        return False
+    return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
 
 
 def guarded(name: str) -> Callable[..., Any]:
@@ -162,10 +210,12 @@ def guarded(name: str) -> Callable[..., Any]:
             raise error(session.member.verdict)
         if not dist.is_initialized():
             require_group(name)
-        site = _session.call_site(sys._getframe(1))
-        result = _run(session, name, site, function, *args, **kw)
+        site = _session.call_site()
+        patient = _from_anyone(name, args, kw)
+        work = _interruptible(session, function) if patient and name == "recv" else function
+        result = _run(session, name, site, work, *args, **kw)
         if isinstance(result, dist.Work):
-            return Pending(result, session, name, site)
+            return Pending(result, session, name, site, patient=patient)
         if isinstance(result, list) and result and isinstance(result[0], dist.Work):
             return [Pending(work, session, name, site) for work in result]
         return result

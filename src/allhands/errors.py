@@ -185,7 +185,7 @@ def error(diagnosis: Diagnosis) -> AllhandsError:
 
 
 def fail(slug: str, what: str, **parts: Any) -> AllhandsError:
-    """Return the exception for a new diagnosis: ``raise fail("port-in-use", "…", who=…, why=…, fix=…)``."""
+    """Make a diagnosis of its parts and return the exception that carries it, to be raised by the caller."""
     return error(Diagnosis(slug, what, **parts))
 
 
@@ -197,3 +197,8 @@ def adopt(dist_error: type[RuntimeError], store_error: type[RuntimeError]) -> No
     """
     AllhandsError.__bases__ = (dist_error,)
     StoreTimeout.__bases__ = (AllhandsError, store_error)
+
+
+for _class in [value for value in globals().values() if isinstance(value, type) and issubclass(value, AllhandsError)]:
+    # Tracebacks then say "allhands.PeerFailed", which is also the name to catch it by.
+    _class.__module__ = __package__

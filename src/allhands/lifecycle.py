@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from . import _entry, _torch, settings
 from . import session as _session
@@ -27,7 +28,7 @@ from .collectives import note_destroyed
 from .control import Claim, answer
 from .control.identity import this_process
 from .diagnosis import Diagnosis, duration, join, title
-from .engines import gloo, needs, nccl
+from .engines import gloo, nccl, needs
 from .errors import AllhandsError, GroupEnded, error, fail
 from .session import Session, call_site
 
@@ -62,13 +63,13 @@ def forming() -> bool:
     return bool(getattr(_forming, "now", False))
 
 
-def init_process_group(
+def init_process_group(  # noqa: PLR0917  # torch's signature
     backend: str | None = None,
     init_method: str | None = None,
     timeout: timedelta | float | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     group_name: str = "",
     pg_options: Any | None = None,
     device_id: torch.device | int | None = None,
@@ -99,7 +100,9 @@ def init_process_group(
     started = time.monotonic()
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
-    found = bootstrap(init_method, rank, world_size, store, _next_generation(), deadline)
+    found = bootstrap(
+        init_method, store, rank=rank, world_size=world_size, generation=_next_generation(), deadline=deadline
+    )
     device = _device(device_id)
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     left = max(_LEAST_CONNECT_S, deadline - time.monotonic())
@@ -130,10 +133,10 @@ def init_process_group(
     note_destroyed("")
 
 
-def attend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Session:
+def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Session:
     """Hold the roll call for a group that torch itself is forming, with torch's store as the place to meet."""
     deadline = time.monotonic() + timeout.total_seconds()
-    found = bootstrap(None, rank, world_size, store, _next_generation(), deadline)
+    found = bootstrap(None, store, rank=rank, world_size=world_size, generation=_next_generation(), deadline=deadline)
     session = _attend(found, "allhands", None, deadline, timeout)
     try:
         _prepare(session, "allhands", found.world.local_world_size)
@@ -165,7 +168,7 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
 def _device(device_id: torch.device | int | None) -> torch.device | None:
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
-    if device_id is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if device_id is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return device_id
 
@@ -207,9 +210,13 @@ def _prepare(session: Session, name: str, local_world_size: int | None) -> None:
         interface = gloo.loopback_interface() if session.one_host else gloo.interface_of(session.own_address)
         if interface:
             os.environ[gloo.IFNAME] = interface
-            session.undo.append(lambda: os.environ.pop(gloo.IFNAME, None))  # type: ignore[arg-type,return-value]
+            session.undo.append(_unset_interface)
     if "nccl" in name and session.one_host and session.member.world_size > 1:
         nccl.check_shared_memory(local_world_size or session.member.world_size, rank)
+
+
+def _unset_interface() -> None:
+    os.environ.pop(gloo.IFNAME, None)
 
 
 def _engine_failed(session: Session, name: str, problem: BaseException) -> BaseException:
@@ -231,19 +238,19 @@ def _engine_failed(session: Session, name: str, problem: BaseException) -> BaseE
 # The end ---------------------------------------------------------------------------------------------------------
 
 
-def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """End ``group``, or with None (or WORLD) the default group and everything that was made from it.
 
     Safe at any time: before init, twice, after a failure, in a signal handler, at exit. Waits for the other
     ranks to come here too, at most ALLHANDS_DESTROY_TIMEOUT seconds (5), and then says who was still busy.
     """
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return
+    if isinstance(group, int):
+        return  # dist.GroupMember.NON_GROUP_MEMBER, which new_group gives to whoever is not in the group.
     if group is not None and group is not dist.group.WORLD:
         if group in _torch.groups():
             dist.destroy_process_group(group)
         return
-    site = call_site(sys._getframe(1))
+    site = call_site()
     had = dist.is_initialized()
     end()
     if had:
@@ -263,15 +270,17 @@ def end(wait_s: float | None = None, how: str = "destroy") -> None:
     member = session.member
     if not session.failed and not member.over:
         still = member.leave(how, 0.0 if member.verdict is not None else limit)
-        if still:
-            busy = join([f"rank {status.rank} ({status.host}, pid {status.pid}) {status.doing}" for status in still[:8]])
+        if still and limit:
+            busy = join(
+                [f"rank {status.rank} ({status.host}, pid {status.pid}) {status.doing}" for status in still[:8]]
+            )
             _log.warning(
                 "rank %d left the process group after %s although others were still busy: %s",
                 member.rank,
                 duration(limit),
                 busy,
             )
-            session.cut()
+            session.failed = True
     if session.failed or member.verdict is not None:
         # Whatever torch's engine still waits for will not come; it must not hold up the end.
         session.cut()
@@ -314,7 +323,7 @@ def _abandon(session: Session, problem: BaseException) -> None:
 
 
 @contextmanager
-def process_group(*args: Any, **kw: Any) -> Iterator[dist.ProcessGroup]:
+def process_group(*args: Any, **kw: Any) -> Iterator[ProcessGroup]:
     """Form the default group for the length of a `with` block; takes what `init_process_group` takes.
 
     An exception that leaves the block is announced to the other ranks, whose pending calls raise PeerFailed.
@@ -367,7 +376,7 @@ def _restore(ours: Callable[..., None], before: Callable[..., None]) -> Callable
 def _print_cause(session: Session, problem: BaseException) -> None:
     """Say who was to blame where torch's own error does not."""
     verdict: Diagnosis | None = session.member.verdict
-    if verdict is None or isinstance(problem, AllhandsError):
+    if verdict is None or isinstance(problem, AllhandsError) or verdict.ranks == (session.member.rank,):
         return
     sys.stderr.write(f"\nThe cause, as allhands saw it:\n{verdict.render(title(verdict.slug))}\n")
 

@@ -95,10 +95,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         try:
             match setting.type:
                 case "int" | "float":
-                    number = int(text) if setting.type == "int" else float(text)
-                    if not 0 <= number < float("inf"):
-                        raise ValueError(text)
-                    values[setting.name] = number
+                    values[setting.name] = _number(text, int if setting.type == "int" else float)
                 case "bool":
                     values[setting.name] = text.lower() not in {"0", "false", "no"}
                 case _:
@@ -112,3 +109,10 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
                 fix=f"unset {name}, or give a number: {TABLE[name]}",
             ) from error
     return Settings(**values)  # type: ignore[arg-type]  # the field types were matched above
+
+
+def _number(text: str, kind: type[int | float]) -> int | float:
+    number = kind(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError(text)
+    return number

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from .control import Member, Notice
+from ._torch import FileStore, HashStore, TCPStore
+from .control import FileBoard, Member, Notice
 from .control.messages import Reply
 from .diagnosis import duration, join
 from .engines import Wire
@@ -23,7 +25,7 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _MOST_KEYS = 4
 
 
-class MemberStore(dist.Store):
+class MemberStore(Store):
     """A `torch.distributed.Store` on the coordinator. Any rank, any thread; waits end with the group.
 
     torch's C++ code keeps no reference to the Python part of a store, so whoever makes one must keep it.
@@ -112,7 +114,7 @@ class MemberStore(dist.Store):
         """Put ``value`` at the end of the queue ``key``."""
         self._ask("push", [key], [_bytes(value)])
 
-    def queue_pop(self, key: str, block: bool = True) -> bytes:  # noqa: FBT001, FBT002  # torch's signature
+    def queue_pop(self, key: str, block: bool = True) -> bytes:  # torch's signature
         """Take the first value of the queue ``key``; with ``block``, wait for one at most the store's timeout."""
         return self._ask("pop", [key], wait_s=self._timeout.total_seconds() if block else 0.0).values[0]
 
@@ -189,7 +191,7 @@ class StoreBoard:
 
     private = False
 
-    def __init__(self, store: dist.Store, key: str) -> None:
+    def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
         self.wide = _wide(store)
@@ -215,13 +217,15 @@ class StoreBoard:
         """Leave the notice: a slower rank may not have read it yet, and the store ends with the job."""
 
 
-def _wide(store: dist.Store) -> bool:
+def _wide(store: Store) -> bool:
     """Tell whether ranks on other hosts may share ``store``."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.HashStore):
+    if isinstance(store, HashStore):
         return False
-    if isinstance(store, dist.TCPStore):
-        host = cast("str", store.host)
-        return not (host == "localhost" or host == "::1" or host.startswith("127."))
+    if isinstance(store, TCPStore):
+        host = str(store.host)
+        return not (host in {"localhost", "::1"} or host.startswith("127."))
+    if isinstance(store, FileStore):
+        return FileBoard(str(store.path)).wide
     return True

@@ -48,8 +48,8 @@ def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_group_is_loaded_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function that torch is given hands its two arguments on to `allhands.group.create`."""
-    group = types.ModuleType("allhands.group")
+    """The function that torch is given hands its two arguments on to `allhands.processgroup.create`."""
+    group = types.ModuleType("allhands.processgroup")
     monkeypatch.setattr(group, "create", lambda *arguments: arguments, raising=False)
-    monkeypatch.setitem(sys.modules, "allhands.group", group)
+    monkeypatch.setitem(sys.modules, "allhands.processgroup", group)
     assert torch.distributed.Backend._plugins["ALLHANDS"].creator_fn("options", None) == ("options", None)

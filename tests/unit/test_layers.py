@@ -157,13 +157,13 @@ def test_private_torch_names_are_recognised(tmp_path: Path, code: str, number: i
 @pytest.mark.parametrize(
     ("place", "code", "found"),
     [
-        ("group.py", "from .errors import fail", "errors"),
-        ("group.py", "from . import errors", "errors"),
+        ("processgroup.py", "from .errors import fail", "errors"),
+        ("processgroup.py", "from . import errors", "errors"),
         ("control/member.py", "from ..launch import agent", "launch"),
         ("control/member.py", "from .messages import Hello", "control"),
         ("control/__init__.py", "from .member import Member", "control"),
         ("world.py", "def f():\n    from allhands.cli import main", "cli"),
-        ("world.py", "import importlib\nimportlib.import_module('allhands.group')", "group"),
+        ("world.py", "import importlib\nimportlib.import_module('allhands.processgroup')", "processgroup"),
         ("cli.py", "import allhands", "__init__"),
         ("cli.py", "from . import init_process_group", "__init__"),
         ("cli.py", "import json", None),

@@ -39,9 +39,7 @@ _FREE_S = 2.5
 
 # The package must be found where this process found it, but after everything else (-P and append), so
 # that nothing beside the user's script or in a site directory shadows a module of the standard library.
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); from allhands.control.beside import main; sys.exit(main())"
-)
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from allhands.control.beside import main; sys.exit(main())"
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -114,7 +112,7 @@ def start(order: Order, deadline: float) -> Beside:
     order = msgspec.structs.replace(order, parent=os.getpid())
     retry_until = min(time.monotonic() + _FREE_S, deadline)
     while True:
-        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+        process = subprocess.Popen(  # our own interpreter and module
             [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).resolve().parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -201,8 +199,15 @@ async def _serve(order: Order) -> int:
     watcher.cancel()
     await coordinator.close()
     if order.path:
-        Path(order.path).unlink(missing_ok=True)
+        _remove_notice(Path(order.path), order.unix)
     return 0
+
+
+def _remove_notice(path: Path, unix: str) -> None:
+    """Remove the meeting file where rank 0 died before it could, unless another job has taken it over."""
+    with suppress(OSError):
+        if unix.encode() in path.read_bytes():
+            path.unlink()
 
 
 async def _open(order: Order, coordinator: Coordinator) -> Opened:
@@ -222,7 +227,7 @@ async def _open(order: Order, coordinator: Coordinator) -> Opened:
 
 
 def _follow(parent: int, loop: asyncio.AbstractEventLoop, orphaned: asyncio.Event) -> None:
-    from .. import _core  # noqa: PLC0415  # keeps this module importable where the extension is not built
+    from .. import _core  # keeps this module importable where the extension is not built
 
     _core.set_parent_death_signal(signal.SIGTERM)
     try:
@@ -230,7 +235,6 @@ def _follow(parent: int, loop: asyncio.AbstractEventLoop, orphaned: asyncio.Even
     except ProcessLookupError:
         orphaned.set()
         return
-
 
     def ended() -> None:
         loop.remove_reader(pidfd)
@@ -252,7 +256,7 @@ async def _abandon(orphaned: asyncio.Event, parent: int, coordinator: Coordinato
 
 
 def _raise_descriptor_limit(world_size: int) -> None:
-    import resource  # noqa: PLC0415
+    import resource
 
     # Two per local rank (socket and pidfd), and a few of our own.
     need = 2 * world_size + 64

@@ -26,6 +26,7 @@ from .messages import (
     Claim,
     Closing,
     Complete,
+    Condemn,
     Dismissed,
     Ended,
     Failed,
@@ -246,6 +247,9 @@ class Coordinator:
                 self._census_done(now)
             case Failed():
                 self._failed(connection, message, now)
+            case Condemn():
+                self._end(message.diagnosis)
+                connection.send(Noted(message.id))
             case Leaving():
                 self._leaving(connection, message, now)
             case Census():
@@ -451,4 +455,3 @@ class Coordinator:
         if self.completed_at is not None:
             return f"{len(self.members)} ranks, formed {duration(time.monotonic() - self.completed_at)} ago"
         return f"{len(self.members)} ranks answered"
-

@@ -39,7 +39,9 @@ def secure(sock: socket.socket, authority: str, host: str, deadline: float) -> s
             fix="give members the certificate authority that signed ALLHANDS_TLS_CERT, and a certificate for this host",
         ) from problem
     except (OSError, ssl.SSLError) as problem:
-        raise _wrong(host, f"the TLS handshake failed ({problem})", certain=isinstance(problem, ssl.SSLError)) from problem
+        raise _wrong(
+            host, f"the TLS handshake failed ({problem})", certain=isinstance(problem, ssl.SSLError)
+        ) from problem
 
 
 def send(sock: socket.socket, data: bytes, deadline: float) -> None:
@@ -66,7 +68,9 @@ def receive(sock: socket.socket, splitter: Splitter, deadline: float) -> list[by
             return frames
 
 
-def greet(sock: socket.socket, opening: Hello, token: bytes, place: str, deadline: float) -> tuple[Splitter, list[bytes]]:
+def greet(
+    sock: socket.socket, opening: Hello, token: bytes, place: str, deadline: float
+) -> tuple[Splitter, list[bytes]]:
     """Prove ourselves to the coordinator at ``place`` and have it prove itself.
 
     Returns the splitter of the stream and frames that came after the challenge. Raises wrong-service,
@@ -135,10 +139,8 @@ def _wrong(place: str, observed: str, *, certain: bool = True) -> AllhandsError:
             f"what listens on {place} is not an allhands coordinator",
             who=f"the service at {place}",
             why=observed if certain else f"probably: {observed}",
-            fix=f"choose another port (MASTER_PORT, tcp://HOST:PORT); on that host `ss -ltnp` shows who listens there",
+            fix="choose another port (MASTER_PORT, tcp://HOST:PORT); on that host `ss -ltnp` shows who listens there",
             ranks=(0,),
             certain=certain,
         )
     )
-
-

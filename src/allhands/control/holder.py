@@ -31,7 +31,7 @@ class Holder:
 
 def holder(port: int) -> Holder | None:
     """Return who listens on TCP ``port`` on this host, or None where nobody does."""
-    import psutil  # noqa: PLC0415  # only on the error path: it costs 10 ms of start-up
+    import psutil  # only on the error path: it costs 10 ms of start-up
 
     for entry in psutil.net_connections(kind="tcp"):
         if entry.status != psutil.CONN_LISTEN or not entry.laddr or entry.laddr.port != port:

@@ -29,6 +29,7 @@ from .messages import (
     Ask,
     Census,
     Closing,
+    Condemn,
     Dismissed,
     Ended,
     Failed,
@@ -128,6 +129,12 @@ class Member:
         made = next(self._ids)
         self._request(made, Failed(made, kind, message, traceback, follows), _ANNOUNCE_S, even_if_ended=True)
 
+    def condemn(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Declare the group over because of ``diagnosis``; return what stands, which may have been said before."""
+        made = next(self._ids)
+        self._request(made, Condemn(made, diagnosis), _ANNOUNCE_S, even_if_ended=True)
+        return self.verdict or diagnosis
+
     def leave(self, how: str, wait_s: float) -> list[Status]:
         """Say goodbye, wait at most ``wait_s`` for the others to do so too, return who was still there."""
         made = next(self._ids)
@@ -146,6 +153,11 @@ class Member:
         self._callbacks.append(callback)
         if self.verdict is not None:
             callback(self.verdict)
+
+    def off_end(self, callback: Callable[[Diagnosis], None]) -> None:
+        """Take back an `on_end`."""
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
 
     @property
     def over(self) -> bool:
@@ -195,7 +207,7 @@ class Member:
             f"the coordinator at {self.place} did not give {missing}",
             who=f"rank {self.rank} (pid {self._pid})",
             why="its connection stands but nothing comes (observed); probably its process is stopped or starved",
-            fix="look at the coordinator's process beside rank 0: ps -o stat,cmd -p PID (T is stopped, D waits for a disk)",
+            fix="look at the coordinator's process beside rank 0: `ps -o stat,cmd -p PID` (T is stopped)",
             ranks=(0,),
             certain=False,
         )

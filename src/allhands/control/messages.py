@@ -16,6 +16,7 @@ __all__ = [
     "Claim",
     "Closing",
     "Complete",
+    "Condemn",
     "Dismissed",
     "Ended",
     "Failed",
@@ -127,6 +128,13 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     follows: bool
 
 
+class Condemn(msgspec.Struct, tag=True, frozen=True):
+    """Member: my collective cannot finish, and this is why; the group is over for everyone."""
+
+    id: int
+    diagnosis: Diagnosis
+
+
 class Leaving(msgspec.Struct, tag=True, frozen=True):
     """Member: I leave in good order, and wait at most ``wait_s`` for the others to leave too."""
 
@@ -157,7 +165,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     """Member: I am here."""
 
 
-FromMember = Claim | Ask | Failed | Leaving | Census | Status | Pong
+FromMember = Claim | Ask | Failed | Condemn | Leaving | Census | Status | Pong
 
 
 class Waiting(msgspec.Struct, tag=True, frozen=True):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..diagnosis import Diagnosis, count, duration, join
 from ..errors import AllhandsError, error
@@ -88,7 +89,12 @@ def resolve(host: str, port: int, deadline: float) -> list[tuple[int, str]]:
 
 
 def reach(
-    address: Address, deadline: float, *, who: str, late_names: bool = False, several_hosts: bool = False,
+    address: Address,
+    deadline: float,
+    *,
+    who: str,
+    late_names: bool = False,
+    several_hosts: bool = False,
     notify: Notify | None = None,
 ) -> socket.socket:
     """Return a connected TCP socket to ``address``, or raise the diagnosis of why there is none."""
@@ -103,7 +109,9 @@ def reach(
         if final or now + pause >= deadline:
             raise diagnose(attempts, who=who, several_hosts=several_hosts)
         if notify is not None:
-            notify(f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(now - attempts.started)})")
+            notify(
+                f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(now - attempts.started)})"
+            )
         time.sleep(pause)
         pause = min(pause * 2, _LONGEST_PAUSE_S)
 
@@ -149,7 +157,7 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
     address = attempts.address
     tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
     evidence = f"{attempts.summary()}; {tried}"
-    parts = {"who": who, "hosts": (address.host,)}
+    parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
     if attempts.name_error is not None:
         absent = attempts.name_error.errno != socket.EAI_AGAIN
         return error(
@@ -182,8 +190,8 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
                 "no-route",
                 f"no way leads from this machine to {address.host}",
                 why=evidence,
-                fix=f"`ip route get {next(iter(attempts.outcomes), address.host)}` shows the route; check the interface, "
-                "the network of the container, and that the host is up",
+                fix=f"`ip route get {next(iter(attempts.outcomes), address.host)}` shows the route; check the "
+                "interface, the network of the container, and that the host is up",
                 ranks=(0,),
                 **parts,
             )
@@ -210,7 +218,7 @@ def _loopback(outcomes: dict[str, OSError]) -> bool:
     return all(host == "::1" or host.startswith("127.") for host in outcomes)
 
 
-def _loopback_advertised(address: Address, evidence: str, parts: dict[str, object]) -> Diagnosis:
+def _loopback_advertised(address: Address, evidence: str, parts: dict[str, Any]) -> Diagnosis:
     return Diagnosis(
         "loopback-advertised",
         f"the coordinator's address {address} is this machine's own loopback, but rank 0 runs elsewhere",
@@ -219,7 +227,7 @@ def _loopback_advertised(address: Address, evidence: str, parts: dict[str, objec
         "remove 127.0.1.1 lines for it from /etc/hosts",
         ranks=(0,),
         certain=False,
-        **parts,  # type: ignore[arg-type]  # who and hosts, as given by diagnose
+        **parts,
     )
 
 
@@ -247,5 +255,3 @@ def reach_local(name: str, deadline: float, *, notify: Notify | None = None) -> 
             notify(f"waiting for rank 0 to open the roll call on this host ({duration(now - started)})")
         time.sleep(pause)
         pause = min(pause * 2, _LONGEST_PAUSE_S / 5)
-
-

@@ -17,7 +17,7 @@ from ..settings import Settings
 from ..world import Address, World
 from . import beside, greeting, handshake, reach
 from .frames import FrameError, Splitter, pack
-from .meeting import Board, Notice, local_name, outward_address, random_name
+from .meeting import Board, FileBoard, Notice, local_name, outward_address, random_name
 from .member import Member
 from .messages import Claim, Closing, Complete, Pong, Query, Refused, Status, Waiting, decode_from_coordinator, encode
 from .messages import Ping as _Ping
@@ -110,6 +110,7 @@ class _Call:
             world_size=self.world.world_size,
             tls_cert=self.settings.tls_cert,
             tls_key=self.settings.tls_key,
+            path=str(self.board.path.absolute()) if isinstance(self.board, FileBoard) else "",
         )
         if host and not secret and not _is_loopback(host):
             _log.warning(
@@ -146,7 +147,7 @@ class _Call:
                 f"{address.host} resolves to {host} on rank 0's own machine, where no other machine can reach it",
                 who=self.who,
                 why=f"only {local} of {self.world.world_size} ranks are on this machine",
-                fix=f"remove {address.host} from the {host} line of /etc/hosts, or set ALLHANDS_BIND to the outward address",
+                fix=f"take {address.host} off the {host} line of /etc/hosts, or set ALLHANDS_BIND to an outward address",
                 ranks=(0,),
             )
         return host

@@ -188,5 +188,3 @@ def _disagreement(state: RollCall) -> Diagnosis | None:
 
 def _uses_nccl(state: RollCall) -> bool:
     return any("nccl" in backend for backend in state.disagreement("backend-mismatch"))
-
-

@@ -36,7 +36,9 @@ _ENTRIES = (
     Entry("no-route", "ConnectError", "this machine has no route to the coordinator"),
     Entry("wrong-service", "ConnectError", "something that is not an allhands coordinator answers on the port"),
     Entry("port-in-use", "ConnectError", "rank 0 cannot listen on the port: another process holds it"),
-    Entry("loopback-advertised", "ConnectError", "the coordinator's address is loopback, but ranks are on several hosts"),
+    Entry(
+        "loopback-advertised", "ConnectError", "the coordinator's address is loopback, but ranks are on several hosts"
+    ),
     Entry("interface-mismatch", "ConnectError", "the network interface asked for does not lead to the peers"),
     Entry("stale-file", "ConnectError", "the file of a file:// meeting is left over from something else"),
     Entry("file-in-use", "ConnectError", "the file of a file:// meeting belongs to a job that is running"),

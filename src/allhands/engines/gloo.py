@@ -71,12 +71,12 @@ class Wire:
     def cut(self) -> int:
         """End every connection of Gloo in this process, so that whatever waits on one raises; return how many."""
         ended = 0
-        for name in os.listdir("/proc/self/fd"):
+        for entry in list(Path("/proc/self/fd").iterdir()):
             try:
-                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                if not str(entry.readlink()).startswith("socket:"):
                     continue
                 # A duplicate: shutdown acts on the connection itself, and Gloo's own descriptor stays Gloo's.
-                sock = socket.socket(fileno=os.dup(int(name)))
+                sock = socket.socket(fileno=os.dup(int(entry.name)))
             except OSError:
                 continue  # Closed since it was listed.
             with sock:
@@ -100,7 +100,7 @@ def interface_of(address: str) -> str:
     """Return the name of the interface that has ``address``, "" where none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
+            return str(name)
     return ""
 
 

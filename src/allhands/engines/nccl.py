@@ -20,8 +20,7 @@ def gpu(device: torch.device | None) -> str:
     """Return what identifies the GPU that this rank uses with NCCL, "" where that is not settled yet."""
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         return ""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
 
 
 def check_shared_memory(local_ranks: int, rank: int, path: str = "/dev/shm") -> None:  # noqa: S108
