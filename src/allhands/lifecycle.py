@@ -29,7 +29,7 @@ from .control import Claim, answer
 from .control.identity import this_process
 from .diagnosis import Diagnosis, duration, join, title
 from .engines import gloo, nccl, needs
-from .errors import AllhandsError, GroupEnded, error, fail
+from .errors import AllhandsError, error, fail
 from .session import Session, call_site
 
 __all__ = [
@@ -107,6 +107,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     left = max(_LEAST_CONNECT_S, deadline - time.monotonic())
     _forming.now = True
+    session.enter("init_process_group", session.formed_at)
     try:
         _prepare(session, name, found.world.local_world_size)
         dist.init_process_group(
@@ -118,17 +119,20 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             group_name=group_name,
             pg_options=pg_options,
             device_id=device_id,
-            _ranks=_ranks,
+            **({} if _ranks is None else {"_ranks": _ranks}),
         )
         # torch gives its engine one timeout for both; the rest of the deadline was only meant for connecting.
         _torch.set_timeout(session.timeout, dist.group.WORLD)
+    except Exception as problem:  # noqa: BLE001  # raised again as what it means
+        explained = _not_formed(session, name, problem)
+        _abandon(session, explained)
+        raise explained from (problem if explained.slug == "engine-failed" else None)
     except BaseException as problem:
         _abandon(session, problem)
-        if isinstance(problem, AllhandsError | KeyboardInterrupt):
-            raise
-        raise _engine_failed(session, name, problem) from problem
+        raise
     finally:
         _forming.now = False
+        session.leave(None)
     _hook(session)
     note_destroyed("")
 
@@ -219,20 +223,25 @@ def _unset_interface() -> None:
     os.environ.pop(gloo.IFNAME, None)
 
 
-def _engine_failed(session: Session, name: str, problem: BaseException) -> BaseException:
-    verdict = session.member.verdict
-    if verdict is not None:
-        return error(verdict)
-    first = (str(problem).splitlines() or [type(problem).__name__])[0]
-    return fail(
+def _not_formed(session: Session, name: str, problem: Exception) -> AllhandsError:
+    """Say why torch could not form the group although every rank answered, to this rank and to the others."""
+    explained = session.explain(problem, "init_process_group", session.formed_at)
+    if explained is not None:
+        return explained
+    if isinstance(problem, AllhandsError):
+        return error(session.member.condemn(problem.diagnosis))
+    first = (str(problem).splitlines() or [""])[0]
+    found = fail(
         "engine-failed",
-        f"torch could not connect the {name or 'default'} group although every rank answered the roll call",
+        f"torch could not form the {name or 'default'} group although every rank answered the roll call",
         who=f"rank {session.member.rank} ({socket.gethostname()}, pid {os.getpid()})",
         why=f"{type(problem).__name__}: {first}",
         fix="ranks connect to each other on ports above 1023: open them between the hosts; check GLOO_SOCKET_IFNAME "
         "and NCCL_SOCKET_IFNAME",
         ranks=(session.member.rank,),
+        hosts=(socket.gethostname(),),
     )
+    return error(session.member.condemn(found.diagnosis))
 
 
 # The end ---------------------------------------------------------------------------------------------------------
@@ -316,7 +325,7 @@ def _end_torch() -> None:
 
 def _abandon(session: Session, problem: BaseException) -> None:
     """Give up a group that did not form, and tell the others."""
-    if not isinstance(problem, GroupEnded):
+    if session.member.verdict is None:
         session.announce(problem)
     session.failed = True
     end(wait_s=0.0)

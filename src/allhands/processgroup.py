@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from . import _torch, lifecycle
+from . import session as _session
 
 __all__ = ["create"]
 
@@ -17,9 +20,13 @@ def create(options: Any, pg_options: Any) -> Any:
     """
     del pg_options  # Gloo takes none.
     store = options.store
+    session = _session.current()
     if not options.global_ranks_in_group and not lifecycle.forming():
         # torch forms a default group by itself. A session that is left over belongs to one that it destroyed.
         lifecycle.end(wait_s=0.0)
         session = lifecycle.attend(store, options.group_rank, options.group_size, options.timeout)
         store = session.store
+    elif options.global_ranks_in_group and session is not None:
+        # torch's own store where torch formed the default group; on ours, connections can be ended.
+        store = PrefixStore(f"{options.group_id}/", session.store)
     return _torch.gloo(store, options.group_rank, options.group_size, options.timeout)

@@ -5,6 +5,7 @@ torch's global state is the only state of the group itself; a session says how i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -14,8 +15,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from . import _torch
@@ -23,7 +26,7 @@ from .control import Member, Seat
 from .control.messages import Status
 from .diagnosis import Diagnosis, duration, join, ranks
 from .engines import Wire
-from .errors import AllhandsError, GroupEnded, adopt, error
+from .errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from .store import MemberStore
 
 __all__ = ["Session", "call_site", "current", "is_transport_error", "set_current"]
@@ -36,12 +39,14 @@ _VERDICT_S, _VERDICT_AGAIN_S = 0.2, 0.6
 
 # What the engines say when a connection ended under them, or time was up. Gloo raises plain RuntimeError.
 _TRANSPORT = re.compile(
-    r"gloo|connection (closed|reset|refused|was)|broken pipe|socket|timed? ?out|application timeout|nccl|aborted",
+    r"gloo/(transport|rendezvous)|connection (closed|reset|refused)|broken pipe|timed ?out|wait timeout|"
+    r"application timeout|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|NCCL error",
     re.IGNORECASE,
 )
-_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
 
-_PACKAGE = os.path.dirname(__file__)  # noqa: PTH120  # compared with co_filename, which is a string
+# Frames that are not the user's; compared with co_filename, which is a string.
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__, threading.__file__)
 
 # A message of Gloo is a page of C++; the exception it becomes keeps its first line.
 _MOST_MESSAGE = 300
@@ -66,14 +71,16 @@ def call_site(frame: FrameType | None = None) -> str:
     last = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/torch/" not in name and not name.endswith("contextlib.py"):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"  # noqa: PTH119  # as above
+        if not name.startswith(_NOT_THE_USERS):
+            return f"{Path(name).name}:{frame.f_lineno}"
         last, frame = frame, frame.f_back
-    return f"{os.path.basename(last.f_code.co_filename)}:{last.f_lineno}"  # noqa: PTH119
+    return f"{Path(last.f_code.co_filename).name}:{last.f_lineno}"
 
 
 def is_transport_error(problem: BaseException) -> bool:
     """Tell whether ``problem`` looks like an engine's word that a peer is gone or late."""
+    if isinstance(problem, StoreTimeout):
+        return True
     return isinstance(problem, RuntimeError) and bool(_TRANSPORT.search(str(problem)))
 
 
@@ -136,7 +143,11 @@ class Session:
 
     def explain(self, problem: BaseException, name: str, site: str) -> AllhandsError | None:
         """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake."""
-        if isinstance(problem, AllhandsError) or not is_transport_error(problem):
+        if self.member.verdict is not None:
+            return error(self.member.verdict)
+        if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
+            return None
+        if not is_transport_error(problem):
             return None
         late = bool(_TIMEOUT.search(str(problem)))
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
@@ -154,7 +165,7 @@ class Session:
         silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
         left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
         first = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else type(problem).__name__
-        waited = duration(self.timeout.total_seconds())
+        waited = duration(time.monotonic() - self._doing[2]) if self._doing else "the time it was given"
         if silent:
             return Diagnosis(
                 "peer-silent",

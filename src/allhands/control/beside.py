@@ -37,6 +37,10 @@ _START_S = 30.0
 # A coordinator that only lingers to tell late ranks of a refusal frees its port within this.
 _FREE_S = 2.5
 
+# How rank 0 asks it to close although members are still there, and how long that may take. (SIGTERM is no use:
+# whoever ends a whole process group sends it to rank 0 too, and rank 0's end should be told as what it is.)
+_CLOSE, _CLOSE_S = signal.SIGUSR1, 1.0
+
 # The package must be found where this process found it, but after everything else (-P and append), so
 # that nothing beside the user's script or in a site directory shadows a module of the standard library.
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from allhands.control.beside import main; sys.exit(main())"
@@ -80,13 +84,18 @@ class Beside:
 
     def end(self, within_s: float) -> None:
         """Wait until the coordinator has ended by itself, at most ``within_s``, then end it. Never raises."""
-        if self.process.poll() is None and not _ended_within(self.process.pid, within_s):
-            self.process.kill()
+        for last_word in (_CLOSE, signal.SIGKILL):
+            if self.process.poll() is not None or _ended_within(self.process.pid, within_s):
+                break
+            # Those who are still busy are told that it closes in good order, which is no failure of theirs.
+            self.process.send_signal(last_word)
+            within_s = _CLOSE_S
         self.process.wait()
 
     def kill(self) -> None:
         """End it at once."""
-        self.end(0)
+        self.process.kill()
+        self.process.wait()
 
     def forget(self) -> None:
         """Let it run on until it has told late ranks; it ends by itself within seconds, and is then reaped."""
@@ -179,6 +188,7 @@ async def _serve(order: Order) -> int:
     orphaned = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, orphaned.set)
     loop.add_signal_handler(signal.SIGHUP, lambda: None)
+    loop.add_signal_handler(_CLOSE, coordinator.finished.set)
     _follow(order.parent, loop, orphaned)
     try:
         opened = await _open(order, coordinator)

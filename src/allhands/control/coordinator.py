@@ -91,6 +91,8 @@ class Coordinator:
         self._censuses: list[tuple[Connection, Census, float]] = []
         self._servers: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
+        # The members whose connection stands.
+        self._here: set[Connection] = set()
         self._told: set[int] = set()
         self._told_processes: set[tuple[str, int]] = set()
         self._refused_wall = 0.0
@@ -172,7 +174,8 @@ class Coordinator:
             return
         connection.arrival = arrival
         self.roll.arrive(arrival)
-        self.members.setdefault(arrival.rank, connection)
+        if self.members.setdefault(arrival.rank, connection) is connection:
+            self._here.add(connection)
         self._decide(now)
 
     def _late_for_refusal(self, connection: Connection, arrival: Arrival) -> None:
@@ -301,19 +304,31 @@ class Coordinator:
         identity = arrival.claim.identity
         self._left[arrival.rank] = Status(arrival.rank, "left", how, now, identity.host, identity.pid)
         self._leavers[arrival.rank] = (connection, message, now + message.wait_s)
-        self._dismiss(now)
-        if any(deadline > now for _, _, deadline in self._leavers.values()):
+        if self._over or message.wait_s <= 0:
+            self._dismiss(now)
+        else:
+            # The clock finds those whose time is up: to look at all of them whenever one leaves would be n * n.
             # Whoever is named at the end of the wait should be named with what it was doing.
             self._query(now)
 
     def _dismiss(self, now: float) -> None:
         """Let those go who need not wait any longer: all are leaving, the group is dead, or time is up."""
-        over = self.completed_at is None or self.verdict is not None or len(self._left) >= self.roll.world_size
-        for rank, (connection, message, deadline) in list(self._leavers.items()):
-            if over or now >= deadline:
-                del self._leavers[rank]
-                still = [] if over else [status for status in self._everyone(now) if status.state in {"busy", "silent"}]
-                connection.send(Dismissed(message.id, still[:64]))
+        over = self._over
+        free = [rank for rank, (_, _, deadline) in self._leavers.items() if over or now >= deadline]
+        if not free:
+            return
+        # Whoever does not wait does not ask who is still there either.
+        wanted = not over and any(self._leavers[rank][1].wait_s > 0 for rank in free)
+        everyone = self._everyone(now) if wanted else []
+        still = [status for status in everyone if status.state in {"busy", "silent"}][:64]
+        for rank in free:
+            connection, message, _ = self._leavers.pop(rank)
+            connection.send(Dismissed(message.id, still))
+
+    @property
+    def _over(self) -> bool:
+        """Whether nobody need wait for anybody any more."""
+        return self.completed_at is None or self.verdict is not None or len(self._left) >= self.roll.world_size
 
     # What is everyone doing --------------------------------------------------------------------------------
 
@@ -362,6 +377,7 @@ class Coordinator:
     def went(self, connection: Connection, how: str) -> None:
         """A connection ended; ``how`` is what was observed."""
         self._connections.discard(connection)
+        self._here.discard(connection)
         self.store.forget(connection)
         arrival = connection.arrival
         now = time.monotonic()
@@ -413,7 +429,7 @@ class Coordinator:
 
     def _finish(self, now: float) -> None:
         """Set ``finished`` once nobody can need this coordinator any more."""
-        gone = all(connection.closed for connection in self.members.values())
+        gone = not self._here
         if self.refused is not None:
             told = gone and len(self._told) >= self.roll.world_size
             done = told or now - self._refused_at >= self._linger_s

@@ -147,7 +147,7 @@ class _Call:
                 f"{address.host} resolves to {host} on rank 0's own machine, where no other machine can reach it",
                 who=self.who,
                 why=f"only {local} of {self.world.world_size} ranks are on this machine",
-                fix=f"take {address.host} off the {host} line of /etc/hosts, or set ALLHANDS_BIND to an outward address",
+                fix=f"take {address.host} off the {host} line of /etc/hosts, or set ALLHANDS_BIND to an outer address",
                 ranks=(0,),
             )
         return host

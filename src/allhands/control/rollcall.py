@@ -90,6 +90,7 @@ class RollCall:
     deadline: float = float("inf")
     _seen: dict[str, dict[Any, list[int]]] = field(default_factory=dict)
     _gpus: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    _shared_gpus: set[tuple[str, str]] = field(default_factory=set)
     _hosts: dict[str, list[int]] = field(default_factory=dict)
 
     def arrive(self, arrival: Arrival) -> None:
@@ -109,7 +110,10 @@ class RollCall:
             self._seen.setdefault(slug, {}).setdefault(key(arrival), []).append(rank)
         self._hosts.setdefault(claim.identity.key, []).append(rank)
         if claim.gpu:
-            self._gpus.setdefault((claim.identity.key, claim.gpu), []).append(rank)
+            gpu = (claim.identity.key, claim.gpu)
+            self._gpus.setdefault(gpu, []).append(rank)
+            if len(self._gpus[gpu]) > 1:
+                self._shared_gpus.add(gpu)
 
     def leave(self, arrival: Arrival, now: float) -> None:
         """Count a member out whose connection ended before the roll call did; its rank may come again."""
@@ -146,7 +150,8 @@ class RollCall:
     @property
     def shared_gpu(self) -> list[int]:
         """The ranks of the first GPU that more than one rank uses, or []."""
-        return next((members for members in self._gpus.values() if len(members) > 1), [])
+        shared = (self._gpus.get(gpu, []) for gpu in self._shared_gpus)
+        return next((members for members in shared if len(members) > 1), [])
 
     @property
     def hosts(self) -> int:

@@ -1,0 +1,319 @@
+"""Train a small network on four ranks and watch it; or see what happens when one of them fails.
+
+    python examples/demo.py              three spirals, told apart by DistributedDataParallel over allhands
+    python examples/demo.py --break 2    rank 2 raises an exception halfway
+    python examples/demo.py --kill 2     rank 2 gets a kill -9 halfway
+
+No port, address or launcher: each rank is told its rank and the world size, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+RANKS = 4
+ARMS = 3  # classes
+PER_ARM = 2000  # training points
+EPOCHS = 60
+BATCH = 100  # points per rank and step
+# Reached with some room on every seed that was tried; chance is 33 %.
+ENOUGH = 0.97
+# Width and height of the picture in characters; one character shows two points, one above the other.
+PICTURE = (48, 20)
+COLOURS = ((235, 110, 80), (80, 160, 235), (120, 190, 90))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    epochs: int
+    breaks: int | None
+    killed: int | None
+
+
+# In each rank --------------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, options: Options, parent: Connection) -> None:
+    """Be one rank: train, and tell the parent how it ended."""
+    import allhands as dist
+
+    try:
+        accuracy = train(rank, options, parent)
+    except dist.AllhandsError as error:
+        parent.send(("error", time.monotonic(), type(error).__name__, str(error)))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except FileNotFoundError as error:  # --break
+        parent.send(("raised", time.monotonic(), type(error).__name__, str(error)))
+        sys.exit(1)
+    parent.send(("done", time.monotonic(), "", accuracy))
+
+
+def train(rank: int, options: Options, parent: Connection) -> float:
+    """Form the group, train in it, and return the accuracy on points that were not trained on."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import allhands as dist
+
+    torch.set_num_threads(1)  # Four ranks on a laptop; each with all cores would only get in each other's way.
+    with dist.process_group(rank=rank, world_size=RANKS):
+        torch.manual_seed(0)
+        points, arms = spirals(PER_ARM, seed=1)
+        unseen, unseen_arms = spirals(PER_ARM // 4, seed=2)
+        mine = torch.arange(rank, len(points), RANKS)
+        model = DistributedDataParallel(network())
+        optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(options.epochs, 1), eta_min=2e-4)
+        pids = torch.zeros(RANKS, dtype=torch.int64)
+        dist.all_gather_single(pids, torch.tensor([os.getpid()]))
+        with view(rank, options.epochs, pids.tolist()) as show:
+            for epoch in range(options.epochs):
+                started = time.monotonic()
+                total = torch.zeros(())
+                for step, batch in enumerate(mine[torch.randperm(len(mine))].split(BATCH)):
+                    if epoch == options.epochs // 2 and step == 1:
+                        misfortune(rank, options, parent)
+                    loss = torch.nn.functional.cross_entropy(model(points[batch]), arms[batch])
+                    optimizer.zero_grad()
+                    try:
+                        loss.backward()  # DDP averages the gradients over all ranks in here.
+                    except RuntimeError:
+                        # DDP calls the engine itself, so what failed is told in the engine's words (a closed
+                        # connection). The next call of allhands knows who it was, and why.
+                        dist.barrier()
+                        raise
+                    optimizer.step()
+                    total += loss.detach() * len(batch)
+                schedule.step()
+                speed = torch.zeros(RANKS)
+                dist.all_gather_single(speed, torch.tensor([len(mine) / (time.monotonic() - started)]))
+                with torch.no_grad():
+                    right = (model.module(unseen[rank::RANKS]).argmax(1) == unseen_arms[rank::RANKS]).sum()
+                result = torch.stack([total, right.float()])
+                dist.all_reduce(result)
+                accuracy = float(result[1]) / len(unseen)
+                show(epoch + 1, float(result[0]) / len(points), accuracy, speed.tolist(), model.module)
+        return accuracy
+
+
+def spirals(per_arm: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return points on ARMS spirals wound into each other, with some noise, and which arm each belongs to."""
+    import torch
+
+    source = torch.Generator().manual_seed(seed)
+    arms = torch.arange(ARMS).repeat_interleave(per_arm)
+    radius = torch.rand(len(arms), generator=source).sqrt()
+    angle = 2 * math.pi * (arms / ARMS + 1.75 * radius) + 0.25 * torch.randn(len(arms), generator=source)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms
+
+
+def network() -> torch.nn.Module:
+    """Return a network that is large enough to wind around the spirals."""
+    from torch.nn import Linear, Sequential, SiLU
+
+    return Sequential(Linear(2, 64), SiLU(), Linear(64, 64), SiLU(), Linear(64, 64), SiLU(), Linear(64, ARMS))
+
+
+def misfortune(rank: int, options: Options, parent: Connection) -> None:
+    """Fail, if this is the rank that was asked to."""
+    if rank == options.breaks:
+        parent.send(("fault", time.monotonic(), "", ""))
+        Path(f"shard-{rank}.bin").read_bytes()
+    if rank == options.killed:
+        parent.send(("fault", time.monotonic(), "", ""))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# What rank 0 shows ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def view(rank: int, epochs: int, pids: list[int]) -> Iterator[Any]:
+    """Give a function that shows an epoch: in place on a terminal, as a line elsewhere, not at all beyond rank 0."""
+    if rank:
+        yield lambda *_: None
+        return
+    if not sys.stdout.isatty():
+        yield lambda *news: line(epochs, *news)
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        # Each picture is complete in itself, so that nothing has to run beside the training.
+        yield lambda *news: live.update(screen(epochs, pids, *news), refresh=True)
+
+
+def line(epochs: int, epoch: int, loss: float, accuracy: float, speed: list[float], _: torch.nn.Module) -> None:
+    """Print every tenth epoch, and the last."""
+    if epoch % 10 == 0 or epoch == epochs:
+        rates = "  ".join(f"rank {rank}: {value:,.0f}/s" for rank, value in enumerate(speed))
+        print(f"epoch {epoch:3}/{epochs}  loss {loss:.3f}  accuracy {accuracy:6.1%}  {rates}", flush=True)
+
+
+def screen(
+    epochs: int, pids: list[int], epoch: int, loss: float, accuracy: float, speed: list[float], model: torch.nn.Module
+) -> RenderableType:
+    """Return the whole picture: progress, each rank's throughput, and what the network makes of the plane."""
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    ranks = Table(box=None, pad_edge=False)
+    for heading in ("rank", "pid", "points/s"):
+        ranks.add_column(heading, justify="right")
+    for rank, value in enumerate(speed):
+        ranks.add_row(str(rank), str(pids[rank]), f"{value:,.0f}")
+    left = Group(
+        f"epoch {epoch} of {epochs}",
+        ProgressBar(total=epochs, completed=epoch, width=26),
+        "",
+        f"loss      {loss:.3f}",
+        f"accuracy  {accuracy:.1%}",
+        "",
+        ranks,
+    )
+    title = f"{RANKS} ranks, DistributedDataParallel over allhands"
+    return Panel(Columns([left, picture(model)], padding=(0, 3)), title=title, expand=False)
+
+
+def picture(model: torch.nn.Module) -> RenderableType:
+    """Return the plane, coloured by the arm that the network sees at each place."""
+    import torch
+    from rich.text import Text
+
+    width, height = PICTURE
+    x, y = torch.linspace(-1.1, 1.1, width), torch.linspace(1.1, -1.1, 2 * height)
+    with torch.no_grad():
+        sure = model(torch.cartesian_prod(y, x).flip(1)).softmax(1).reshape(2 * height, width, ARMS)
+    # Colours blend where the network is not sure.
+    pixels = (sure @ torch.tensor(COLOURS, dtype=torch.float32)).int().tolist()
+    text = Text(no_wrap=True)
+    for row in range(height):
+        for upper, lower in zip(pixels[2 * row], pixels[2 * row + 1], strict=True):
+            text.append("▀", f"rgb({','.join(map(str, upper))}) on rgb({','.join(map(str, lower))})")
+        text.append("\n")
+    return text
+
+
+# The parent ----------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Start the ranks, wait for them, and say how it went."""
+    parser = argparse.ArgumentParser(description="Train on four ranks, with or without a failure halfway.")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"default {EPOCHS}")
+    fault = parser.add_mutually_exclusive_group()
+    fault.add_argument("--break", type=int, dest="breaks", metavar="RANK", choices=range(RANKS), help="this rank raises")
+    fault.add_argument("--kill", type=int, dest="killed", metavar="RANK", choices=range(RANKS), help="kill -9 this rank")
+    options = Options(**vars(parser.parse_args()))
+    if options.epochs < 1:
+        parser.error("--epochs must be at least 1")
+
+    print(f"{RANKS} ranks learn to tell {ARMS} spirals apart ({ARMS * PER_ARM:,} points); they are starting.", flush=True)
+    started = time.monotonic()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # The fork server imports torch once, for all ranks; each rank is then a process of its own.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "allhands.lifecycle"])
+    words: list[list[Any]] = [[] for _ in range(RANKS)]
+    codes = run(context, options, words)
+    if codes is None:
+        print("\ninterrupted; every rank has ended")
+        return 130
+    if options.breaks is not None or options.killed is not None:
+        return failed(words, codes)
+    return finished(words, codes, options, time.monotonic() - started)
+
+
+def run(context: Any, options: Options, words: list[list[Any]]) -> list[int] | None:
+    """Run every rank to its end; collect what each said. Return the exit codes, None after Ctrl-C."""
+    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+    ranks = [context.Process(target=rank_main, args=(rank, options, pipes[rank][1])) for rank in range(RANKS)]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank, (_, sender) in zip(ranks, pipes, strict=True):
+            sender.close()
+            rank.join()
+    except KeyboardInterrupt:
+        # Ctrl-C reached the ranks too. They leave the group in good order, which takes a moment.
+        deadline = time.monotonic() + 5
+        for rank in ranks:
+            if rank.pid is not None:
+                rank.join(max(0.0, deadline - time.monotonic()))
+        return None
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
+    for (receiver, sender), said in zip(pipes, words, strict=True):
+        sender.close()
+        try:
+            while True:
+                said.append(receiver.recv())
+        except EOFError:
+            receiver.close()
+    return [rank.exitcode for rank in ranks]
+
+
+def finished(words: list[list[Any]], codes: list[int], options: Options, seconds: float) -> int:
+    """Say how the training went; return the exit status."""
+    for rank, said in enumerate(words):
+        for kind, _, name, text in said:
+            if kind == "error":
+                print(f"rank {rank}: {name}: {text}")
+    if any(codes) or not words[0]:
+        print(f"the ranks ended with {codes}")
+        return 1
+    accuracy = words[0][-1][3]
+    print(f"accuracy {accuracy:.1%} on points that were not trained on; {seconds:.1f} s in all, imports included")
+    if options.epochs >= EPOCHS and accuracy < ENOUGH:
+        print(f"that is too little: at least {ENOUGH:.0%} was expected")
+        return 1
+    return 0
+
+
+def failed(words: list[list[Any]], codes: list[int]) -> int:
+    """Say what the other ranks were told, and after how long; return the exit status."""
+    culprit = next(rank for rank, said in enumerate(words) if said and said[0][0] == "fault")
+    at = words[culprit][0][1]
+    print(f"\nrank {culprit} {'got a kill -9' if codes[culprit] < 0 else f'raised {words[culprit][-1][2]}'}\n")
+    slowest, told = 0.0, 0
+    for rank, said in enumerate(words):
+        if rank == culprit:
+            continue
+        for kind, when, name, text in said:
+            if kind != "error":
+                continue
+            slowest, told = max(slowest, when - at), told + 1
+            # All were told the same; once in full is enough.
+            print(f"rank {rank}, {when - at:.2f} s later: {name}: {text if told == 1 else text.splitlines()[0]}\n")
+    print(f"{told} of {RANKS - 1} other ranks raised within {slowest:.2f} s; every process has ended")
+    return 0 if told == RANKS - 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What a roll call costs: a real coordinator's process, and N members over real sockets from another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..control.beside import Order, start
+from ..control.meeting import random_name
+from ..control.progress import Progress
+from ..errors import fail
+from .crowd import SPARE_DESCRIPTORS, Plan
+
+__all__ = ["run"]
+
+# Two for each member that comes over the Unix socket (socket and pidfd), as the coordinator counts them.
+_PER_MEMBER = 2
+
+# How long one phase may take. Milliseconds per thousand members are normal; this only ends a hang.
+_PHASE_S = 120.0
+
+# Found where this process found the package, as for the coordinator's own process.
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from allhands.bench.crowd import main; sys.exit(main())"
+
+Notify = Callable[[str], None]
+
+
+def run(
+    members: list[int],
+    rounds: int,
+    *,
+    transport: Literal["tcp", "unix"] = "tcp",
+    notify: Notify | None = None,
+) -> list[dict[str, Any]]:
+    """Measure a roll call for each number of ``members``, ``rounds`` times; return one row of medians for each.
+
+    Each round is two jobs, each with a fresh coordinator: one ends by the death of a member, the other by
+    everyone's leaving. ``notify`` gets a line of progress; by default it goes to standard error. Raises
+    fd-limit where this machine does not allow that many sockets, ArgumentError for senseless numbers.
+    """
+    for number in members:
+        _check(number, rounds)
+    progress = Progress("allhands bench rollcall") if notify is None else None
+    say = notify or progress
+    rows = []
+    try:
+        for number in members:
+            done: list[dict[str, float]] = []
+            for turn in range(rounds):
+                sample: dict[str, float] = {}
+                for end in ("death", "leave"):
+                    place = f"{number} members over {transport}, round {turn + 1} of {rounds}"
+                    measured = _job(number, transport, end, lambda at, place=place: say(f"{place}: {at}"))  # type: ignore[misc]
+                    for name, value in measured.items():
+                        # Both jobs form: the slower one counts, so that luck cannot make a figure.
+                        sample[name] = max(value, sample.get(name, value))
+                done.append(sample)
+            rows.append(_row(number, rounds, transport, done))
+    finally:
+        if progress is not None:
+            progress.done()
+    return rows
+
+
+def _check(members: int, rounds: int) -> None:
+    if members < 2 or rounds < 1:
+        raise fail(
+            "invalid-argument",
+            f"{members} members in {rounds} rounds cannot be measured",
+            who="allhands bench rollcall",
+            fix="give at least 2 members and 1 round",
+        )
+    need = _PER_MEMBER * members + SPARE_DESCRIPTORS
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard not in {resource.RLIM_INFINITY, -1} and need > hard:
+        raise fail(
+            "fd-limit",
+            f"{members} members need {need} file descriptors, the limit is {hard}",
+            who=f"allhands bench rollcall (pid {os.getpid()})",
+            why=f"ulimit -Hn is {hard}; the coordinator holds two descriptors for each member",
+            fix="raise the limit first (ulimit -Hn 65536 as root, LimitNOFILE= in a service), or measure fewer members",
+        )
+
+
+def _job(members: int, transport: str, end: Literal["death", "leave"], at: Notify) -> dict[str, float]:
+    """Form and end one job; return what was measured."""
+    at("starting the coordinator")
+    token = secrets.token_hex(16).encode()
+    order = Order(unix=random_name(), host="127.0.0.1" if transport == "tcp" else "", token=token, world_size=members)
+    coordinator = start(order, time.monotonic() + _PHASE_S)
+    try:
+        plan = Plan(members, coordinator.pid, order.unix, coordinator.host, coordinator.port, token, end, _PHASE_S)
+        return _crowd(plan, at)
+    finally:
+        coordinator.end(5.0)
+
+
+def _crowd(plan: Plan, at: Notify) -> dict[str, float]:
+    root = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _PROGRAM, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the crowd's process needs pipes")
+        process.stdin.write(msgspec.msgpack.encode(plan))
+        process.stdin.close()
+        words: dict[str, Any] = {}
+        for line in process.stdout:
+            words = json.loads(line)
+            if "at" in words:
+                at(words["at"])
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    if "measured" not in words:
+        raise fail(
+            "engine-failed",
+            f"the roll call of {plan.members} simulated members did not come to its end",
+            who=f"the simulated members (pid {process.pid}) and the coordinator (pid {plan.coordinator})",
+            why=str(words.get("trouble", f"their process ended with status {process.returncode}")),
+            fix="measure fewer members, or look at this machine's limits (memory, ulimit -n, net.core.somaxconn)",
+        )
+    measured: dict[str, float] = words["measured"]
+    return measured
+
+
+def _row(members: int, rounds: int, transport: str, samples: list[dict[str, float]]) -> dict[str, Any]:
+    def middle(name: str) -> float:
+        return statistics.median(sample[name] for sample in samples)
+
+    growth = statistics.median(sample["rss_after"] - sample["rss_before"] for sample in samples)
+    return {
+        "members": members,
+        "rounds": rounds,
+        "transport": transport,
+        "rollcall_s": middle("rollcall_s"),
+        "rollcall_us_per_member": middle("rollcall_s") / members * 1e6,
+        "coordinator_cpu_us_per_member": middle("rollcall_cpu_s") / members * 1e6,
+        "coordinator_rss_before_kib": middle("rss_before") / 1024,
+        "coordinator_rss_after_kib": middle("rss_after") / 1024,
+        "kib_per_member": growth / 1024 / members,
+        "store_s": middle("store_s"),
+        "store_us_per_member": middle("store_s") / members * 1e6,
+        "death_s": middle("death_s"),
+        "death_us_per_member": middle("death_s") / members * 1e6,
+        "leave_s": middle("leave_s"),
+        "leave_us_per_member": middle("leave_s") / members * 1e6,
+    }

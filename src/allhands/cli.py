@@ -1,0 +1,161 @@
+"""The command line. Each command only reads its options; what it does, and every sentence, is another module's.
+
+Starts without torch, whose import takes seconds, and imports what a command needs when it runs.
+Exit status: 0, 1 for a failure (its diagnosis on standard error), 2 for a command that makes no sense.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from ._version import __version__
+
+__all__ = ["main"]
+
+# Paragraphs wider than this are hard to read, however wide the terminal is.
+_WIDEST = 100
+
+# The order in which `allhands --help` shows the commands. One that is in no group here comes last.
+_GROUPS = {
+    "Find out": ("whoami", "explain"),
+    "Measure": ("bench",),
+}
+
+
+class _Commands(click.Group):
+    """A group whose mistakes are answered with "Did you mean", and whose failures with their diagnosis."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            # Older versions of click make no suggestion; this is the same sentence with each of them.
+            near = get_close_matches(name, self.list_commands(ctx), n=1)
+            ctx.fail(f"there is no command {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        # Here and not around `main`, so that it holds for every way in: the script, -m, and tests.
+        from .errors import AllhandsError, ArgumentError
+
+        try:
+            return super().invoke(ctx)
+        except AllhandsError as problem:
+            from .diagnosis import title
+
+            click.echo(problem.diagnosis.render(title(problem.slug)), err=True)
+            ctx.exit(2 if isinstance(problem, ArgumentError) else 1)
+
+
+class _Program(_Commands):
+    """The top of the command line, whose help is grouped and lists the environment variables."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        grouped = {name for names in _GROUPS.values() for name in names}
+        rest = tuple(name for name in self.list_commands(ctx) if name not in grouped)
+        width = max(map(len, self.commands))
+        for heading, names in {**_GROUPS, "Other": rest}.items():
+            lines = [(f"{name:{width}}", self.commands[name].get_short_help_str(limit=200)) for name in names]
+            if lines:
+                with formatter.section(heading):
+                    formatter.write_dl(lines)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
+        from .settings import TABLE
+
+        with formatter.section("Environment variables"):
+            # The column fits the longest name; click would put longer ones on lines of their own.
+            formatter.write_dl(list(TABLE.items()), col_max=max(map(len, TABLE)) + 2)
+        formatter.write_paragraph()
+        formatter.write_text("Exit status: 0 success, 1 failure, 2 a command that makes no sense.")
+
+
+@click.group(
+    cls=_Program,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST},
+    invoke_without_command=True,
+)
+@click.version_option(__version__, prog_name="allhands", message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Process groups for PyTorch that start in seconds or say why they cannot, and always clean up."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_context
+def whoami(ctx: click.Context, as_json: bool) -> None:
+    """Say which rank of which job this process would be, and why.
+
+    Run it where the script would run: under srun, mpirun or torchrun, or in the pod. Nothing is connected to.
+    Exits with 1 where it cannot be said; the report then begins with the reason.
+    """
+    from .whoami import render, report
+
+    found = report()
+    click.echo(json.dumps(found, indent=2) if as_json else render(found))
+    ctx.exit(found["exit_code"])
+
+
+@main.command()
+@click.argument("slug", required=False, metavar="[NAME]")
+def explain(slug: str | None) -> None:
+    """Print the page on a diagnosis, or the list of all.
+
+    NAME is what stands in brackets at the end of an error's first line: missing-ranks, peer-failed, ...
+    """
+    from .explain import render
+
+    # The brackets come along when the name is copied from a message.
+    text = render(slug.strip("[]") if slug is not None else None)
+    if slug is None or not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    console.print(Markdown(text), width=min(console.width, _WIDEST))
+
+
+@main.group(cls=_Commands)
+def bench() -> None:
+    """Measure what allhands itself costs on this machine."""
+
+
+class _Numbers(click.ParamType):
+    """Whole numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            return [int(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 64,256.", param, ctx)
+
+
+@bench.command()
+@click.option("--members", type=_Numbers(), default="64,256,1024,4096", show_default=True, help="How many, in turn.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times each is measured.")
+@click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
+    """Measure the roll call as jobs grow.
+
+    The coordinator is a real one, in its own process; the members are simulated, over real sockets.
+    """
+    from .bench import render, run
+
+    rows = run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
+    click.echo(json.dumps(rows, indent=2) if as_json else render(rows))

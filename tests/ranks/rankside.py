@@ -1,0 +1,78 @@
+"""What the scripts of `harness` find in their own namespace: who they are, and how to tell the test what happened.
+
+Imported by a rank, never by a test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["attempt", "children", "gate", "outcome", "rank", "say", "size"]
+
+rank = int(os.environ["RANKNO"])
+size = int(os.environ["RANKS"])
+
+# A gate that never opens is a rank that died; the harness's own deadline is longer.
+_GATE_S = 30.0
+
+
+def say(**what: Any) -> None:
+    """Tell the test; every line carries the wall clock, so that ranks can be compared."""
+    # One write, so that lines of threads do not mix.
+    sys.stdout.write(json.dumps({"at": time.time(), **what}, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def gate(name: str, everyone: int = size) -> None:
+    """Wait until every rank is here. Goes through files, so that nothing of what is tested takes part."""
+    folder = Path(os.environ["GATES"])
+    (folder / f"{name}.{rank}").touch()
+    deadline = time.monotonic() + _GATE_S
+    while len(list(folder.glob(f"{name}.*"))) < everyone:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"gate {name} stayed shut")
+        time.sleep(0.005)
+
+
+def outcome(problem: BaseException) -> dict[str, Any]:
+    """Return what a test asks about an exception."""
+    found: dict[str, Any] = {
+        "kind": type(problem).__name__,
+        "bases": [base.__name__ for base in type(problem).__mro__],
+        "text": str(problem),
+    }
+    for name in ("slug", "ranks", "hosts"):
+        if hasattr(problem, name):
+            found[name] = getattr(problem, name)
+    diagnosis = getattr(problem, "diagnosis", None)
+    if diagnosis is not None:
+        found["certain"] = diagnosis.certain
+        found["traceback"] = diagnosis.traceback
+    return found
+
+
+def attempt(call: Callable[..., Any], *args: Any, **kw: Any) -> dict[str, Any]:
+    """Call and say how it went, how long it took, and when it was over (wall clock)."""
+    started = time.monotonic()
+    found: dict[str, Any] = {"kind": ""}
+    try:
+        call(*args, **kw)
+    except Exception as problem:  # noqa: BLE001  # it is what the test asks for
+        found = outcome(problem)
+    return {**found, "seconds": time.monotonic() - started, "over": time.time()}
+
+
+def children() -> list[int]:
+    """Return the pids of this process's living children."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(pid))
+    return found
