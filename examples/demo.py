@@ -16,11 +16,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ EPOCHS = 60
 BATCH = 100  # points per rank and step
 # Reached with some room on every seed that was tried; chance is 33 %.
 ENOUGH = 0.97
-# Width and height of the picture in characters; one character shows two points, one above the other.
-PICTURE = (48, 20)
+# Width and height of the picture in characters, so that all fits a terminal of 80 by 24; one character shows two points, one above the other.
+PICTURE = (44, 20)
 COLOURS = ((235, 110, 80), (80, 160, 235), (120, 190, 90))
 
 
@@ -53,67 +52,73 @@ class Options:
 
 def rank_main(rank: int, options: Options, parent: Connection) -> None:
     """Be one rank: train, and tell the parent how it ended."""
+    import torch
+
     import allhands as dist
 
+    torch.set_num_threads(1)  # Four ranks on a laptop; each with all cores would only get in each other's way.
     try:
-        accuracy = train(rank, options, parent)
+        with dist.process_group(rank=rank, world_size=RANKS):
+            try:
+                accuracy = train(rank, options, parent)
+            except dist.AllhandsError:
+                raise
+            except RuntimeError:
+                # DDP calls the engine itself, so its error is in the engine's words: a connection was closed.
+                # The next call of allhands says who it was, and why.
+                dist.barrier()
+                raise
     except dist.AllhandsError as error:
         parent.send(("error", time.monotonic(), type(error).__name__, str(error)))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except FileNotFoundError as error:  # --break
+    except ValueError as error:  # --break
         parent.send(("raised", time.monotonic(), type(error).__name__, str(error)))
         sys.exit(1)
     parent.send(("done", time.monotonic(), "", accuracy))
 
 
 def train(rank: int, options: Options, parent: Connection) -> float:
-    """Form the group, train in it, and return the accuracy on points that were not trained on."""
+    """Train in the group that is there; return the accuracy on points that were not trained on."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     import allhands as dist
 
-    torch.set_num_threads(1)  # Four ranks on a laptop; each with all cores would only get in each other's way.
-    with dist.process_group(rank=rank, world_size=RANKS):
-        torch.manual_seed(0)
-        points, arms = spirals(PER_ARM, seed=1)
-        unseen, unseen_arms = spirals(PER_ARM // 4, seed=2)
-        mine = torch.arange(rank, len(points), RANKS)
-        model = DistributedDataParallel(network())
-        optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(options.epochs, 1), eta_min=2e-4)
-        pids = torch.zeros(RANKS, dtype=torch.int64)
-        dist.all_gather_single(pids, torch.tensor([os.getpid()]))
-        with view(rank, options.epochs, pids.tolist()) as show:
-            for epoch in range(options.epochs):
-                started = time.monotonic()
-                total = torch.zeros(())
-                for step, batch in enumerate(mine[torch.randperm(len(mine))].split(BATCH)):
-                    if epoch == options.epochs // 2 and step == 1:
-                        misfortune(rank, options, parent)
-                    loss = torch.nn.functional.cross_entropy(model(points[batch]), arms[batch])
-                    optimizer.zero_grad()
-                    try:
-                        loss.backward()  # DDP averages the gradients over all ranks in here.
-                    except RuntimeError:
-                        # DDP calls the engine itself, so what failed is told in the engine's words (a closed
-                        # connection). The next call of allhands knows who it was, and why.
-                        dist.barrier()
-                        raise
-                    optimizer.step()
-                    total += loss.detach() * len(batch)
-                schedule.step()
-                speed = torch.zeros(RANKS)
-                dist.all_gather_single(speed, torch.tensor([len(mine) / (time.monotonic() - started)]))
-                with torch.no_grad():
-                    right = (model.module(unseen[rank::RANKS]).argmax(1) == unseen_arms[rank::RANKS]).sum()
-                result = torch.stack([total, right.float()])
-                dist.all_reduce(result)
-                accuracy = float(result[1]) / len(unseen)
-                show(epoch + 1, float(result[0]) / len(points), accuracy, speed.tolist(), model.module)
-        return accuracy
+    torch.manual_seed(0)
+    points, arms = spirals(PER_ARM, seed=1)
+    unseen, unseen_arms = spirals(PER_ARM // 4, seed=2)
+    mine = torch.arange(rank, len(points), RANKS)
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs, eta_min=2e-4)
+    pids = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
+    accuracy = 0.0
+    with view(rank, options.epochs, pids) as show:
+        for epoch in range(options.epochs):
+            started = time.monotonic()
+            total = torch.zeros(())
+            for step, batch in enumerate(mine[torch.randperm(len(mine))].split(BATCH)):
+                if epoch == options.epochs // 2 and step == 1:
+                    misfortune(rank, options, parent)
+                loss = torch.nn.functional.cross_entropy(model(points[batch]), arms[batch])
+                optimizer.zero_grad()
+                loss.backward()  # DDP averages the gradients over all ranks in here.
+                optimizer.step()
+                total += loss.detach() * len(batch)
+            schedule.step()
+            speed = list(torch.zeros(RANKS, 1))
+            dist.all_gather(speed, torch.tensor([len(mine) / (time.monotonic() - started)]))
+            with torch.no_grad():
+                right = (model.module(unseen[rank::RANKS]).argmax(1) == unseen_arms[rank::RANKS]).sum()
+            result = torch.stack([total, right.float()])
+            dist.all_reduce(result)
+            accuracy = float(result[1]) / len(unseen)
+            mean = float(result[0]) / len(points)
+            show(Epoch(epoch + 1, mean, accuracy, [float(each) for each in speed], model.module))
+    return accuracy
 
 
 def spirals(per_arm: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,43 +143,52 @@ def misfortune(rank: int, options: Options, parent: Connection) -> None:
     """Fail, if this is the rank that was asked to."""
     if rank == options.breaks:
         parent.send(("fault", time.monotonic(), "", ""))
-        Path(f"shard-{rank}.bin").read_bytes()
+        raise ValueError(f"shard {rank} holds 7 points, not {ARMS * PER_ARM // RANKS}")
     if rank == options.killed:
         parent.send(("fault", time.monotonic(), "", ""))
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """How far the training is after an epoch; ``speed`` is each rank's, in points per second."""
+
+    number: int
+    loss: float
+    accuracy: float
+    speed: list[float]
+    model: torch.nn.Module
 
 
 # What rank 0 shows ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def view(rank: int, epochs: int, pids: list[int]) -> Iterator[Any]:
+def view(rank: int, epochs: int, pids: list[int]) -> Iterator[Callable[[Epoch], None]]:
     """Give a function that shows an epoch: in place on a terminal, as a line elsewhere, not at all beyond rank 0."""
     if rank:
-        yield lambda *_: None
+        yield lambda _: None
         return
     if not sys.stdout.isatty():
-        yield lambda *news: line(epochs, *news)
+        yield lambda epoch: line(epochs, epoch)
         return
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
         # Each picture is complete in itself, so that nothing has to run beside the training.
-        yield lambda *news: live.update(screen(epochs, pids, *news), refresh=True)
+        yield lambda epoch: live.update(screen(epochs, pids, epoch), refresh=True)
 
 
-def line(epochs: int, epoch: int, loss: float, accuracy: float, speed: list[float], _: torch.nn.Module) -> None:
+def line(epochs: int, epoch: Epoch) -> None:
     """Print every tenth epoch, and the last."""
-    if epoch % 10 == 0 or epoch == epochs:
-        rates = "  ".join(f"rank {rank}: {value:,.0f}/s" for rank, value in enumerate(speed))
-        print(f"epoch {epoch:3}/{epochs}  loss {loss:.3f}  accuracy {accuracy:6.1%}  {rates}", flush=True)
+    if epoch.number % 10 == 0 or epoch.number == epochs:
+        rates = "  ".join(f"rank {rank}: {value:,.0f}/s" for rank, value in enumerate(epoch.speed))
+        done = f"epoch {epoch.number:3}/{epochs}  loss {epoch.loss:.3f}  accuracy {epoch.accuracy:6.1%}"
+        print(f"{done}  {rates}", flush=True)
 
 
-def screen(
-    epochs: int, pids: list[int], epoch: int, loss: float, accuracy: float, speed: list[float], model: torch.nn.Module
-) -> RenderableType:
+def screen(epochs: int, pids: list[int], epoch: Epoch) -> RenderableType:
     """Return the whole picture: progress, each rank's throughput, and what the network makes of the plane."""
-    from rich.columns import Columns
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -183,19 +197,21 @@ def screen(
     ranks = Table(box=None, pad_edge=False)
     for heading in ("rank", "pid", "points/s"):
         ranks.add_column(heading, justify="right")
-    for rank, value in enumerate(speed):
+    for rank, value in enumerate(epoch.speed):
         ranks.add_row(str(rank), str(pids[rank]), f"{value:,.0f}")
     left = Group(
-        f"epoch {epoch} of {epochs}",
-        ProgressBar(total=epochs, completed=epoch, width=26),
-        "",
-        f"loss      {loss:.3f}",
-        f"accuracy  {accuracy:.1%}",
-        "",
+        f"epoch {epoch.number} of {epochs}",
+        ProgressBar(total=epochs, completed=epoch.number, width=26),
+        " ",
+        f"loss      {epoch.loss:.3f}",
+        f"accuracy  {epoch.accuracy:.1%}",
+        " ",
         ranks,
     )
     title = f"{RANKS} ranks, DistributedDataParallel over allhands"
-    return Panel(Columns([left, picture(model)], padding=(0, 3)), title=title, expand=False)
+    both = Table.grid(padding=(0, 3, 0, 0))
+    both.add_row(left, picture(epoch.model))
+    return Panel(both, title=title, expand=False)
 
 
 def picture(model: torch.nn.Module) -> RenderableType:
@@ -211,9 +227,9 @@ def picture(model: torch.nn.Module) -> RenderableType:
     pixels = (sure @ torch.tensor(COLOURS, dtype=torch.float32)).int().tolist()
     text = Text(no_wrap=True)
     for row in range(height):
+        text.append("\n" if row else "")
         for upper, lower in zip(pixels[2 * row], pixels[2 * row + 1], strict=True):
             text.append("▀", f"rgb({','.join(map(str, upper))}) on rgb({','.join(map(str, lower))})")
-        text.append("\n")
     return text
 
 
@@ -225,13 +241,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train on four ranks, with or without a failure halfway.")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"default {EPOCHS}")
     fault = parser.add_mutually_exclusive_group()
-    fault.add_argument("--break", type=int, dest="breaks", metavar="RANK", choices=range(RANKS), help="this rank raises")
-    fault.add_argument("--kill", type=int, dest="killed", metavar="RANK", choices=range(RANKS), help="kill -9 this rank")
+    for option, name, text in (("--break", "breaks", "this rank raises"), ("--kill", "killed", "kill -9 this rank")):
+        fault.add_argument(option, dest=name, type=int, choices=range(RANKS), metavar="RANK", help=text)
     options = Options(**vars(parser.parse_args()))
     if options.epochs < 1:
         parser.error("--epochs must be at least 1")
 
-    print(f"{RANKS} ranks learn to tell {ARMS} spirals apart ({ARMS * PER_ARM:,} points); they are starting.", flush=True)
+    print(f"starting {RANKS} ranks, which learn to tell {ARMS} spirals apart ({ARMS * PER_ARM:,} points)", flush=True)
     started = time.monotonic()
     os.environ["OMP_NUM_THREADS"] = "1"
     # The fork server imports torch once, for all ranks; each rank is then a process of its own.

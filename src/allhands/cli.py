@@ -131,7 +131,7 @@ def bench() -> None:
     """Measure what allhands itself costs on this machine."""
 
 
-class _Numbers(click.ParamType):
+class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """Whole numbers with commas between them."""
 
     name = "numbers"

@@ -111,7 +111,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     try:
         _prepare(session, name, found.world.local_world_size)
         dist.init_process_group(
-            backend=backend,
+            backend=backend if backend is not None else _default_backend(),
             store=session.store,
             rank=found.world.rank,
             world_size=found.world.world_size,
@@ -167,6 +167,11 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
     if limit is not None and limit <= timedelta(0):
         raise fail("invalid-argument", f"timeout={timeout} leaves no time", who="this process", fix="pass more than 0")
     return limit
+
+
+def _default_backend() -> str | None:
+    """Return what serves both kinds of tensor; torch's own default takes the GPU's and refuses CPU tensors."""
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else None
 
 
 def _device(device_id: torch.device | int | None) -> torch.device | None:

@@ -18,6 +18,9 @@ __all__ = ["MOST_HELD", "KeyValue", "Parked"]
 # through the control plane, and the host of rank 0 should not run out of memory for it.
 MOST_HELD = 1024 * 1024 * 1024
 
+# What torch's own stores count in: 64 bits with a sign.
+_LEAST, _MOST = -(2**63), 2**63 - 1
+
 _WAITING = frozenset({"get", "wait", "multi_get", "pop"})
 
 
@@ -28,7 +31,7 @@ class Parked:
     owner: object
     ask: Ask
     deadline: float
-    missing: set[str] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
 
 
 class KeyValue:
@@ -48,7 +51,8 @@ class KeyValue:
                 return Reply(ask.id, problem="empty"), []
             if ask.wait_s <= 0:
                 return Reply(ask.id, problem="timeout"), []
-            self._park(Parked(owner, ask, now + ask.wait_s, self._missing(ask)))
+            # Under all its keys, not only the missing: one that is there may be deleted while it waits.
+            self._park(Parked(owner, ask, now + ask.wait_s, set(ask.keys)))
             return None, []
         reply, touched = self._apply(ask)
         return reply, self._release(touched)
@@ -74,11 +78,11 @@ class KeyValue:
         return {key for key in ask.keys if key not in self._values and not (ask.op == "wait" and key in self._queues)}
 
     def _park(self, parked: Parked) -> None:
-        for key in parked.missing:
+        for key in parked.keys:
             self._parked.setdefault(key, []).append(parked)
 
     def _unpark(self, parked: Parked) -> None:
-        for key in parked.missing:
+        for key in parked.keys:
             queue = self._parked.get(key)
             if queue is not None and parked in queue:
                 queue.remove(parked)
@@ -117,6 +121,8 @@ class KeyValue:
                     return Reply(ask.id, number=int(there)), []
                 case "add":
                     total = int(self._values.get(key, b"0")) + ask.number
+                    if not _LEAST <= total <= _MOST:
+                        return Reply(ask.id, problem="not-a-number"), []
                     reply, touched = self._write(ask, [key], [str(total).encode()])
                     return Reply(ask.id, number=total, problem=reply.problem), touched
                 case "compare_set":
@@ -144,6 +150,9 @@ class KeyValue:
         except ValueError:
             # add() on a key that holds text.
             return Reply(ask.id, problem="not-a-number"), []
+        except KeyError:
+            # An operation that named no key at all.
+            return Reply(ask.id, problem="no-such-key"), []
 
     def _compare_set(self, ask: Ask, key: str) -> tuple[Reply, list[str]]:
         # torch's rule: a missing key counts as equal to an empty expectation, and otherwise the expectation
@@ -156,15 +165,16 @@ class KeyValue:
         return Reply(ask.id, [expected if current is None else current]), []
 
     def _write(self, ask: Ask, keys: list[str], values: list[bytes]) -> tuple[Reply, list[str]]:
+        fresh = dict(zip(keys, values, strict=False))
         growth = sum(
             len(key) + len(value) - (len(self._values[key]) + len(key) if key in self._values else 0)
-            for key, value in zip(keys, values, strict=False)
+            for key, value in fresh.items()
         )
         if self._held + growth > self._most:
             return Reply(ask.id, problem="full"), []
-        self._values.update(zip(keys, values, strict=False))
+        self._values.update(fresh)
         self._held += growth
-        return Reply(ask.id), list(keys)
+        return Reply(ask.id), list(fresh)
 
     def _delete(self, key: str) -> bool:
         value = self._values.pop(key, None)

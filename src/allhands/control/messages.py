@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -244,10 +245,25 @@ FromCoordinator = (
     Waiting | Complete | Refused | Ended | Reply | Noted | Dismissed | Report | Query | Ping | Remark | Closing
 )
 
+_Message = TypeVar("_Message")
+
+
+def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]:
+    """Give every malformed frame the same error: text that is not UTF-8 and endless nesting have others."""
+
+    def decode_checked(frame: bytes) -> _Message:
+        try:
+            return decode(frame)
+        except (UnicodeDecodeError, RecursionError) as problem:
+            raise msgspec.DecodeError(str(problem)) from None
+
+    return decode_checked
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_hello = msgspec.msgpack.Decoder(Hello).decode
+decode_hello = _checked(msgspec.msgpack.Decoder(Hello).decode)
 # A coordinator that cannot go on says why instead of answering the handshake.
-decode_challenge = msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode
-decode_proof = msgspec.msgpack.Decoder(Proof).decode
-decode_from_member = msgspec.msgpack.Decoder(FromMember).decode
-decode_from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
+decode_challenge = _checked(msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode)
+decode_proof = _checked(msgspec.msgpack.Decoder(Proof).decode)
+decode_from_member = _checked(msgspec.msgpack.Decoder(FromMember).decode)
+decode_from_coordinator = _checked(msgspec.msgpack.Decoder(FromCoordinator).decode)

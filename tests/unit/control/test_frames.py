@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from allhands.control.frames import HEADER, MOST_BYTES, FrameError, Splitter, pa
 def chunks(stream: bytes, cuts: list[int]) -> list[bytes]:
     """Cut ``stream`` at the given places."""
     places = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
-    return [stream[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+    return [stream[start:stop] for start, stop in pairwise(places)]
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(0, 10_000), max_size=30))

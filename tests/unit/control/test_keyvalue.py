@@ -112,7 +112,9 @@ def test_add_stays_within_what_can_be_sent(start: bytes) -> None:
         (b"", b"", b"new", b"new", b"new"),
     ],
 )
-def test_compare_set(there: bytes | None, expected: bytes, desired: bytes, returned: bytes, after: bytes | None) -> None:
+def test_compare_set(
+    there: bytes | None, expected: bytes, desired: bytes, returned: bytes, after: bytes | None
+) -> None:
     """compare_set has torch's rule for every combination of what is there and what is expected."""
     table = Table()
     if there is not None:
@@ -133,7 +135,7 @@ def test_many_keys_at_once() -> None:
 
 
 def test_append_makes_and_grows() -> None:
-    """append begins with nothing and adds at the end."""
+    """An append begins with nothing and adds at the end."""
     table = Table()
     table.do("append", "k", values=(b"ab",))
     table.do("append", "k", values=(b"c",))
@@ -161,6 +163,12 @@ def test_queues_are_first_in_first_out() -> None:
     assert [table.do("pop", "q").values[0] for _ in range(3)] == [b"1", b"", b"3"]
     assert table.do("pop", "q").problem == "empty"
     assert table.do("length", "q").number == 0
+
+
+@pytest.mark.parametrize("op", ["get", "pop"])
+def test_an_operation_that_names_no_key_is_answered(op: str) -> None:
+    """A message that no store of ours sends harms nobody: it gets a reply too."""
+    assert Table().do(op).problem == "no-such-key"
 
 
 # Waiting ---------------------------------------------------------------------------------------------------------

@@ -121,9 +121,7 @@ def test_waiting_names_the_missing_ranks_by_node() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "odd", [{"node_rank": 0, "local_world_size": 2}, {"node_rank": 1, "local_world_size": 3}, {}]
-)
+@pytest.mark.parametrize("odd", [{"node_rank": 0, "local_world_size": 2}, {"node_rank": 1, "local_world_size": 3}, {}])
 def test_nodes_are_not_guessed(odd: dict[str, int]) -> None:
     """One rank that does not fit "node by node" is enough to name no nodes at all."""
     state = called(arrival(0, 6, node_rank=0, local_world_size=2), arrival(2, 6, **odd))
