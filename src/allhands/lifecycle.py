@@ -48,7 +48,7 @@ _log = logging.getLogger("allhands")
 _DEFAULT_ROLL_CALL_S = 600.0
 
 # What is left of the deadline for torch to connect the group, at least.
-_LEAST_CONNECT_S = 0.8
+_LEAST_CONNECT_S = 0.3
 
 # torch's teardown joins threads of its engine; one that does not end is left behind rather than waited for.
 _TORCH_END_S = 5.0

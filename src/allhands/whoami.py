@@ -26,6 +26,7 @@ _VALUES = (
     "job",
     "late_names",
     "agent_store",
+    "hosted",
     "socket",
 )
 _UNTOLD = "not told"

@@ -42,6 +42,8 @@ class World:
     late_names: bool = False
     # The coordinator's port is already held by the launcher's own key-value store (torchrun's agent).
     agent_store: bool = False
+    # The launcher runs a coordinator at that address: rank 0 must not start one.
+    hosted: bool = False
     # The launcher's coordinator on this host, as a Unix abstract socket name, or "".
     socket: str = ""
 

@@ -501,7 +501,7 @@ def test_destroy_waits_a_bounded_time_and_names_who_was_busy() -> None:
         INIT
         + """
 def compute():
-    gate("left")
+    time.sleep(2.5)
 dist.all_reduce(x)
 if rank == 1:
     compute()
@@ -509,8 +509,6 @@ if rank == 1:
 started = time.monotonic()
 dist.destroy_process_group()
 say(seconds=time.monotonic() - started)
-if rank == 0:
-    gate("left")
 """,
         2,
         {"ALLHANDS_DESTROY_TIMEOUT": "1"},
@@ -518,7 +516,7 @@ if rank == 0:
     assert 0.9 < results[0]["seconds"] < 3.5
     assert "rank 0 left the process group after 1 s although others were still busy" in results[0].stderr
     assert "rank 1" in results[0].stderr
-    assert "in compute" in results[0].stderr
+    assert "at script.py:8 in compute" in results[0].stderr
     assert results[1]["blocked"]["ranks"] == [0]
     assert results[1]["blocked"]["slug"] in {"peer-lost", "coordinator-lost"}
     assert results[1]["seconds"] < 3.0
@@ -558,10 +556,16 @@ signal.signal(signal.SIGTERM, handler)
 """
 
 
-@pytest.mark.parametrize("target", [0, 1])
-def test_sigterm_in_a_collective_ends_everyone(target: int) -> None:
-    """A user's SIGTERM handler that destroys and exits works although the rank is inside a collective; peers end too."""
-    script = HANDLER + """
+# A main thread inside Gloo's C++ runs no Python signal handler until that call returns.
+UNHEARD = pytest.mark.xfail(reason="a Python signal handler runs only once the engine's call returns", strict=True)
+
+
+@UNHEARD
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_collective_ends_it_promptly(number: signal.Signals) -> None:
+    """A handler that destroys and exits runs although the rank waits inside a collective; its peer ends too."""
+    script = HANDLER.replace("timeout=20", "timeout=4") + """
+signal.signal(signal.SIGINT, handler)
 gate("formed")
 say(ready=True)
 say(blocked=attempt(dist.recv, x, src=1 - rank))
@@ -570,12 +574,163 @@ dist.destroy_process_group()
     with running(script, 2) as job:
         job.wait_for("ready")
         time.sleep(0.2)
-        sent = job.signal(target, signal.SIGTERM)
+        sent = job.signal(1, number)
         results = job.results()
-    assert results[target].returncode == 7
-    assert results[target].stderr == ""
-    found = results[1 - target]["blocked"]
-    assert found["ranks"] == [target]
-    assert found["slug"] == "peer-lost"
+    assert results[1].returncode == 7
+    assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < 2 * SOON_S
+    assert results[0]["blocked"]["ranks"] == [1]
+    assert results[0]["blocked"]["over"] - sent < 2 * SOON_S
+
+
+def test_sigterm_in_a_collective_still_ends_in_good_order() -> None:
+    """Whenever the handler gets to run, destroy and exit inside it work; nothing is left, and the peer is not hung."""
+    script = HANDLER.replace("timeout=20", "timeout=2") + """
+gate("formed")
+say(ready=True)
+say(blocked=attempt(dist.recv, x, src=1 - rank))
+dist.destroy_process_group()
+"""
+    with running(script, 2) as job:
+        job.wait_for("ready")
+        sent = job.signal(0, signal.SIGTERM)
+        results = job.results()
+    assert (results[0].returncode, results[0].stderr) == (7, "")
+    assert results[1]["blocked"]["over"] - sent < 5.0
+    assert (results[1].returncode, results[1].stderr) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["python", "destroy", "any"])
+def test_sigterm_outside_the_engine_is_handled_at_once(where: str) -> None:
+    """A handler that destroys and exits works in the middle of Python code, of destroy itself, and of recv from any."""
+    script = HANDLER + f"""
+gate("formed")
+say(ready=True)
+if rank == 1 and {where!r} == "python":
+    time.sleep(60)
+if rank == 1 and {where!r} == "destroy":
+    dist.destroy_process_group()  # waits for rank 0
+    say(returned=True)
+say(blocked=attempt(dist.recv, x))
+dist.destroy_process_group()
+"""
+    with running(script, 2) as job:
+        job.wait_for("ready")
+        time.sleep(0.3)
+        sent = job.signal(1, signal.SIGTERM)
+        results = job.results()
+    assert (results[1].returncode, results[1].stderr) == (7, "")
+    assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < SOON_S
+    assert not any("returned" in line for line in results[1].lines)
+    found = results[0]["blocked"]
+    assert (found["slug"], found["ranks"]) == ("peer-lost", [1])
     assert found["over"] - sent < 7.0
-    assert (results[1 - target].returncode, results[1 - target].stderr) == (0, "")
+    assert (results[0].returncode, results[0].stderr) == (0, "")
+
+
+def test_ctrl_c_reaches_all_and_leaves_nothing() -> None:
+    """SIGINT to every process at once (a terminal's Ctrl-C) ends all with a KeyboardInterrupt and no other error."""
+    script = INIT + """
+gate("formed")
+say(ready=True)
+time.sleep(60)
+"""
+    with running(script, 2) as job:
+        job.wait_for("ready")
+        time.sleep(0.2)
+        for entry in job.ranks:
+            os.killpg(entry.pid, signal.SIGINT)
+        results = job.results()
+    for result in results:
+        assert result.returncode in {-signal.SIGINT, 1}
+        assert result.stderr.splitlines()[-1].endswith("KeyboardInterrupt")
+        assert "The cause" not in result.stderr
+
+
+# Children of a rank, and the coordinator's own end ---------------------------------------------------------------
+
+
+def test_workers_of_a_dataloader_do_not_disturb() -> None:
+    """Forked DataLoader workers come and go while the group lives; collectives go on between and after."""
+    results = launch(
+        INIT
+        + """
+from torch.utils.data import DataLoader
+total = 0.0
+for epoch in range(2):
+    for batch in DataLoader(list(range(8)), batch_size=2, num_workers=2):
+        y = batch.sum().float()
+        dist.all_reduce(y)
+        total += y.item()
+say(total=total)
+dist.destroy_process_group()
+""",
+        2,
+    )
+    for result in results:
+        assert result["total"] == 2 * 2 * sum(range(8))
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_forked_child_is_told_that_it_has_no_group() -> None:
+    """A child forked from a rank that uses the group gets forked-process at once, and the rank's group is unharmed."""
+    results = launch(
+        INIT
+        + """
+pid = os.fork()
+if pid == 0:
+    say(child=[
+        attempt(dist.all_reduce, x),
+        attempt(dist.barrier),
+        attempt(dist.distributed_c10d._get_default_store().set, "key", "value"),
+        attempt(dist.destroy_process_group),
+    ])
+    sys.exit(0)
+os.waitpid(pid, 0)
+dist.all_reduce(x)
+say(x=x.tolist())
+dist.destroy_process_group()
+""",
+        2,
+    )
+    for result in results:
+        assert [found.get("slug", "") for found in result["child"]] == ["forked-process"] * 3 + [""]
+        assert all(found["seconds"] < SOON_S for found in result["child"])
+        assert result["x"] == [2.0] * 4
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["exit", "kill", "thread"])
+def test_the_coordinator_ends_with_rank_0(how: str) -> None:
+    """The coordinator's process ends after rank 0 however that ended, but not with the thread that formed the group."""
+    script = f"""
+import allhands as dist, threading, time, torch
+def init():
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
+if {how!r} == "thread":
+    thread = threading.Thread(target=init)
+    thread.start()
+    thread.join()
+    time.sleep(0.5)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    say(x=x.item())
+else:
+    init()
+say(coordinator=dist.session.current().beside.pid)
+if {how!r} == "kill":
+    time.sleep(60)
+"""
+    with running(script, 1) as job:
+        pid = job.wait_for("coordinator")[0]
+        assert leaks.alive(pid) or how == "exit"
+        if how == "kill":
+            job.signal(0, signal.SIGKILL)
+        result = job.results()[0]
+    deadline = time.monotonic() + 5
+    while leaks.alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not leaks.alive(pid)
+    assert result.returncode == (-signal.SIGKILL if how == "kill" else 0)
+    assert result.stderr == ""
+    if how == "thread":
+        assert result["x"] == 1.0

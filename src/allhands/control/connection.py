@@ -87,8 +87,12 @@ class Connection(asyncio.Protocol):
                 return
             self._watch(pid)
         else:
-            self.came_from = str(sock.getpeername()[0]) if sock.family != socket.AF_UNIX else "this host"
-            credentials.keep_alive(sock)
+            try:
+                self.came_from = str(sock.getpeername()[0])
+                credentials.keep_alive(sock)
+            except OSError as problem:
+                self.drop(f"it was gone before it was met ({problem.strerror})")
+                return
         self.coordinator.met(self)
 
     def data_received(self, data: bytes) -> None:

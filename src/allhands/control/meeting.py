@@ -99,7 +99,7 @@ class FileBoard:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.wide = _file_system(self.path.absolute().parent) not in _LOCAL_FILE_SYSTEMS
+        self.wide = _file_system(self.path.resolve().parent) not in _LOCAL_FILE_SYSTEMS
         self._posted = b""
 
     def describe(self) -> str:
@@ -118,7 +118,7 @@ class FileBoard:
             return None  # Made empty by the user (tempfile does that), to be filled by us.
         try:
             notice = msgspec.json.decode(content, type=Notice)
-        except msgspec.MsgspecError:
+        except ValueError:  # msgspec's own errors, and UnicodeDecodeError.
             raise self._stale(content) from None
         if notice.mark != _MARK:
             raise self._stale(content)
@@ -194,6 +194,8 @@ def _file_system(folder: Path) -> str:
     target = str(folder)
     for line in lines:
         _, mount, found, *_ = line.split(" ")
+        # A blank in a name would end the column, so the kernel writes its number.
+        mount = mount.replace("\\040", " ")
         if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, found
     return kind

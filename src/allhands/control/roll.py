@@ -19,7 +19,19 @@ from . import beside, greeting, handshake, reach
 from .frames import FrameError, Splitter, pack
 from .meeting import Board, FileBoard, Notice, local_name, outward_address, random_name
 from .member import Member
-from .messages import Claim, Closing, Complete, Pong, Query, Refused, Status, Waiting, decode_from_coordinator, encode
+from .messages import (
+    Claim,
+    Closing,
+    Complete,
+    Pong,
+    Query,
+    Refused,
+    Remark,
+    Status,
+    Waiting,
+    decode_from_coordinator,
+    encode,
+)
 from .messages import Ping as _Ping
 from .progress import Progress
 
@@ -80,7 +92,7 @@ class _Call:
     def target(self) -> _Target:
         """Find where the coordinator is, starting it if this is rank 0's to do."""
         world = self.world
-        if world.socket or (world.source == "launcher" and world.coordinator is not None):
+        if world.socket or world.hosted:
             return _Target(world.socket, world.coordinator, self.token)
         if self.board is not None:
             return self._host_behind(self.board) if world.rank == 0 else self._find_behind(self.board)
@@ -276,6 +288,8 @@ class _Call:
                         raise error(diagnosis)
                     case Waiting(line):
                         self.progress(line)
+                    case Remark(text):
+                        _log.warning("the coordinator reports: %s", text)
                     case Closing():
                         return None
                     case _Ping():

@@ -42,7 +42,7 @@ def apply(
         found.source = NAME
     if coordinator is not None:
         found.say("coordinator", coordinator, f"the argument coordinator={coordinator}")
-        found.agent_store, found.socket = False, ""
+        found.agent_store, found.hosted, found.socket = False, False, ""
         found.reasons.pop("socket", None)
     return found
 

@@ -135,6 +135,7 @@ class Detection:
     job: str = ""
     late_names: bool = False
     agent_store: bool = False
+    hosted: bool = False
     socket: str = ""
     reasons: dict[str, str] = field(default_factory=dict)
     # The variables that would tell what is not told.
@@ -233,6 +234,7 @@ class Detection:
             job=self.job,
             late_names=self.late_names,
             agent_store=self.agent_store,
+            hosted=self.hosted,
             socket=self.socket,
         )
 

@@ -40,7 +40,7 @@ def _coordinator(found: Detection, where: str) -> Detection:
         found.reasons["coordinator"] = "none needed: the launcher's coordinator has a socket on this host"
         return found.say("socket", where.removeprefix("unix:"), why)
     if where.startswith("tcp://"):
-        return found.say("coordinator", parse(where, why), why)
+        return found.say("coordinator", parse(where, why), why).say("hosted", True, why)
     raise fail(
         "invalid-argument",
         f"{why} is not an address",

@@ -117,8 +117,9 @@ def test_a_dead_notice_is_replaced(tmp_path: Path) -> None:
     board.post(notice(pid=NOBODY))
     fresh = FileBoard(str(tmp_path / "meet"))
     fresh.prepare()
-    fresh.post(notice())
-    assert board.read() == notice()
+    living = notice()
+    fresh.post(living)
+    assert board.read() == living
 
 
 def test_a_living_notice_is_not_replaced(tmp_path: Path) -> None:
@@ -164,10 +165,11 @@ def test_clear_leaves_what_others_posted(tmp_path: Path) -> None:
     """A file that is someone else's by now stays."""
     path = tmp_path / "meet"
     first, second = FileBoard(str(path)), FileBoard(str(path))
+    theirs = notice(token=b"2")
     first.post(notice(token=b"1"))
-    second.post(notice(token=b"2"))
+    second.post(theirs)
     first.clear()
-    assert second.read() == notice(token=b"2")
+    assert second.read() == theirs
     FileBoard(str(path)).clear()
     assert path.exists()
 
@@ -211,7 +213,7 @@ MOUNTS = """\
 overlay / overlay rw 0 0
 server:/home /home nfs4 rw 0 0
 /dev/sda1 /home/ada ext4 rw 0 0
-server:/odd /home/a\\040b nfs rw 0 0
+server:/odd /srv/a\\040b nfs rw 0 0
 tmpfs /dev/shm tmpfs rw 0 0
 """
 
@@ -235,7 +237,7 @@ def mounts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/home/bob/meet", True),
         ("/home/ada/meet", False),
         ("/home/adam/meet", True),
-        ("/home/a b/meet", True),
+        ("/srv/a b/meet", True),
         ("/dev/shm/meet", False),
         ("/homes/meet", False),
     ],
