@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as sentinels_ready
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ EPOCHS = 60
 BATCH = 100  # points per rank and step
 # Reached with some room on every seed that was tried; chance is 33 %.
 ENOUGH = 0.97
+# The others end within a second of a failure; ranks that do not are killed after this.
+PATIENCE_S = 15
 # Width and height of the picture in characters, so that all fits a terminal of 80 by 24. One character shows two
 # points, one above the other.
 PICTURE = (44, 20)
@@ -275,8 +278,7 @@ def run(options: Options, words: list[list[Any]]) -> list[int | None]:
     try:
         for rank in ranks:
             rank.start()
-        for rank in ranks:
-            rank.join()
+        wait(ranks)
     except KeyboardInterrupt:
         # Ctrl-C reached the ranks too. They leave the group in good order, which takes a moment.
         deadline = time.monotonic() + 5
@@ -297,6 +299,17 @@ def run(options: Options, words: list[list[Any]]) -> list[int | None]:
         except EOFError:
             receiver.close()
     return [rank.exitcode for rank in ranks]
+
+
+def wait(ranks: list[Any]) -> None:
+    """Wait until every rank has ended, or until PATIENCE_S after the first that failed, as a launcher does."""
+    deadline = math.inf
+    while running := [rank for rank in ranks if rank.is_alive()]:
+        if time.monotonic() > deadline:
+            return
+        sentinels_ready([rank.sentinel for rank in running], timeout=1)
+        if deadline == math.inf and any(rank.exitcode for rank in ranks):
+            deadline = time.monotonic() + PATIENCE_S
 
 
 def finished(words: list[list[Any]], codes: list[int | None], options: Options, seconds: float) -> int:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from torch.distributed import *  # noqa: F403  # what is not ours is torch's
-
     from .errors import (
         AllhandsError,
         AlreadyDestroyed,
@@ -40,6 +38,9 @@ if TYPE_CHECKING:
         WorldError,
     )
     from .lifecycle import destroy_process_group, init_process_group, process_group
+
+    # isort: split
+    from torch.distributed import *  # noqa: F403  # what is not ours is torch's; the first one stands
 
 __all__ = [
     "AllhandsError",

@@ -19,6 +19,7 @@ __all__ = [
     "TCPStore",
     "backends",
     "default_timeout",
+    "forget_failed_groups",
     "gloo",
     "groups",
     "rendezvous",
@@ -55,6 +56,16 @@ def backends(group: Any) -> list[Any]:
         except RuntimeError:
             continue  # A device type that the group names but has no backend for.
     return found
+
+
+def forget_failed_groups() -> None:
+    """Begin to count groups anew. Seen in 2.11, 2.13.
+
+    torch names a default group by how many it tried to form. Ranks on which an earlier one failed before torch
+    was asked, and ranks on which it failed in torch, would wait for each other under different names.
+    """
+    if not dist.is_initialized():
+        c10d._world.group_count = 0
 
 
 def set_timeout(timeout: timedelta, group: Any) -> None:

@@ -89,10 +89,10 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@main.command()
+@main.command("whoami")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
-def whoami(ctx: click.Context, as_json: bool) -> None:
+def _whoami(ctx: click.Context, as_json: bool) -> None:
     """Say which rank of which job this process would be, and why.
 
     Run it where the script would run: under srun, mpirun or torchrun, or in the pod. Nothing is connected to.
@@ -105,9 +105,9 @@ def whoami(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(found["exit_code"])
 
 
-@main.command()
+@main.command("explain")
 @click.argument("slug", required=False, metavar="[NAME]")
-def explain(slug: str | None) -> None:
+def _explain(slug: str | None) -> None:
     """Print the page on a diagnosis, or the list of all.
 
     NAME is what stands in brackets at the end of an error's first line: missing-ranks, peer-failed, ...
@@ -116,7 +116,7 @@ def explain(slug: str | None) -> None:
 
     # The brackets come along when the name is copied from a message.
     text = render(slug.strip("[]") if slug is not None else None)
-    if slug is None or not sys.stdout.isatty():
+    if slug is None or not _is_terminal():
         click.echo(text, nl=False)
         return
     from rich.console import Console
@@ -126,8 +126,12 @@ def explain(slug: str | None) -> None:
     console.print(Markdown(text), width=min(console.width, _WIDEST))
 
 
-@main.group(cls=_Commands)
-def bench() -> None:
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+@main.group("bench", cls=_Commands)
+def _bench() -> None:
     """Measure what allhands itself costs on this machine."""
 
 
@@ -145,12 +149,12 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
             self.fail(f"{value!r} is not a list of whole numbers such as 64,256.", param, ctx)
 
 
-@bench.command()
+@_bench.command("rollcall")
 @click.option("--members", type=_Numbers(), default="64,256,1024,4096", show_default=True, help="How many, in turn.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times each is measured.")
 @click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
+def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
     """Measure the roll call as jobs grow.
 
     The coordinator is a real one, in its own process; the members are simulated, over real sockets.

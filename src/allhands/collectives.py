@@ -206,6 +206,7 @@ def guarded(name: str) -> Callable[..., Any]:
         if session is None:
             require_group(name)
             return function(*args, **kw)
+        session.member.check_process()
         if session.member.verdict is not None:
             raise error(session.member.verdict)
         if not dist.is_initialized():

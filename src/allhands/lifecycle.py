@@ -106,10 +106,13 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     device = _device(device_id)
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     left = max(_LEAST_CONNECT_S, deadline - time.monotonic())
+    before = sys.excepthook  # torch puts its own in its place and never takes it off
     _forming.now = True
     session.enter("init_process_group", session.formed_at)
+    session.wire.until = None if session.one_host else deadline
     try:
         _prepare(session, name, found.world.local_world_size)
+        _torch.forget_failed_groups()
         dist.init_process_group(
             backend=backend if backend is not None else _default_backend(),
             store=session.store,
@@ -132,8 +135,9 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         raise
     finally:
         _forming.now = False
+        session.wire.until = None
         session.leave(None)
-    _hook(session)
+    _hook(session, before)
     note_destroyed("")
 
 
@@ -147,7 +151,7 @@ def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Sess
     except BaseException as problem:
         _abandon(session, problem)
         raise
-    _hook(session)
+    _hook(session, sys.excepthook)
     return session
 
 
@@ -201,6 +205,7 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
         local_world_size=-1 if world.local_world_size is None else world.local_world_size,
         mixed_versions=read.mixed_versions,
         trouble=trouble,
+        generation=_generation,
     )
     seat = answer(world, claim, settings=read, deadline=deadline, board=found.board)
     session = Session(seat, timeout, call_site())
@@ -278,6 +283,8 @@ def end(wait_s: float | None = None, how: str = "destroy") -> None:
         if dist.is_initialized() and wait_s is None:
             dist.destroy_process_group()
         return
+    if session.member.forked:
+        return  # It is the parent's group; its sockets are shared, so not even they may be ended here.
     # First of all, so that a signal handler that comes here in the middle finds nothing left to do.
     _session.set_current(None)
     limit = settings.read().destroy_timeout if wait_s is None else wait_s
@@ -357,14 +364,17 @@ def process_group(*args: Any, **kw: Any) -> Iterator[ProcessGroup]:
 # Uncaught exceptions and exits -----------------------------------------------------------------------------------
 
 
-def _hook(session: Session) -> None:
-    """Announce an uncaught exception before the interpreter prints it, and leave in good order at exit."""
-    before = sys.excepthook
+def _hook(session: Session, before: Callable[..., None]) -> None:
+    """Announce an uncaught exception before the interpreter prints it, and leave in good order at exit.
+
+    ``before`` is what stands in sys.excepthook again once the group is over.
+    """
+    inner = sys.excepthook
 
     def hook(kind: Any, problem: BaseException, trace: Any) -> None:
         if _session.current() is session:
             session.announce(problem)
-        before(kind, problem, trace)
+        inner(kind, problem, trace)
         _print_cause(session, problem)
 
     sys.excepthook = hook
@@ -379,8 +389,8 @@ def _hook(session: Session) -> None:
 
 def _restore(ours: Callable[..., None], before: Callable[..., None]) -> Callable[[], None]:
     def restore() -> None:
-        # torch has wrapped it meanwhile and never takes its wrapper off, which would print one more
-        # "[rank0]:" for each group; a hook that the user set since is left alone.
+        # torch may have wrapped it meanwhile, and its wrapper would print one more "[rank0]:" for each group;
+        # a hook that the user set since is left alone.
         if sys.excepthook is ours or getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = before
 
@@ -390,7 +400,10 @@ def _restore(ours: Callable[..., None], before: Callable[..., None]) -> Callable
 def _print_cause(session: Session, problem: BaseException) -> None:
     """Say who was to blame where torch's own error does not."""
     verdict: Diagnosis | None = session.member.verdict
-    if verdict is None or isinstance(problem, AllhandsError) or verdict.ranks == (session.member.rank,):
+    # Ctrl-C goes to all ranks of a terminal: each has its own cause.
+    if verdict is None or isinstance(problem, AllhandsError | KeyboardInterrupt):
+        return
+    if verdict.ranks == (session.member.rank,):
         return
     sys.stderr.write(f"\nThe cause, as allhands saw it:\n{verdict.render(title(verdict.slug))}\n")
 

@@ -166,6 +166,15 @@ class Session:
         left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
         first = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else type(problem).__name__
         waited = duration(time.monotonic() - self._doing[2]) if self._doing else "the time it was given"
+        if not everyone and self.member.over:
+            return Diagnosis(
+                "peer-lost",
+                f"{name} cannot finish: rank 0 left the group",
+                who=who,
+                why="the coordinator ended in good order (observed), as it does once rank 0 beside it has left",
+                fix="see that every rank makes the same calls; a rank that is done early still has to take part",
+                ranks=(0,),
+            )
         if silent:
             return Diagnosis(
                 "peer-silent",
@@ -219,7 +228,7 @@ class Session:
 
     def announce(self, problem: BaseException) -> None:
         """Tell the other ranks that this one raised, once. Never raises itself."""
-        if self.failed or self.member.over:
+        if self.failed or self.member.over or self.member.forked:
             return
         self.failed = True
         if isinstance(problem, GroupEnded):

@@ -36,6 +36,7 @@ class MemberStore(Store):
         self._member = member
         self._wire = wire
         self._timeout = _DEFAULT_TIMEOUT
+        self._clones: list[MemberStore] = []
 
     # Reading and writing -----------------------------------------------------------------------------------
 
@@ -141,7 +142,13 @@ class MemberStore(Store):
         """Return another store on the same connection, with a timeout of its own."""
         made = MemberStore(self._member, self._wire)
         made.set_timeout(self._timeout)
+        # torch's C++ code takes the clone without its Python part.
+        self._clones.append(made)
         return made
+
+    # The names under which torch's C++ code looks for these two.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
     def _ask(
         self, op: Any, keys: list[str], values: list[bytes] | None = None, *, number: int = 0, wait_s: float = 0.0
@@ -164,6 +171,14 @@ class MemberStore(Store):
                     who=who,
                     why="all values together reached the store's limit of 1 GiB",
                     fix="pass large data as tensors or files, and delete keys that are no longer needed",
+                )
+            case "too-large":
+                raise fail(
+                    "invalid-argument",
+                    f"the value of {shown} is too large for one answer",
+                    who=who,
+                    why="an operation and its answer travel in one message of at most 64 MiB each",
+                    fix="pass large data as tensors or files, or cut it into several keys",
                 )
             case "not-a-number":
                 raise fail(

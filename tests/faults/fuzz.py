@@ -31,7 +31,18 @@ from allhands.control.identity import this_process
 from allhands.control.meeting import random_name
 from allhands.diagnosis import Diagnosis
 
-__all__ = ["STAGES", "TOKEN", "Attacker", "Members", "claim", "coordinator", "descriptors", "odd", "resident", "samples"]
+__all__ = [
+    "STAGES",
+    "TOKEN",
+    "Attacker",
+    "Members",
+    "claim",
+    "coordinator",
+    "descriptors",
+    "odd",
+    "resident",
+    "samples",
+]
 
 TOKEN = b"a token that strangers do not have"
 
@@ -188,7 +199,9 @@ def samples() -> list[bytes]:
 def odd(chance: random.Random, number: int) -> messages.FromMember:
     """Return a well-formed message with strange contents, such as a broken but authenticated member would send."""
     keys = [chance.choice(["", "a", "b", "é" * 50, "x" * 2000]) for _ in range(chance.randrange(4))]
-    values = [chance.choice([b"", b"1", b"-7", b"\xff" * 3, b"9" * 5000, b"z" * 3000]) for _ in range(chance.randrange(4))]
+    values = [
+        chance.choice([b"", b"1", b"-7", b"\xff" * 3, b"9" * 5000, b"z" * 3000]) for _ in range(chance.randrange(4))
+    ]
     wait_s = chance.choice([0.0, -1.0, 1e-9, 0.05, 1e300, float("nan"), float("inf")])
     match chance.randrange(6):
         case 0:
@@ -328,16 +341,15 @@ class Attacker:
                 data = data[cut:]
             writer.write(data)
             await writer.drain()
-            self.sent[stage] += 1
             if chance.random() < 0.3:
                 # Most do not wait for what the coordinator makes of it; some look.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(reader.read(65536), 0.05)
         except (ConnectionError, asyncio.IncompleteReadError):
-            # The coordinator was faster than we; the frame was sent all the same.
-            self.sent[stage] += 1
+            # The coordinator was faster than we.
             self.closed += 1
         finally:
+            self.sent[stage] += 1
             await _close(writer)
 
     async def _begin(self, stage: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
@@ -347,7 +359,9 @@ class Attacker:
         if stage == "hello":
             return GREETING
         size = self._chance.choice([1, 2, 2, 2**40])
-        opening = handshake.hello(job="", attempt=0, rank=self._chance.choice([0, 1, 5, -3]), world_size=size, token=TOKEN)
+        opening = handshake.hello(
+            job="", attempt=0, rank=self._chance.choice([0, 1, 5, -3]), world_size=size, token=TOKEN
+        )
         head = GREETING + pack(messages.encode(opening))
         if stage == "proof":
             return head

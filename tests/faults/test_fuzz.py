@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import time
@@ -13,7 +14,19 @@ import pytest
 from allhands.control import handshake, messages
 from allhands.control.beside import Beside
 from allhands.control.frames import GREETING, Splitter, pack
-from faults.fuzz import STAGES, TOKEN, Attacker, Members, claim, coordinator, descriptors, mutate, odd, resident, samples
+from faults.fuzz import (
+    STAGES,
+    TOKEN,
+    Attacker,
+    Members,
+    claim,
+    coordinator,
+    descriptors,
+    mutate,
+    odd,
+    resident,
+    samples,
+)
 
 # A connection that left only its smallest part behind would cost a hundred bytes, one that stayed whole four
 # thousand; a heap that has been used in another order grows by a few hundred KiB at most.
@@ -127,6 +140,19 @@ def test_a_strange_member_gets_an_answer() -> None:
         assert beside.process.returncode == 0
 
 
+def babble(member: Raw, chance: random.Random) -> None:
+    """Say malformed things until the coordinator hangs up."""
+    member.sock.settimeout(0.05)
+    while True:
+        body = mutate(chance, samples()[4], samples())
+        # A mutation may be a sound message of a kind that ends things; those are other tests'.
+        if not body.startswith(b"\x86\xa4type\xa3Ask"):
+            continue
+        member.sock.sendall(pack(body))
+        with contextlib.suppress(TimeoutError):
+            member.next()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_member_that_talks_nonsense_is_lost(seed: int) -> None:
     """A member of the group whose bytes make no sense is cut off, and the others are told that it is gone."""
@@ -137,17 +163,7 @@ def test_a_member_that_talks_nonsense_is_lost(seed: int) -> None:
             for member in (broken, other):
                 member.until(messages.Complete)
             with pytest.raises(ConnectionError):
-                while True:
-                    # A mutation may still be a sound message of a kind that ends things; those are other tests'.
-                    body = mutate(chance, samples()[4], samples())
-                    if not body.startswith(b"\x86\xa4type\xa3Ask"):
-                        continue
-                    broken.sock.sendall(pack(body))
-                    broken.sock.settimeout(0.05)
-                    try:
-                        broken.next()
-                    except TimeoutError:
-                        continue
+                babble(broken, chance)
             ended = other.until(messages.Ended)
             assert isinstance(ended, messages.Ended)
             assert (ended.diagnosis.slug, ended.diagnosis.ranks) == ("peer-lost", (0,))

@@ -111,9 +111,7 @@ class Job:
         wanted = list(range(len(self.ranks)) if ranks is None else ranks)
         while True:
             self.poll()
-            found = {
-                number: line[key] for number in wanted for line in self.ranks[number].said() if key in line
-            }
+            found = {number: line[key] for number in wanted for line in self.ranks[number].said() if key in line}
             if len(found) == len(wanted):
                 return found
             if any(self.ranks[number].returncode is not None for number in wanted if number not in found):
@@ -269,9 +267,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without what says who a rank is, with ``extra``."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(STRANGERS) and name not in PLAIN
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(STRANGERS) and name not in PLAIN}
     paths = [str(TESTS), *filter(None, [kept.get("PYTHONPATH", "")])]
     # One thread each: two cores are shared by all ranks and by whoever else is on the machine.
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **extra}

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+from allhands.diagnosis import CATALOGUE
+from allhands.settings import TABLE
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 COMMAND = Path(sys.executable).with_name("allhands")
 
 
@@ -58,3 +62,42 @@ def test_commands_exist(command: str) -> None:
     subcommand = [words[0]] if words and not words[0].startswith("-") else []
     done = subprocess.run([COMMAND, *subcommand, "--help"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_ten_lines_are_the_example() -> None:
+    """The script that is shown is the one in examples/, which the tests run under torchrun, and has ten lines."""
+    script = (ROOT / "examples" / "ten_lines.py").read_text(encoding="utf-8")
+    assert script in PYTHON
+    assert len(list(filter(None, script.splitlines()))) == 10
+
+
+def test_every_environment_variable_is_listed() -> None:
+    """The table of environment variables is the one that the program reads them by."""
+    rows = re.findall(r"^\| `(ALLHANDS_\w+)` \| (.*) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert dict(rows) == TABLE
+    assert len(rows) == len(TABLE)
+
+
+def test_diagnoses_that_are_named_exist() -> None:
+    """Every diagnosis in the table of faults and in the error that is shown is in the catalogue."""
+    text = README.read_text(encoding="utf-8")
+    named = re.findall(r"\| `([a-z-]+)`: ", text) + re.findall(r"   \[([a-z-]+)\]$", text, flags=re.MULTILINE)
+    assert len(named) >= 8
+    assert [slug for slug in named if slug not in CATALOGUE] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    """Every link to a file of the repository leads to one."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_make_targets_exist() -> None:
+    """Every `make` target that README.md or CONTRIBUTING.md names is one."""
+    text = README.read_text(encoding="utf-8") + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE))
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert {"demo", "test"} <= targets <= known

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,8 +35,9 @@ __all__ = ["Beside", "Opened", "Order", "main", "start"]
 # How long the child may take to say that it listens: an interpreter start on a loaded machine.
 _START_S = 30.0
 
-# A coordinator that only lingers to tell late ranks of a refusal frees its port within this.
-_FREE_S = 2.5
+# A coordinator that only lingers to tell late ranks of a refusal frees its port within this; a port that nobody
+# listens on any more is free at once, or will never be ours.
+_FREE_S, _FREE_NOW_S = 2.5, 0.5
 
 # How rank 0 asks it to close although members are still there, and how long that may take. (SIGTERM is no use:
 # whoever ends a whole process group sends it to rank 0 too, and rank 0's end should be told as what it is.)
@@ -113,13 +115,14 @@ def _ended_within(pid: int, seconds: float) -> bool:
         os.close(pidfd)
 
 
-def start(order: Order, deadline: float) -> Beside:
+def start(order: Order, deadline: float, ask: Callable[[], None] | None = None) -> Beside:
     """Start a coordinator beside this process; raise the diagnosis of why it cannot listen.
 
-    Waits for a port that a lingering coordinator of an earlier attempt is about to free.
+    Waits for a place that a lingering coordinator of an earlier attempt is about to free. ``ask`` is called while
+    another coordinator has the place, and raises if that one says why it will not be free.
     """
     order = msgspec.structs.replace(order, parent=os.getpid())
-    retry_until = min(time.monotonic() + _FREE_S, deadline)
+    started = time.monotonic()
     while True:
         process = subprocess.Popen(  # our own interpreter and module
             [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).resolve().parents[2])],
@@ -130,10 +133,16 @@ def start(order: Order, deadline: float) -> Beside:
         if opened.trouble is None:
             return Beside(process, order, opened)
         process.wait()
-        held = holder(order.port) if opened.trouble.slug == "port-in-use" and order.port else None
-        if held is None or not held.ours or time.monotonic() >= retry_until:
+        # A local name is only ever held by a coordinator of the same job; a port may be anyone's.
+        held = holder(order.port) if order.host else None
+        coordinator = held.ours if held is not None else not order.host
+        stranger = held is not None and not coordinator
+        patience = min(started + (_FREE_S if coordinator else _FREE_NOW_S), deadline)
+        if opened.trouble.slug != "port-in-use" or stranger or time.monotonic() >= patience:
             raise error(opened.trouble)
-        time.sleep(0.1)
+        if coordinator and ask is not None:
+            ask()
+        time.sleep(0.05)
 
 
 def _exchange(process: subprocess.Popen[bytes], order: Order) -> Opened:

@@ -128,6 +128,13 @@ class Connection(asyncio.Protocol):
         if self._transport.get_write_buffer_size() > _MOST_UNREAD:
             self.drop("it stopped reading")
 
+    def hang_up(self) -> None:
+        """Say nothing more, but listen until the other end closes too."""
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self.close()
+
     def close(self) -> None:
         """Close in good order: what was sent is still delivered."""
         if self._transport is not None:

@@ -70,6 +70,10 @@ _MOST_CONNECTIONS = 65_536
 _LINGER_S = 2.0
 
 
+# Whoever is told goodbye closes its end at once; one that is stopped or gone is not waited for longer.
+_GOODBYE_S = 0.3
+
+
 class Coordinator:
     """The state of one job and the rules that move it. I/O per member lives in `connection`."""
 
@@ -82,6 +86,8 @@ class Coordinator:
         self.refused: Diagnosis | None = None
         self.completed_at: float | None = None
         self.finished = asyncio.Event()
+        self._closing = False
+        self._deserted = asyncio.Event()
         self._completed_wall = 0.0
         self._refused_at = 0.0
         self._linger_s = linger_s
@@ -96,6 +102,7 @@ class Coordinator:
         self._told: set[int] = set()
         self._told_processes: set[tuple[str, int]] = set()
         self._refused_wall = 0.0
+        self._refused_generation = 0
         self._orphaned: float | None = None
         self._queried = 0.0
         self._waiting_said = 0.0
@@ -130,13 +137,24 @@ class Coordinator:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        self._stop_listening()
+        self._closing = True
         for connection in list(self._connections):
             connection.send(Closing())
+            connection.hang_up()
+        # A rank of the next group may be speaking to us: closing on what it says would destroy our goodbye.
+        if self._connections:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._deserted.wait(), _GOODBYE_S)
+        for connection in list(self._connections):
             connection.close()
-        for server in self._servers:
-            server.close()
         # One pass of the loop lets the transports flush and free their descriptors.
         await asyncio.sleep(0)
+
+    def _stop_listening(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
 
     # Members come ------------------------------------------------------------------------------------------
 
@@ -146,6 +164,9 @@ class Coordinator:
             connection.drop("too many connections")
             return
         self._connections.add(connection)
+        if self._closing:
+            connection.send(Closing())
+            connection.hang_up()
 
     def claimed(self, connection: Connection, claim: Claim) -> None:
         """A proven member answers the roll call."""
@@ -182,7 +203,8 @@ class Coordinator:
         """Give a rank of the refused attempt the same words; one of the next attempt ends this coordinator."""
         identity = arrival.claim.identity
         process = (identity.key, identity.pid)
-        if self.refused is None or process in self._told_processes or identity.started > self._refused_wall:
+        retry = process in self._told_processes or arrival.claim.generation > self._refused_generation
+        if self.refused is None or retry or identity.started > self._refused_wall:
             connection.send(Closing())
             connection.close()
             self.finished.set()
@@ -219,6 +241,7 @@ class Coordinator:
         self._told.update(self.roll.present)
         everyone = [*self.roll.present.values(), *(double for _, double in self.roll.doubles)]
         self._told_processes.update((who.claim.identity.key, who.claim.identity.pid) for who in everyone)
+        self._refused_generation = max((who.claim.generation for who in everyone), default=0)
         self._tell_all(Refused(diagnosis))
 
     def _tell_all(self, message: Complete | Refused | Ended) -> None:
@@ -280,7 +303,7 @@ class Coordinator:
             identity = arrival.claim.identity
             diagnosis = Diagnosis(
                 "peer-failed",
-                f"rank {arrival.rank} raised {message.kind}: {message.message}",
+                f"rank {arrival.rank} raised {message.kind}" + (f": {message.message}" if message.message else ""),
                 who=str(arrival),
                 why="it said so before it ended; its traceback is below",
                 fix=f"mend the {message.kind} on rank {arrival.rank}; the other ranks only followed",
@@ -306,6 +329,9 @@ class Coordinator:
         self._leavers[arrival.rank] = (connection, message, now + message.wait_s)
         if self._over or message.wait_s <= 0:
             self._dismiss(now)
+            if len(self._left) >= self.roll.world_size:
+                # Nobody else is expected, and the next group of the same processes needs the address.
+                self._stop_listening()
         else:
             # The clock finds those whose time is up: to look at all of them whenever one leaves would be n * n.
             # Whoever is named at the end of the wait should be named with what it was doing.
@@ -378,6 +404,8 @@ class Coordinator:
         """A connection ended; ``how`` is what was observed."""
         self._connections.discard(connection)
         self._here.discard(connection)
+        if not self._connections:
+            self._deserted.set()
         self.store.forget(connection)
         arrival = connection.arrival
         now = time.monotonic()
@@ -421,8 +449,12 @@ class Coordinator:
         """The process that this coordinator belongs to is gone: end once the survivors know."""
         root = self.members.get(0)
         now = self._orphaned = time.monotonic()
-        if root is not None and root.arrival is not None and self.completed_at is None and self.refused is None:
-            self._refuse(self._lost(root.arrival, how), now)
+        arrival = root.arrival if root is not None else None
+        if arrival is None and 0 in self.roll.gone:
+            # Its connection ended a moment before its process.
+            arrival = self.roll.gone[0][0]
+        if arrival is not None and self.completed_at is None and self.refused is None:
+            self._refuse(self._lost(arrival, how), now)
         if root is not None and not root.closed:
             root.drop(how)
         self._finish(now)

@@ -20,6 +20,9 @@ __all__ = ["greet", "receive", "secure", "send"]
 # keeps quiet this long is not one.
 _SILENCE_S = 10.0
 
+# asyncio's TLS hangs up on plain text without the alert that would give it away.
+_TLS = ", as a coordinator with TLS does where ALLHANDS_TLS_CA is not set on the member"
+
 # How much of a stranger's answer is shown as evidence.
 _MOST_SHOWN = 60
 
@@ -84,12 +87,23 @@ def greet(
     except FrameError as problem:
         raise _wrong(place, _said(splitter.held)) from problem
     except OSError as problem:
-        raise _wrong(place, f"it broke the connection ({problem.strerror or problem}) on our greeting") from problem
+        said = f"it broke the connection ({problem.strerror or problem}) on our greeting{_TLS}"
+        raise _wrong(place, said) from problem
     if frames is None:
         quiet = duration(time.monotonic() - started)
+        if time.monotonic() - started < _SILENCE_S:
+            raise fail(
+                "coordinator-silent",
+                f"what listens on {place} did not answer before the deadline",
+                who=f"rank {opening.rank} greeted the service at {place}",
+                why=f"{quiet} were left to wait, which is too short to tell a slow coordinator from another service",
+                fix="raise timeout=",
+                ranks=(0,),
+                certain=False,
+            )
         raise _wrong(place, f"it accepted the connection and said nothing for {quiet}", certain=False)
     if not frames:
-        said = _said(splitter.held) if splitter.held else "it closed the connection on our greeting"
+        said = _said(splitter.held) if splitter.held else f"it closed the connection on our greeting{_TLS}"
         raise _wrong(place, said)
     try:
         answer = decode_challenge(frames[0])

@@ -21,7 +21,7 @@ class Holder:
     def __str__(self) -> str:
         if not self.pid:
             return "a process of another user (its pid is not visible from here)"
-        return f"pid {self.pid} of {self.user} ({self.command})"
+        return f"pid {self.pid} of {self.user} ({self.command[:_MOST_COMMAND]})"
 
     @property
     def ours(self) -> bool:
@@ -41,7 +41,7 @@ def holder(port: int) -> Holder | None:
         try:
             process = psutil.Process(entry.pid)
             command = " ".join(process.cmdline()) or process.name()
-            return Holder(entry.pid, command[:_MOST_COMMAND], process.username())
+            return Holder(entry.pid, command, process.username())
         except psutil.Error:
             return Holder(entry.pid, "?", "?")
     return None

@@ -48,12 +48,14 @@ def host_key() -> str:
 
 
 def process_start(pid: int) -> float | None:
-    """Return when ``pid`` started, in seconds since the epoch, or None where there is no such process."""
+    """Return when ``pid`` started, in seconds since the epoch, or None where no such process runs."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:
         return None
+    if _fields(stat)[0] in {"Z", "X"}:
+        return None  # Ended; only whoever started it has not taken note.
     return time.time() - uptime + int(_start_field(stat)) / os.sysconf("SC_CLK_TCK")
 
 
@@ -74,5 +76,9 @@ def _ticks(pid: int) -> str:
 
 
 def _start_field(stat: str) -> str:
+    return _fields(stat)[19]
+
+
+def _fields(stat: str) -> list[str]:
     # The command name may hold spaces and brackets; the fields after its last bracket are fixed.
-    return stat.rpartition(")")[2].split()[19]
+    return stat.rpartition(")")[2].split()

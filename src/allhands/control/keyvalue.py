@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .frames import MOST_BYTES
 from .messages import Ask, Reply
 
 __all__ = ["MOST_HELD", "KeyValue", "Parked"]
@@ -20,6 +21,9 @@ MOST_HELD = 1024 * 1024 * 1024
 
 # What torch's own stores count in: 64 bits with a sign.
 _LEAST, _MOST = -(2**63), 2**63 - 1
+
+# What msgpack adds to a value, and to the reply as a whole, at most.
+_REPLY_OVERHEAD = 64
 
 _WAITING = frozenset({"get", "wait", "multi_get", "pop"})
 
@@ -32,6 +36,13 @@ class Parked:
     ask: Ask
     deadline: float
     keys: set[str] = field(default_factory=set)
+
+
+def _fitting(reply: Reply) -> Reply:
+    """Return ``reply``, or where it would not go into one message, the word that it does not."""
+    if sum(map(len, reply.values)) + _REPLY_OVERHEAD * (len(reply.values) + 1) <= MOST_BYTES:
+        return reply
+    return Reply(reply.id, problem="too-large")
 
 
 class KeyValue:
@@ -55,7 +66,7 @@ class KeyValue:
             self._park(Parked(owner, ask, now + ask.wait_s, set(ask.keys)))
             return None, []
         reply, touched = self._apply(ask)
-        return reply, self._release(touched)
+        return _fitting(reply), self._release(touched)
 
     def expire(self, now: float) -> list[tuple[Parked, Reply]]:
         """Return the parked operations whose time is up, each with its reply."""
@@ -95,7 +106,7 @@ class KeyValue:
             for parked in self._parked.get(key, [])[:]:
                 if not self._missing(parked.ask):
                     self._unpark(parked)
-                    released.append((parked, self._apply(parked.ask)[0]))
+                    released.append((parked, _fitting(self._apply(parked.ask)[0])))
         return released
 
     def _apply(self, ask: Ask) -> tuple[Reply, list[str]]:

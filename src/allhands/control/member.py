@@ -164,9 +164,14 @@ class Member:
         """Whether the connection has ended, for whatever reason."""
         return self._over
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child that was forked from the rank."""
+        return os.getpid() != self._pid
+
     def close(self) -> None:
         """End the connection. Safe at any time, any number of times."""
-        if os.getpid() != self._pid:
+        if self.forked:
             return
         self._closing = True
         self._poke()
@@ -175,8 +180,9 @@ class Member:
 
     # Inside ------------------------------------------------------------------------------------------------
 
-    def _request(self, number: int, message: Any, timeout_s: float, *, even_if_ended: bool = False) -> Any:
-        if os.getpid() != self._pid:
+    def check_process(self) -> None:
+        """Raise forked-process in a child that was forked from this rank."""
+        if self.forked:
             raise fail(
                 "forked-process",
                 f"process {os.getpid()} was forked from rank {self.rank} and has no place in its group",
@@ -185,12 +191,26 @@ class Member:
                 fix="communicate in the parent, or start the child with spawn and form a group of its own",
                 ranks=(self.rank,),
             )
+
+    def _request(self, number: int, message: Any, timeout_s: float, *, even_if_ended: bool = False) -> Any:
+        self.check_process()
         if self._over or (self.verdict is not None and not even_if_ended):
             if self.verdict is None and not even_if_ended:
                 raise self._silent("an answer (it ended in good order)")
             return None
+        try:
+            frame = pack(encode(message))
+        except FrameError as problem:
+            raise fail(
+                "invalid-argument",
+                f"the coordinator takes no message that large: {problem}",
+                who=f"rank {self.rank} (pid {self._pid})",
+                why="keys and values of one store operation travel in one message",
+                fix="pass large data as tensors or files, or cut it into several keys",
+                ranks=(self.rank,),
+            ) from None
         waiter = self._waiters[number] = _Waiter()
-        self._outbox.put(pack(encode(message)))
+        self._outbox.put(frame)
         self._poke()
         try:
             deadline = time.monotonic() + timeout_s

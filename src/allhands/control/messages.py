@@ -106,6 +106,8 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
     local_world_size: int = -1
     mixed_versions: bool = False
     trouble: Diagnosis | None = None
+    # Which attempt of its process this is: a retry must not be mistaken for a late part of what failed.
+    generation: int = 0
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
@@ -200,7 +202,7 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     id: int
     values: list[bytes] = []
     number: int = 0
-    problem: Literal["", "timeout", "full", "not-a-number", "empty", "no-such-key"] = ""
+    problem: Literal["", "timeout", "full", "not-a-number", "empty", "no-such-key", "too-large"] = ""
 
 
 class Noted(msgspec.Struct, tag=True, frozen=True):

@@ -119,7 +119,7 @@ def reach(
 def _try(attempts: Attempts, deadline: float) -> socket.socket:
     attempts.tries += 1
     attempts.name_error = None
-    attempts.outcomes.clear()
+    before, attempts.outcomes = attempts.outcomes, {}
     address = attempts.address
     try:
         places = resolve(address.host, address.port, deadline)
@@ -129,12 +129,16 @@ def _try(attempts: Attempts, deadline: float) -> socket.socket:
     last: OSError = TimeoutError("nothing tried")
     for family, host in places:
         sock = socket.socket(family, socket.SOCK_STREAM)
+        patience = min(_ATTEMPT_S, max(0.05, deadline - time.monotonic()))
         try:
-            sock.settimeout(min(_ATTEMPT_S, max(0.05, deadline - time.monotonic())))
+            sock.settimeout(patience)
             sock.connect((host, address.port))
         except OSError as problem:
             sock.close()
-            attempts.outcomes[host] = last = problem
+            last = problem
+            # An attempt that the deadline cut short is no evidence of silence where an earlier one was answered.
+            cut_short = isinstance(problem, TimeoutError) and patience < _ATTEMPT_S
+            attempts.outcomes[host] = before.get(host, problem) if cut_short else problem
         else:
             credentials.keep_alive(sock)
             return sock

@@ -46,6 +46,9 @@ _TROUBLE_S = 2.0
 # group at this address may be closing.
 _AGAIN_S = 1.2
 
+# A coordinator that has the place we want is on this host, and answers at once or not at all.
+_HOLDER_S = 0.3
+
 # Past the deadline the coordinator's own word may still be under way.
 _WORD_S = 0.5
 
@@ -130,8 +133,40 @@ class _Call:
                 "job. Set the same ALLHANDS_TOKEN on every rank to close it.",
                 host,
             )
-        self.beside = beside.start(order, self.deadline)
+        self.beside = beside.start(order, self.deadline, lambda: self._ask_holder(order))
         return _Target(order.unix, token=secret)
+
+    def _ask_holder(self, order: beside.Order) -> None:
+        """Answer at the coordinator that has our place. It tells everyone if we are double, and goes if it is done."""
+        soon = min(self.deadline, time.monotonic() + _HOLDER_S)
+        sock: socket.socket | None
+        if order.host:
+            target = _Target(address=Address(order.host, order.port), token=order.token)
+            try:
+                sock = reach.reach(Address(order.host, order.port), soon, who=self.who)
+                if self.settings.tls_ca and self.world.coordinator is not None:
+                    sock = greeting.secure(sock, self.settings.tls_ca, self.world.coordinator.host, soon)
+            except ConnectError:
+                return  # It is just gone.
+        else:
+            target = _Target(order.unix, token=order.token)
+            sock = reach.reach_local(order.unix, soon)
+            if sock is None:
+                return
+        try:
+            seat = self._answer(sock, target)
+        except ConnectError as problem:
+            sock.close()
+            if problem.slug not in {"wrong-service", "not-authorised"}:
+                raise
+            return  # Another job's, which tells strangers nothing.
+        except BaseException:
+            sock.close()
+            raise
+        if seat is None:
+            sock.close()
+        else:
+            seat.member.close()
 
     def _bind_address(self, address: Address) -> str:
         if self.settings.bind:
@@ -299,7 +334,10 @@ class _Call:
                         greeting.send(sock, pack(encode(status)), self.deadline + _WORD_S)
                     case _:
                         raise FrameError(f"a {type(message).__name__} during the roll call")
-            received = greeting.receive(sock, splitter, self.deadline + _WORD_S)
+            try:
+                received = greeting.receive(sock, splitter, self.deadline + _WORD_S)
+            except OSError:
+                received = []
             if received is None:
                 raise self._no_word(target)
             if not received:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,9 @@ _LENGTH = struct.Struct("<Q")
 
 # Gloo writes a whole sockaddr_storage (128 bytes) and a sequence number (8 bytes) for each address.
 _ADDRESS_BYTES = 136
+
+# A packet's way there and back, where the deadline is all but over.
+_LEAST_KNOCK_S = 0.2
 
 _Place = tuple[str, int]
 
@@ -57,16 +61,45 @@ class Wire:
     """The addresses that Gloo listens on and connects to, as seen passing through the store."""
 
     def __init__(self) -> None:
+        # Set while a group forms across hosts: by when (time.monotonic) the way to each of them must be open.
+        self.until: float | None = None
         self._own: set[_Place] = set()
         self._peers: set[_Place] = set()
+        self._open: set[str] = set()
 
     def published(self, value: bytes) -> None:
         """This process put ``value`` into the store."""
         self._own.update(addresses(value))
 
     def learned(self, value: bytes) -> None:
-        """This process got ``value`` from the store."""
-        self._peers.update(addresses(value))
+        """This process got ``value`` from the store. Raises engine-failed where a host in it cannot be reached."""
+        for place in addresses(value):
+            self._peers.add(place)
+            if self.until is not None and place[0] not in self._open:
+                self._knock(place, self.until)
+
+    def _knock(self, place: _Place, until: float) -> None:
+        """See that ``place`` lets us in, once for each host.
+
+        Gloo itself waits for a connection five times as long as it is told to (gloo/transport/tcp/pair.h), and
+        then cannot say where to. It drops a connection that says nothing, so nobody is disturbed.
+        """
+        try:
+            socket.create_connection(place, timeout=max(_LEAST_KNOCK_S, until - time.monotonic())).close()
+        except OSError as problem:
+            host, port = place
+            raise fail(
+                "engine-failed",
+                f"every rank answered the roll call, but Gloo's port {port} on {host} cannot be reached",
+                who=f"{socket.gethostname()} (pid {os.getpid()})",
+                why=f"connecting to {host}:{port}: {problem.strerror or problem}; probably a firewall that only lets "
+                "the coordinator's port through",
+                fix="open the ports above 1023 between the hosts; or name the interface that leads to them with "
+                f"{IFNAME}",
+                hosts=(host,),
+                certain=False,
+            ) from problem
+        self._open.add(place[0])
 
     def cut(self) -> int:
         """End every connection of Gloo in this process, so that whatever waits on one raises; return how many."""

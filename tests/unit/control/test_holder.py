@@ -39,7 +39,7 @@ def test_a_connection_is_not_a_listener() -> None:
 def test_a_process_that_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's process is a holder without a number, and is said to be that."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=None)
-    monkeypatch.setattr(psutil, "net_connections", lambda kind: [entry])
+    monkeypatch.setattr(psutil, "net_connections", lambda **_: [entry])
     found = holder(4021)
     assert found == Holder(0, "", "")
     assert "another user" in str(found)
@@ -48,7 +48,7 @@ def test_a_process_that_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that is gone before it can be asked for its name is still a holder."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=2**22 + 1)
-    monkeypatch.setattr(psutil, "net_connections", lambda kind: [entry])
+    monkeypatch.setattr(psutil, "net_connections", lambda **_: [entry])
     assert holder(4021) == Holder(2**22 + 1, "?", "?")
 
 

@@ -59,7 +59,7 @@ def test_the_host_key_names_kernel_and_network() -> None:
     assert host_key() == host_key()
     kernel, _, namespace = host_key().rpartition(":")
     assert kernel == boot()
-    assert int(namespace) == os.stat("/proc/self/ns/net").st_ino
+    assert int(namespace) == Path("/proc/self/ns/net").stat().st_ino
 
 
 def test_the_host_key_without_a_kernel_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_nobody_reads_half_a_notice(tmp_path: Path) -> None:
         seen.add(len(found.token))
     thread.join()
     assert seen
-    assert os.listdir(tmp_path) == ["meet"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["meet"]
 
 
 def test_a_notice_that_cannot_be_posted_leaves_nothing(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_notice_that_cannot_be_posted_leaves_nothing(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(ConnectError):
         FileBoard(str(path)).post(notice())
-    assert os.listdir(tmp_path) == ["meet"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["meet"]
 
 
 # Which file system -----------------------------------------------------------------------------------------------

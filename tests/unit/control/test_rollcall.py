@@ -122,7 +122,7 @@ def test_waiting_names_the_missing_ranks_by_node() -> None:
 
 
 @pytest.mark.parametrize("odd", [{"node_rank": 0, "local_world_size": 2}, {"node_rank": 1, "local_world_size": 3}, {}])
-def test_nodes_are_not_guessed(odd: dict[str, int]) -> None:
+def test_nodes_are_not_guessed(odd: dict[str, Any]) -> None:
     """One rank that does not fit "node by node" is enough to name no nodes at all."""
     state = called(arrival(0, 6, node_rank=0, local_world_size=2), arrival(2, 6, **odd))
     assert "waiting for ranks 1 and 3-5 (" in waiting(state)
@@ -234,7 +234,7 @@ def test_the_smaller_party_is_the_odd_one() -> None:
 
 
 @pytest.mark.parametrize("mixed", [{"torch": "2.13.1"}, {"torch": "2.13.0+cu128"}])
-def test_a_patch_release_of_torch_is_no_mismatch(mixed: dict[str, str]) -> None:
+def test_a_patch_release_of_torch_is_no_mismatch(mixed: dict[str, Any]) -> None:
     """Only the first two numbers of torch's version must agree."""
     assert isinstance(decide(2.0, called(arrival(0, 2), arrival(1, 2, **mixed))), Completed)
 
@@ -262,7 +262,7 @@ def test_devices_of_one_kind_agree() -> None:
 
 def test_one_gpu_for_two_ranks_is_refused_with_nccl() -> None:
     """NCCL cannot share a GPU, so the ranks that would are refused at once."""
-    use = {"backend": "cpu:gloo,cuda:nccl", "device": "cuda:0"}
+    use: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "device": "cuda:0"}
     state = called(arrival(0, gpu="GPU-1", **use), arrival(1, gpu="GPU-2", **use), arrival(3, gpu="GPU-1", **use))
     diagnosis = refused(state)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("gpu-shared", (0, 3), ("node-a",))
@@ -330,7 +330,7 @@ def test_a_rank_that_went_and_came_back_is_not_missing() -> None:
     state.leave(gone, 2.0)
     state.arrive(arrival(1))
     diagnosis = refused(state, now=DEADLINE)
-    assert diagnosis.ranks == (2, 3)
+    assert (diagnosis.ranks, diagnosis.hosts) == ((2, 3), ())
     assert "came and went" not in diagnosis.why
 
 

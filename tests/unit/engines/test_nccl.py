@@ -14,7 +14,7 @@ from allhands.errors import ResourceError
 def room(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
     """Let every file system have this much room."""
     found = SimpleNamespace(f_bavail=mib * 256, f_frsize=4096, f_bfree=10**9, f_bsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
 
 
 def test_a_containers_64_mib_are_too_little_for_ten_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

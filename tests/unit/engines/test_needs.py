@@ -29,8 +29,8 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 
     def put(soft: int, hard: int) -> list[tuple[int, int]]:
         asked: list[tuple[int, int]] = []
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
-        monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: asked.append(pair))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
         return asked
 
     return put
@@ -97,7 +97,7 @@ def test_mpi_in_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_that_this_torch_was_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that torch knows but has no code for are found out before torch is asked to use them."""
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: False)
     found = lacking("ucc")
     assert found.slug == "backend-unknown"
     assert "ucc" in found.what

@@ -1,0 +1,201 @@
+"""Groups across hosts, and what stands between hosts. Each host is a network namespace on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import Any
+
+import pytest
+
+from hosts.conftest import Making, Network, outcomes
+from ranks.harness import launch, running
+
+pytestmark = pytest.mark.hosts
+
+PORT = 29500
+
+# A certain cause is told at once; everything else within the deadline and a second.
+AT_ONCE_S = 3.0
+GRACE_S = 1.0
+
+# A host whose cable was pulled is given up by the kernel after about 8 s; twice that is a deadline, not a figure.
+CABLE_S = 16.0
+
+ENTER = """
+from hosts.hostside import enter
+enter()
+import os, socket, time
+import torch
+import allhands as dist
+from allhands import session
+"""
+
+FORM = (
+    ENTER
+    + """
+if str(rank) in os.environ.get("ONLY", "01"):
+    method, timeout = os.environ.get("METHOD"), float(os.environ["TIMEOUT"])
+    say(outcome=attempt(dist.init_process_group, "gloo", method, timeout, size, rank))
+"""
+)
+
+REDUCE = (
+    ENTER
+    + """
+dist.init_process_group("gloo", os.environ["METHOD"], 20, size, rank)
+x = torch.full((100_000,), float(rank + 1))
+dist.all_reduce(x)
+say(sum=float(x[0]), same=bool((x == x[0]).all()), peers=sorted({host for host, _ in session.current().wire._peers}),
+    name=socket.gethostbyname(socket.gethostname()))
+dist.destroy_process_group()
+"""
+)
+
+# Reduces until it fails.
+SPIN = (
+    ENTER
+    + """
+dist.init_process_group("gloo", os.environ["METHOD"], 60, size, rank)
+say(formed=True)
+def spin():
+    while True:
+        dist.all_reduce(torch.ones(1000))
+say(outcome=attempt(spin))
+"""
+)
+
+
+def form(made: Network, layout: list[int], timeout: float, **env: str) -> list[dict[str, Any]]:
+    """Let ranks form a group across hosts, at rank 0's address unless told otherwise; return how it went for each."""
+    method = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}"}
+    results = launch(FORM, len(layout), {**method, "TIMEOUT": str(timeout), **env}, each=made.each(layout))
+    return outcomes(results, at_most=timeout + GRACE_S)
+
+
+# Groups that form ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_forms_across_hosts(network: Making) -> None:
+    """Two ranks on each of two hosts reduce over the cable, although each host's own name leads to loopback."""
+    made = network()
+    results = launch(REDUCE, 4, {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}"}, each=made.each([0, 0, 1, 1]))
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert (result["sum"], result["same"]) == (10.0, True)
+        assert result["peers"]
+        assert set(result["peers"]) <= {made.hosts[0].ipv4, made.hosts[1].ipv4}
+        assert result["name"] == "127.0.1.1"
+
+
+@pytest.mark.parametrize("families", [(6,), (4, 6)], ids=["ipv6-only", "both"])
+def test_a_group_forms_over_ipv6(network: Making, families: tuple[int, ...]) -> None:
+    """The coordinator's address may be an IPv6 one, on hosts with and without IPv4."""
+    made = network(families=families)
+    results = launch(REDUCE, 2, {"METHOD": f"tcp://[{made.hosts[0].ipv6}]:{PORT}"}, each=made.each([0, 1]))
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert result["sum"] == 3.0
+        assert result["peers"]
+        assert not any(peer.startswith("127.") or peer == "::1" for peer in result["peers"])
+
+
+# The way to the coordinator --------------------------------------------------------------------------------------
+
+
+def test_a_dropped_port_is_filtered(network: Making) -> None:
+    """A firewall that drops packets to the coordinator: filtered on the rank behind it, missing on rank 0."""
+    made = network()
+    if shutil.which("nft") is not None:
+        made.hosts[0].firewall(f"tcp dport {PORT} drop")
+    else:
+        made.hosts[1].lose(made.hosts[0])
+    first, second = form(made, [0, 1], 3)
+    assert (first["slug"], first["ranks"]) == ("missing-ranks", [1])
+    assert (second["slug"], second["ranks"], second["certain"]) == ("connection-filtered", [0], False)
+
+
+def test_a_rejected_port_is_refused(network: Making) -> None:
+    """A firewall that says no: refused on the rank behind it, missing on rank 0."""
+    made = network()
+    made.hosts[0].firewall(f"tcp dport {PORT} reject")
+    first, second = form(made, [0, 1], 2)
+    assert (first["slug"], first["ranks"]) == ("missing-ranks", [1])
+    assert (second["slug"], second["ranks"]) == ("connection-refused", [0])
+
+
+def test_no_route_is_said_at_once(network: Making) -> None:
+    """A coordinator's address that no route leads to is not waited for."""
+    made = network()
+    env = {"METHOD": f"tcp://10.99.0.1:{PORT}", "TIMEOUT": "20", "ONLY": "1"}
+    (only,) = outcomes(launch(FORM, 2, env, each=made.each([0, 1])), at_most=AT_ONCE_S)
+    assert (only["slug"], only["ranks"]) == ("no-route", [0])
+
+
+def test_localhost_across_hosts_is_loopback(network: Making) -> None:
+    """MASTER_ADDR=localhost with one rank on each host: the other rank is told that loopback leads to itself."""
+    made = network()
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    each = made.each([0, 1], {rank: {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in (0, 1)})
+    first, second = outcomes(launch(FORM, 2, {**env, "TIMEOUT": "2"}, each=each), at_most=2 + GRACE_S)
+    assert (second["slug"], second["ranks"]) == ("loopback-advertised", [0])
+    assert (first["slug"], first["ranks"]) == ("missing-ranks", [1])
+    assert "listens on loopback only" in first["text"]
+
+
+def test_a_name_that_is_loopback_at_home(network: Making) -> None:
+    """Debian's 127.0.1.1 line: rank 0 refuses at once to listen where no other host can reach it."""
+    made = network()
+    env = {"MASTER_ADDR": made.hosts[0].name, "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    each = made.each([0, 1], {rank: {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in (0, 1)})
+    (first,) = outcomes(launch(FORM, 2, {**env, "TIMEOUT": "20", "ONLY": "0"}, each=each), at_most=AT_ONCE_S)
+    assert (first["slug"], first["ranks"]) == ("loopback-advertised", [0])
+    assert "127.0.1.1" in first["text"]
+
+
+def test_rank_0_on_the_wrong_host(network: Making) -> None:
+    """Rank 0 that was started where its address is not says so at once; the others find nothing at that address."""
+    made = network()
+    first, second = form(made, [1, 0], 2)
+    assert (first["slug"], first["ranks"]) == ("address-not-local", [0])
+    assert first["seconds"] < AT_ONCE_S
+    assert (second["slug"], second["ranks"]) == ("connection-refused", [0])
+
+
+# Between the ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", [(0, 1), (1,)], ids=["everywhere", "on one rank"])
+def test_gloo_on_loopback_across_hosts(network: Making, odd: tuple[int, ...]) -> None:
+    """GLOO_SOCKET_IFNAME=lo across hosts: every rank is told of the mismatch at once, whoever has it."""
+    made = network()
+    each = made.each([0, 1], {rank: {"GLOO_SOCKET_IFNAME": "lo"} for rank in odd})
+    env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "20"}
+    for outcome in outcomes(launch(FORM, 2, env, each=each), at_most=AT_ONCE_S):
+        assert outcome["slug"] == "interface-mismatch"
+        assert set(outcome["ranks"]) <= set(odd)
+
+
+def test_filtered_gloo_ports_end_by_the_deadline(network: Making) -> None:
+    """The coordinator's port is open, Gloo's are not: every rank is told so within the deadline and a second."""
+    made = network()
+    for host in made.hosts:
+        host.firewall(f"tcp dport {PORT} accept", f"tcp sport {PORT} accept", "meta l4proto tcp drop")
+    for outcome in form(made, [0, 1], 2):
+        assert outcome["slug"] == "engine-failed"
+        assert outcome["hosts"] in ([made.hosts[0].ipv4], [made.hosts[1].ipv4])
+
+
+def test_a_pulled_cable_is_noticed(network: Making) -> None:
+    """A host that vanishes in the middle of a collective is lost to the others, and they to it, within seconds."""
+    made = network()
+    env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}"}
+    with running(SPIN, 2, env, each=made.each([0, 1])) as job:
+        job.wait_for("formed")
+        time.sleep(0.2)
+        made.hosts[1].link("down")
+        pulled = time.time()
+        first, second = outcomes(job.results())
+    assert (first["slug"], first["ranks"], first["hosts"]) == ("peer-lost", [1], ["host-b"])
+    assert second["slug"] == "coordinator-lost"
+    assert max(first["over"], second["over"]) - pulled < CABLE_S

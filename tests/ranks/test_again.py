@@ -1,0 +1,34 @@
+"""A group that could not form can be tried again at once, by the same processes at the same place."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranks.harness import free_port, launch
+
+pytestmark = pytest.mark.usefixtures("nursery")
+
+
+@pytest.mark.parametrize("where", ["local", "tcp"])
+def test_a_failed_roll_call_does_not_block_the_next(where: str) -> None:
+    """The coordinator of a refused attempt tells a late rank why, then makes room: the next attempt of both forms."""
+    method = f"tcp://127.0.0.1:{free_port()}" if where == "tcp" else None
+    results = launch(
+        f"""
+import allhands as dist
+if rank == 0:
+    say(first=attempt(dist.init_process_group, "gloo", {method!r}, 1.0, rank=0, world_size=2))
+gate("again")
+tries = []
+while len(tries) < 3 and "" not in tries:
+    found = attempt(dist.init_process_group, "gloo", {method!r}, 10.0, rank=rank, world_size=2)
+    tries.append(found.get("slug", found["kind"]))
+say(tries=tries)
+dist.destroy_process_group()
+""",
+        2,
+    )
+    assert results[0]["first"].get("slug") == "missing-ranks", results[0]["first"]
+    assert results[0]["tries"] == [""]
+    # It may have come in time to hear why the first attempt failed.
+    assert results[1]["tries"] in ([""], ["missing-ranks", ""])

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+# Each takes a few seconds, most of them for importing torch; this only ends a hang on a loaded machine.
+DEADLINE_S = 100
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end, as from a shell whose output goes into a file."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo."""
+    return run(sys.executable, "-W", "error::ResourceWarning", EXAMPLES / "demo.py", *options)
+
+
+def test_demo() -> None:
+    """The demo trains on four ranks and reports loss, accuracy and each rank's throughput."""
+    done = demo("--epochs", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    last, closing = done.stdout.splitlines()[-2:]
+    found = re.fullmatch(
+        r"epoch   2/2  loss (\S+)  accuracy +(\S+)%  " + "  ".join(rf"rank {rank}: ([\d,]+)/s" for rank in range(4)),
+        last,
+    )
+    assert found is not None, last
+    loss, accuracy, *speeds = (float(text.replace(",", "")) for text in found.groups())
+    # Three classes, guessed at random: 33 % and a loss of log 3. Two epochs are little, but more than nothing.
+    assert 0 < loss < math.log(3)
+    assert 34 < accuracy < 100
+    assert min(speeds) > 0
+    assert closing.startswith(f"accuracy {accuracy}% on points that were not trained on")
+
+
+@pytest.mark.soak
+def test_demo_learns() -> None:
+    """The whole demo, as `make demo` runs it, reaches the accuracy that it asks of itself."""
+    done = demo()
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_demo_with_a_rank_that_raises(culprit: int) -> None:
+    """Every other rank raises PeerFailed, with the traceback that leads to the line, and the demo ends."""
+    done = demo("--epochs", "1", "--break", str(culprit))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    what = rf"PeerFailed: rank {culprit} raised ValueError: shard {culprit} holds 7 points, not 1500   \[peer-failed\]"
+    told = re.findall(rf"^rank (\d), (\S+) s later: {what}$", done.stdout, flags=re.MULTILINE)
+    assert [int(rank) for rank, _ in told] == [rank for rank in range(4) if rank != culprit]
+    assert all(float(seconds) < 5 for _, seconds in told)
+    assert f"\n  who:  rank {culprit} (" in done.stdout
+    assert re.search(r'    \|   File ".*demo\.py", line \d+, in misfortune\n    \|     raise ValueError\(', done.stdout)
+    assert "3 of 3 other ranks raised within" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_demo_with_a_rank_that_is_killed(culprit: int) -> None:
+    """Every other rank raises PeerLost, which names the rank that got `kill -9`, and the demo ends."""
+    done = demo("--epochs", "1", "--kill", str(culprit))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    told = re.findall(
+        rf"^rank (\d), (\S+) s later: PeerLost: rank {culprit} is gone   \[peer-lost\]$",
+        done.stdout,
+        flags=re.MULTILINE,
+    )
+    assert [int(rank) for rank, _ in told] == [rank for rank in range(4) if rank != culprit]
+    assert all(float(seconds) < 5 for _, seconds in told)
+    assert "3 of 3 other ranks raised within" in done.stdout.splitlines()[-1]
+
+
+def test_demo_interrupted() -> None:
+    """Ctrl-C in the middle of the training ends every rank, quietly; what is left is found after the test."""
+    with subprocess.Popen(
+        [sys.executable, EXAMPLES / "demo.py", "--epochs", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            # The first line stands before the imports, the second comes from the training.
+            process.stdout.readline()
+            assert process.stdout.readline().startswith("epoch  10/")
+            asked = time.monotonic()
+            # A terminal sends it to everyone in the foreground.
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=DEADLINE_S)
+            assert time.monotonic() - asked < 20
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "")
+    assert out.endswith("interrupted; every rank has ended\n")
+
+
+def test_ten_lines_alone() -> None:
+    """The script of the README is a world of one where nothing says otherwise."""
+    done = run(sys.executable, EXAMPLES / "ten_lines.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    pi, size = estimate(done.stdout)
+    assert (round(pi, 1), size) == (3.1, 1)
+
+
+def test_ten_lines_under_torchrun() -> None:
+    """The same script under torchrun is as many ranks as torchrun starts, of which one speaks."""
+    done = run(TORCHRUN, "--standalone", "--nproc-per-node", "2", EXAMPLES / "ten_lines.py")
+    assert done.returncode == 0, done.stderr
+    pi, size = estimate(done.stdout)
+    assert (round(pi, 1), size) == (3.1, 2)
+
+
+def estimate(output: str) -> tuple[float, int]:
+    """Read what the script printed: pi, and the world size."""
+    found = re.fullmatch(r"pi is about (\d\.\d{4}); world size (\d+)\n", output)
+    assert found is not None, output
+    return float(found[1]), int(found[2])
