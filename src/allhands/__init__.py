@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .lifecycle import destroy_process_group, init_process_group, process_group
 
     # isort: split
-    from torch.distributed import *  # noqa: F403  # what is not ours is torch's; the first one stands
+    from torch.distributed import *  # type: ignore[assignment]  # noqa: F403  # torch's, where not ours
 
 __all__ = [
     "AllhandsError",
@@ -104,6 +104,8 @@ def _from_torch(name: str) -> Any:
         return collectives.guarded(name)
     if name in _ASKING:
         return collectives.asking(name)
+    if name == "P2POp":
+        return collectives.P2POp
     return getattr(torch_distributed, name)
 
 

@@ -18,7 +18,7 @@ from . import session as _session
 from .diagnosis import Diagnosis
 from .errors import AllhandsError, NotInitialised, error, fail
 
-__all__ = ["GUARDED", "Pending", "asking", "guarded", "note_destroyed", "require_group"]
+__all__ = ["GUARDED", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "require_group"]
 
 # Everything in torch.distributed that communicates. What a torch version does not have is left out.
 GUARDED: tuple[str, ...] = (
@@ -194,6 +194,24 @@ def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     if name not in {"recv", "irecv"}:
         return False
     return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
+
+
+def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
+    behind: Callable[..., Any] = getattr(op, "__wrapped__", op)
+    return behind if behind in {dist.isend, dist.irecv} else op
+
+
+class P2POp(dist.P2POp):
+    """One operation for `batch_isend_irecv`. torch takes its own `isend` and `irecv` only, so ours stand for them."""
+
+    def __new__(cls, op: Callable[..., Any], *args: Any, **kw: Any) -> P2POp:
+        """Check the operation as torch does."""
+        made: P2POp = super().__new__(cls, _torchs(op), *args, **kw)
+        return made
+
+    def __init__(self, op: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        super().__init__(_torchs(op), *args, **kw)
 
 
 def guarded(name: str) -> Callable[..., Any]:

@@ -107,6 +107,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     left = max(_LEAST_CONNECT_S, deadline - time.monotonic())
     before = sys.excepthook  # torch puts its own in its place and never takes it off
+    more: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}  # not there in every torch
     _forming.now = True
     session.enter("init_process_group", session.formed_at)
     session.wire.until = None if session.one_host else deadline
@@ -122,7 +123,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             group_name=group_name,
             pg_options=pg_options,
             device_id=device_id,
-            **({} if _ranks is None else {"_ranks": _ranks}),
+            **more,
         )
         # torch gives its engine one timeout for both; the rest of the deadline was only meant for connecting.
         _torch.set_timeout(session.timeout, dist.group.WORLD)

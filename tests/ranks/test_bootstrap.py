@@ -34,7 +34,9 @@ def worked(results: list[Result]) -> None:
     """Assert that the ranks of `USE` met and ended in good order."""
     size = len(results)
     for number, result in enumerate(results):
-        assert (result.returncode, result.stderr) == (0, "")
+        # torch itself warns about cpu:gloo, whose group has no name for it.
+        assert [line for line in result.stderr.splitlines() if "hasHooks" not in line] == []
+        assert result.returncode == 0
         assert result["x"] == [size * (size + 1) / 2] * 3
         assert result["names"] == [f"rank {other}" for other in range(size)]
         assert (result["rank"], result["size"]) == (number, size)
@@ -323,7 +325,8 @@ def test_signatures_are_torchs() -> None:
 
 # A script as a tutorial has it; DIST is either module. Everything it finds goes into `found`.
 TUTORIAL = """
-import os, torch
+import os, torch, warnings
+warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives from one version to the next
 from datetime import timedelta
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
