@@ -43,6 +43,10 @@ PICTURE = (44, 20)
 COLOURS = ((235, 110, 80), (80, 160, 235), (120, 190, 90))
 
 
+class ShardError(ValueError):
+    """What --break raises."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What the command line asked for."""
@@ -78,7 +82,7 @@ def rank_main(rank: int, options: Options, parent: Connection) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except ValueError as error:  # --break
+    except ShardError as error:  # --break
         parent.send(("raised", time.monotonic(), type(error).__name__, str(error)))
         sys.exit(1)
     parent.send(("done", time.monotonic(), "", accuracy))
@@ -148,7 +152,7 @@ def misfortune(rank: int, options: Options, parent: Connection) -> None:
     """Fail, if this is the rank that was asked to."""
     if rank == options.breaks:
         parent.send(("fault", time.monotonic(), "", ""))
-        raise ValueError(f"shard {rank} holds 7 points, not {ARMS * PER_ARM // RANKS}")
+        raise ShardError(f"shard {rank} holds 7 points, not {ARMS * PER_ARM // RANKS}")
     if rank == options.killed:
         parent.send(("fault", time.monotonic(), "", ""))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -260,7 +264,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; every rank has ended")
         return 130
-    if options.breaks is not None or options.killed is not None:
+    if any(said and said[0][0] == "fault" for said in words):
         return failed(words, codes)
     return finished(words, codes, options, time.monotonic() - started)
 
@@ -345,6 +349,8 @@ def failed(words: list[list[Any]], codes: list[int | None]) -> int:
             slowest, told = max(slowest, when - at), told + 1
             # All were told the same; once in full is enough.
             print(f"rank {rank}, {when - at:.2f} s later: {name}: {text if told == 1 else text.splitlines()[0]}\n")
+        if not any(kind == "error" for kind, *_ in said):
+            print(f"rank {rank} was not told; it ended with {codes[rank]}\n")
     print(f"{told} of {RANKS - 1} other ranks raised within {slowest:.2f} s; every rank has ended")
     return 0 if told == RANKS - 1 else 1
 

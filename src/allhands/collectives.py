@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -205,9 +205,9 @@ def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
 class P2POp(dist.P2POp):
     """One operation for `batch_isend_irecv`. torch takes its own `isend` and `irecv` only, so ours stand for them."""
 
-    def __new__(cls, op: Callable[..., Any], *args: Any, **kw: Any) -> P2POp:
+    def __new__(cls, op: Callable[..., Any], *args: Any, **kw: Any) -> Self:
         """Check the operation as torch does."""
-        made: P2POp = super().__new__(cls, _torchs(op), *args, **kw)
+        made: Self = super().__new__(cls, _torchs(op), *args, **kw)
         return made
 
     def __init__(self, op: Callable[..., Any], *args: Any, **kw: Any) -> None:

@@ -305,9 +305,9 @@ class Attacker:
                     del open_ones[index]
                     last = time.monotonic() - begun
                     continue
-                # The last byte is never said.
-                if index < position < len(speech) - 1:
-                    writer.write(speech[position : position + 1])
+                # Some begin later than others; the last byte is never said.
+                if 0 <= (offset := position - index % 8) < len(speech) - 1:
+                    writer.write(speech[offset : offset + 1])
             position += 1
             await asyncio.sleep(0.2)
         for _, writer in streams:

@@ -206,6 +206,14 @@ def test_every_rank_is_told_wherever_they_meet(name: str, kind: str, tmp_path: P
     tell(name, kind, tmp_path)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_second_attempt_never_meets_the_first(kind: str, tmp_path: Path) -> None:
+    """Twenty refused attempts, each followed by one at the same place: its coordinator is never in the way."""
+    for _ in range(20):
+        formed_again(provoke(CASES["backends differ"], place(kind, tmp_path)))
+
+
 def tell(name: str, kind: str, folder: Path) -> None:
     """Provoke one case at one kind of place and check all that was promised."""
     case = CASES[name]
@@ -245,7 +253,7 @@ def alone(first: Mapping[str, Any], **kw: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 64])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", pytest.param("x" * 64, marks=pytest.mark.soak)])
 def test_a_host_that_does_not_resolve(host: str, rank: int) -> None:
     """A name without an address, or that cannot be one, is told at once, by rank 0 and by the others."""
     found = alone({"init_method": f"tcp://{host}:29500", "rank": rank, "world_size": 2, "timeout": 20})
@@ -305,34 +313,37 @@ def service(name: str) -> Iterator[tuple[int, int]]:
         process.wait()
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_something_else_has_the_port(name: str) -> None:
-    """Rank 0 names who holds its port (pid and command); the others say that this is no coordinator, and why."""
+@pytest.mark.parametrize(
+    ("name", "timeout"),
+    [("http", 3), ("silent", 3), ("tcpstore", 3), pytest.param("silent", 13, marks=pytest.mark.soak)],
+)
+def test_something_else_has_the_port(name: str, timeout: int) -> None:
+    """Rank 0 names who holds its port (pid and command); the others say that this is no coordinator, or is silent."""
     with service(name) as (port, pid):
         results = launch(
-            """
-import allhands as dist, os
-where = f"tcp://127.0.0.1:{os.environ['PORT']}"
-say(failed=attempt(dist.init_process_group, "gloo", where, rank=rank, world_size=size, timeout=3))
+            f"""
+import allhands as dist
+where = "tcp://127.0.0.1:{port}"
+say(failed=attempt(dist.init_process_group, "gloo", where, rank=rank, world_size=size, timeout={timeout}))
 """,
             2,
-            {"PORT": str(port)},
         )
     root, other = (result["failed"] for result in results)
     assert (root["slug"], root["kind"], root["ranks"]) == ("port-in-use", "ConnectError", [0])
     assert f"pid {pid} of " in root["text"]
     assert "-c" in root["text"]
     assert root["seconds"] < AT_ONCE_S
-    assert (other["slug"], other["kind"], other["ranks"]) == ("wrong-service", "ConnectError", [0])
+    # Silence proves that it is no coordinator only after 10 s.
+    slug = "wrong-service" if name == "http" or timeout > 10 else "coordinator-silent"
+    assert (other["slug"], other["kind"], other["ranks"]) == (slug, "ConnectError", [0])
     assert f"127.0.0.1:{port}" in other["text"]
     if name == "http":
         assert other["certain"]
         assert other["seconds"] < AT_ONCE_S
         assert "it answered b'<!DOCTYPE HTML>" in other["text"]
     else:
-        # Neither says anything, and silence is no proof.
         assert not other["certain"]
-        assert other["seconds"] < 3 + GRACE_S
+        assert other["seconds"] < timeout + GRACE_S
 
 
 JOB = """
@@ -512,7 +523,7 @@ def test_an_incomplete_environment_names_what_is_missing(env: dict[str, str], mi
 # Time and death in the roll call ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("kind", ["tcp", *(pytest.param(kind, marks=pytest.mark.soak) for kind in PLACES[1:])])
 def test_a_late_rank_0_is_waited_for(kind: str, tmp_path: Path) -> None:
     """Ranks that come two seconds before rank 0 form the group with it."""
     results = launch(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -234,11 +236,10 @@ def start(
             "RANKS": str(world_size),
             "GATES": str(gates),
         }
-        stdout, stderr = folder / f"{number}.out", folder / f"{number}.err"
         if fresh or command is not None:
-            job.ranks.append(_interpreter(script, number, entry, stdout, stderr, command))
+            job.ranks.append(_interpreter(script, number, entry, command))
         else:
-            job.ranks.append(nursery().fork(script, number, entry, stdout, stderr))
+            job.ranks.append(nursery().fork(script, number, entry))
     return job
 
 
@@ -256,6 +257,7 @@ def running(source: str, world_size: int, env: Mapping[str, str] | None = None, 
         yield job
     finally:
         job.kill()
+        shutil.rmtree(job.folder)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -273,10 +275,9 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **extra}
 
 
-def _interpreter(
-    script: Path, number: int, env: Mapping[str, str], stdout: Path, stderr: Path, command: list[str] | None
-) -> Rank:
+def _interpreter(script: Path, number: int, env: Mapping[str, str], command: list[str] | None) -> Rank:
     begin = command if command is not None else [sys.executable]
+    stdout, stderr = script.with_name(f"{number}.out"), script.with_name(f"{number}.err")
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
             [*begin, str(script)],
@@ -307,8 +308,9 @@ class Nursery:
         self._buffer = b""
         self._read(block=True)  # it says when it is ready
 
-    def fork(self, script: Path, number: int, env: Mapping[str, str], stdout: Path, stderr: Path) -> Rank:
+    def fork(self, script: Path, number: int, env: Mapping[str, str]) -> Rank:
         """Start one rank."""
+        stdout, stderr = script.with_name(f"{number}.out"), script.with_name(f"{number}.err")
         order = {"script": str(script), "env": dict(env), "stdout": str(stdout), "stderr": str(stderr)}
         assert self.process.stdin is not None
         stdout.touch()
@@ -341,7 +343,7 @@ class Nursery:
 
     def _read(self, *, block: bool) -> list[dict[str, Any]]:
         assert self.process.stdout is not None
-        found = []
+        found: list[dict[str, Any]] = []
         while True:
             ready, _, _ = select.select([self.process.stdout], [], [], 60.0 if block and not found else 0.0)
             if not ready:
@@ -439,11 +441,8 @@ def _become(order: dict[str, Any]) -> types.ModuleType:
 
 
 if __name__ == "__main__":
-    import torch.distributed  # noqa: F401  # what every rank needs is imported once
-    import torch.nn.parallel
-    import torch.utils.data
-
-    import allhands.lifecycle  # noqa: F401
+    for needed in ("torch.nn.parallel", "torch.utils.data", "allhands.lifecycle"):
+        importlib.import_module(needed)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is there now is never looked at by a child's collector: half a second less at each child's end.

@@ -72,7 +72,8 @@ def children() -> list[int]:
     """Return the pids of this process's living children."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(int(pid))
+        pids = (task / "children").read_text().split()
+        found += [
+            int(pid) for pid in pids if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ]
     return found

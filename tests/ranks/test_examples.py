@@ -57,12 +57,12 @@ def test_demo_with_a_rank_that_raises(culprit: int) -> None:
     """Every other rank raises PeerFailed, with the traceback that leads to the line, and the demo ends."""
     done = demo("--epochs", "1", "--break", str(culprit))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    what = rf"PeerFailed: rank {culprit} raised ValueError: shard {culprit} holds 7 points, not 1500   \[peer-failed\]"
+    what = rf"PeerFailed: rank {culprit} raised ShardError: shard {culprit} holds 7 points, not 1500   \[peer-failed\]"
     told = re.findall(rf"^rank (\d), (\S+) s later: {what}$", done.stdout, flags=re.MULTILINE)
     assert [int(rank) for rank, _ in told] == [rank for rank in range(4) if rank != culprit]
     assert all(float(seconds) < 5 for _, seconds in told)
     assert f"\n  who:  rank {culprit} (" in done.stdout
-    assert re.search(r'    \|   File ".*demo\.py", line \d+, in misfortune\n    \|     raise ValueError\(', done.stdout)
+    assert re.search(r'    \|   File ".*demo\.py", line \d+, in misfortune\n    \|     raise ShardError\(', done.stdout)
     assert "3 of 3 other ranks raised within" in done.stdout.splitlines()[-1]
 
 

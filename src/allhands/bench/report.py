@@ -43,11 +43,12 @@ def _growth(rows: list[dict[str, Any]]) -> list[str]:
     base = next((row for row in smaller if row["members"] == _REFERENCE), smaller[0])
     names = (
         ("roll call", "rollcall_us_per_member"),
+        ("its CPU", "coordinator_cpu_us_per_member"),
         ("store", "store_us_per_member"),
         ("death", "death_us_per_member"),
         ("leaving", "leave_us_per_member"),
     )
-    ratios = ", ".join(f"{name} {largest[key] / base[key]:.2f}" for name, key in names)
+    ratios = ", ".join(f"{name} {largest[key] / base[key]:.2f}" for name, key in names if base[key])
     return [
         f"time per member at {largest['members']:,} over that at {base['members']:,} (1 is linear growth): {ratios}",
     ]

@@ -33,7 +33,7 @@ _PHASE_S = 120.0
 # Found where this process found the package, as for the coordinator's own process.
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from allhands.bench.crowd import main; sys.exit(main())"
 
-Notify = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     rounds: int,
     *,
     transport: Literal["tcp", "unix"] = "tcp",
-    notify: Notify | None = None,
+    notify: _Notify | None = None,
 ) -> list[dict[str, Any]]:
     """Measure a roll call for each number of ``members``, ``rounds`` times; return one row of medians for each.
 
@@ -93,7 +93,7 @@ def _check(members: int, rounds: int) -> None:
         )
 
 
-def _job(members: int, transport: str, end: Literal["death", "leave"], at: Notify) -> dict[str, float]:
+def _job(members: int, transport: str, end: Literal["death", "leave"], at: _Notify) -> dict[str, float]:
     """Form and end one job; return what was measured."""
     at("starting the coordinator")
     token = secrets.token_hex(16).encode()
@@ -106,7 +106,7 @@ def _job(members: int, transport: str, end: Literal["death", "leave"], at: Notif
         coordinator.end(5.0)
 
 
-def _crowd(plan: Plan, at: Notify) -> dict[str, float]:
+def _crowd(plan: Plan, at: _Notify) -> dict[str, float]:
     root = str(Path(__file__).resolve().parents[2])
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE

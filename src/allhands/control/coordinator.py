@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ..diagnosis import Diagnosis, duration
+from ..diagnosis import Diagnosis
 from . import refusals
 from .arrival import Arrival
 from .connection import Connection
@@ -495,11 +495,3 @@ class Coordinator:
             for connection in list(self._connections):
                 connection.check(now)
             self._finish(now)
-
-    def describe(self) -> str:
-        """Return one line for logs: how far the job is."""
-        if self.verdict is not None:
-            return f"ended: {self.verdict.what}"
-        if self.completed_at is not None:
-            return f"{len(self.members)} ranks, formed {duration(time.monotonic() - self.completed_at)} ago"
-        return f"{len(self.members)} ranks answered"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -114,7 +115,8 @@ def greet(
     if isinstance(answer, Closing):
         raise _wrong(place, "it is a coordinator that is just ending", certain=False)
     _verify(opening, answer, token, place)
-    send(sock, pack(encode(Proof(handshake.member_proof(opening, answer, token)))), deadline)
+    with suppress(OSError):  # It has closed; what it said before that is still to be read.
+        send(sock, pack(encode(Proof(handshake.member_proof(opening, answer, token)))), deadline)
     return splitter, frames[1:]
 
 

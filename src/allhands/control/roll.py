@@ -23,6 +23,7 @@ from .messages import (
     Claim,
     Closing,
     Complete,
+    FromMember,
     Pong,
     Query,
     Refused,
@@ -279,6 +280,7 @@ class _Call:
         again_until: float | None = None
         while True:
             sock = self.connect(target)
+            asked = time.monotonic()
             try:
                 seat = self._answer(sock, target)
             except BaseException as problem:
@@ -287,7 +289,8 @@ class _Call:
                     raise
                 now = time.monotonic()
                 again_until = again_until or now + _AGAIN_S
-                if now >= min(again_until, self.deadline):
+                # One that is closing says so at once; long silence is no reason to ask for more of it.
+                if now >= min(again_until, self.deadline) or now - asked > _AGAIN_S:
                     raise
             else:
                 if seat is not None:
@@ -309,10 +312,20 @@ class _Call:
         )
         splitter, frames = greeting.greet(sock, opening, target.token, str(target), self.deadline)
         left = max(0.0, self.deadline - time.monotonic())
-        greeting.send(sock, pack(encode(msgspec.structs.replace(self.claim, timeout_s=left))), self.deadline + _WORD_S)
-        return self._wait(sock, splitter, frames, target)
+        claimed = self._say(sock, msgspec.structs.replace(self.claim, timeout_s=left))
+        return self._wait(sock, splitter, frames, target, claimed=claimed)
 
-    def _wait(self, sock: socket.socket, splitter: Splitter, frames: list[bytes], target: _Target) -> Seat | None:
+    def _say(self, sock: socket.socket, message: FromMember) -> bool:
+        """Send; False where the coordinator has closed. What it said before that is still to be read."""
+        try:
+            greeting.send(sock, pack(encode(message)), self.deadline + _WORD_S)
+        except OSError:
+            return False
+        return True
+
+    def _wait(
+        self, sock: socket.socket, splitter: Splitter, frames: list[bytes], target: _Target, *, claimed: bool
+    ) -> Seat | None:
         while True:
             for index, frame in enumerate(frames):
                 message = decode_from_coordinator(frame)
@@ -328,10 +341,9 @@ class _Call:
                     case Closing():
                         return None
                     case _Ping():
-                        greeting.send(sock, pack(encode(Pong())), self.deadline + _WORD_S)
+                        self._say(sock, Pong())
                     case Query():
-                        status = Status(self.world.rank, "busy", "in the roll call")
-                        greeting.send(sock, pack(encode(status)), self.deadline + _WORD_S)
+                        self._say(sock, Status(self.world.rank, "busy", "in the roll call"))
                     case _:
                         raise FrameError(f"a {type(message).__name__} during the roll call")
             try:
@@ -340,6 +352,8 @@ class _Call:
                 received = []
             if received is None:
                 raise self._no_word(target)
+            if not received and not claimed:
+                return None  # It was about to end when we came, so it was not ours.
             if not received:
                 raise error(self._lost(target))
             frames = received

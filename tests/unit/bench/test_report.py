@@ -32,7 +32,7 @@ def test_columns_are_aligned() -> None:
 def test_growth_is_taken_against_1024() -> None:
     """The time per member at the largest number is compared with that at 1,024, where fixed costs no longer show."""
     text = render([row(64, 900.0), row(1024, 300.0), row(4096, 330.0)])
-    assert "at 4,096 over that at 1,024 (1 is linear growth): roll call 1.10, store 1.10" in text
+    assert "at 4,096 over that at 1,024 (1 is linear growth): roll call 1.10, its CPU 1.10, store 1.10" in text
 
 
 def test_growth_without_1024_takes_the_smallest() -> None:
