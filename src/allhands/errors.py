@@ -179,8 +179,9 @@ class AlreadyDestroyed(GroupStateError):
 
 def error(diagnosis: Diagnosis) -> AllhandsError:
     """Return the exception that carries ``diagnosis``, of the class its slug has in the catalogue."""
-    kind = globals()[CATALOGUE[diagnosis.slug].error]
-    made: AllhandsError = kind(diagnosis)
+    entry = CATALOGUE.get(diagnosis.slug)
+    # A newer coordinator may know more kinds than we do; its words are still worth having.
+    made: AllhandsError = (globals()[entry.error] if entry is not None else AllhandsError)(diagnosis)
     return made
 
 

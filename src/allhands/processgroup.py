@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from . import _torch, lifecycle
+from . import _torch, ending, lifecycle
 from . import session as _session
 
 __all__ = ["create"]
@@ -23,7 +23,7 @@ def create(options: Any, pg_options: Any) -> Any:
     session = _session.current()
     if not options.global_ranks_in_group and not lifecycle.forming():
         # torch forms a default group by itself. A session that is left over belongs to one that it destroyed.
-        lifecycle.end(wait_s=0.0)
+        ending.end(wait_s=0.0)
         session = lifecycle.attend(store, options.group_rank, options.group_size, options.timeout)
         store = session.store
     elif options.global_ranks_in_group and session is not None:

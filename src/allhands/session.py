@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -233,9 +233,17 @@ class Session:
         self.failed = True
         if isinstance(problem, GroupEnded):
             return  # It only passes on what everyone has been told.
-        trace = "".join(traceback.format_exception(problem))
+        trace = "".join(traceback.format_exception(type(problem), problem, _users_part(problem)))
         message = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else ""
         self.member.announce(type(problem).__name__, message, trace, follows=is_transport_error(problem))
+
+
+def _users_part(problem: BaseException) -> TracebackType | None:
+    """Return the traceback of ``problem`` from the first frame that is the user's."""
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        trace = trace.tb_next
+    return trace if trace is not None else problem.__traceback__
 
 
 def _silence(status: Status) -> str:

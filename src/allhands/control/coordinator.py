@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from ..diagnosis import Diagnosis
-from . import refusals
+from . import endings, refusals
 from .arrival import Arrival
+from .census import telling
 from .connection import Connection
 from .keyvalue import KeyValue
 from .messages import (
@@ -94,6 +95,7 @@ class Coordinator:
         self._left: dict[int, Status] = {}
         self._leavers: dict[int, tuple[Connection, Leaving, float]] = {}
         self._suspects: list[tuple[float, Diagnosis]] = []
+        self._owing: set[Connection] = set()
         self._censuses: list[tuple[Connection, Census, float]] = []
         self._servers: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
@@ -270,7 +272,9 @@ class Coordinator:
                 pass
             case Status():
                 connection.status, connection.answered = message, now
-                self._census_done(now)
+                self._owing.discard(connection)
+                if not self._owing:
+                    self._census_done(now)
             case Failed():
                 self._failed(connection, message, now)
             case Condemn():
@@ -300,17 +304,7 @@ class Coordinator:
         connection.failed = True
         arrival = connection.arrival
         if arrival is not None:
-            identity = arrival.claim.identity
-            diagnosis = Diagnosis(
-                "peer-failed",
-                f"rank {arrival.rank} raised {message.kind}" + (f": {message.message}" if message.message else ""),
-                who=str(arrival),
-                why="it said so before it ended; its traceback is below",
-                fix=f"mend the {message.kind} on rank {arrival.rank}; the other ranks only followed",
-                ranks=(arrival.rank,),
-                hosts=(identity.host,),
-                traceback=message.traceback,
-            )
+            diagnosis = endings.failed(arrival, message)
             if message.follows:
                 self._suspects.append((now + _FOLLOW_S, diagnosis))
             else:
@@ -319,6 +313,7 @@ class Coordinator:
 
     def _leaving(self, connection: Connection, message: Leaving, now: float) -> None:
         connection.left = message.how
+        self._owing.discard(connection)
         arrival = connection.arrival
         if arrival is None:
             connection.send(Dismissed(message.id, []))
@@ -363,19 +358,20 @@ class Coordinator:
             return
         self._queried = now
         for connection in self.members.values():
-            if connection.left is None:
+            if connection.left is None and not connection.closed:
                 connection.asked = now
+                self._owing.add(connection)
                 connection.send(Query())
 
     def _census_done(self, now: float) -> None:
-        if not self._censuses:
+        """Answer those who asked what everyone is doing: all have said so, or the time for it is over."""
+        due = [entry for entry in self._censuses if not self._owing or now >= entry[2]]
+        if not due:
             return
-        pending = any(member.pending and member.left is None and not member.closed for member in self.members.values())
-        for entry in list(self._censuses):
-            connection, census, deadline = entry
-            if not pending or now >= deadline:
-                self._censuses.remove(entry)
-                connection.send(Report(census.id, self._everyone(now)))
+        self._censuses = [entry for entry in self._censuses if entry not in due]
+        told = telling(self._everyone(now))
+        for connection, census, _ in due:
+            connection.send(Report(census.id, told))
 
     def _everyone(self, now: float) -> list[Status]:
         statuses = []
@@ -404,6 +400,7 @@ class Coordinator:
         """A connection ended; ``how`` is what was observed."""
         self._connections.discard(connection)
         self._here.discard(connection)
+        self._owing.discard(connection)
         if not self._connections:
             self._deserted.set()
         self.store.forget(connection)
@@ -418,23 +415,10 @@ class Coordinator:
             self._finish(now)
             return
         if connection.left is None and not connection.failed:
-            self._end(self._lost(arrival, how))
+            self._end(endings.lost(arrival, how))
         self._leavers.pop(arrival.rank, None)
         self._census_done(now)
         self._finish(now)
-
-    def _lost(self, arrival: Arrival, how: str) -> Diagnosis:
-        identity = arrival.claim.identity
-        return Diagnosis(
-            "peer-lost",
-            f"rank {arrival.rank} is gone",
-            who=str(arrival),
-            why=f"{how}, and it had not said goodbye (observed)",
-            fix=f"look at the end of rank {arrival.rank}'s output and at the kernel log (dmesg) of {identity.host}: "
-            "killed from outside, out of memory, a crash in native code, or os._exit",
-            ranks=(arrival.rank,),
-            hosts=(identity.host,),
-        )
 
     def _end(self, diagnosis: Diagnosis) -> None:
         """The group is over. Only the first cause is told; what follows from it is not news."""
@@ -454,7 +438,7 @@ class Coordinator:
             # Its connection ended a moment before its process.
             arrival = self.roll.gone[0][0]
         if arrival is not None and self.completed_at is None and self.refused is None:
-            self._refuse(self._lost(arrival, how), now)
+            self._refuse(endings.lost(arrival, how), now)
         if root is not None and not root.closed:
             root.drop(how)
         self._finish(now)
