@@ -7,11 +7,13 @@ the group is known to be over, and its engine's error is turned into the diagnos
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from . import session as _session
@@ -189,6 +191,51 @@ def _interruptible(session: _session.Session, function: Callable[..., Any]) -> C
     return call
 
 
+def _signals(work: Any) -> None:
+    """Wait for ``work`` so that a signal's Python handler runs meanwhile, and Ctrl-C raises.
+
+    Inside torch's own wait it would run only once the operation is over, which may be at its timeout.
+    """
+    done = threading.Event()
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return  # Gloo's reduce_scatter has none.
+    future.add_done_callback(lambda _: done.set())
+    done.wait()
+
+
+def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return ``function`` issued beside the caller and waited for with an open ear; None where it cannot be.
+
+    Only for functions that can be asked not to wait.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "async_op" not in names:
+        return None
+    place = names.index("async_op")
+
+    def call(*args: Any, **kw: Any) -> Any:
+        if len(args) > place or kw.get("async_op"):
+            return function(*args, **kw)
+        work = function(*args, **{**kw, "async_op": True})
+        if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":
+            return None  # Not a member of the group, or put off until the end of a coalescing block.
+        _signals(work)
+        work.wait()
+        return None
+
+    return call
+
+
+def _must_listen() -> bool:
+    """Tell whether this thread is the one that signals are for, and nothing of a GPU is at stake.
+
+    On a GPU, torch orders an operation that is not waited for differently.
+    """
+    return threading.current_thread() is threading.main_thread() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
 def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     """Tell whether this is a receive from any source."""
     if name not in {"recv", "irecv"}:
@@ -217,6 +264,7 @@ class P2POp(dist.P2POp):
 def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
     function = getattr(dist, name)
+    beside = _beside(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
@@ -231,7 +279,10 @@ def guarded(name: str) -> Callable[..., Any]:
             require_group(name)
         site = _session.call_site()
         patient = _from_anyone(name, args, kw)
-        work = _interruptible(session, function) if patient and name == "recv" else function
+        if name in {"send", "recv"} and (patient or _must_listen()):
+            work = _interruptible(session, function)
+        else:
+            work = beside if beside is not None and _must_listen() else function
         result = _run(session, name, site, work, *args, **kw)
         if isinstance(result, dist.Work):
             return Pending(result, session, name, site, patient=patient)

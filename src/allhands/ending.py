@@ -39,6 +39,11 @@ def end(wait_s: float | None = None, how: str = "destroy") -> None:
     # First of all, so that a signal handler that comes here in the middle finds nothing left to do.
     _session.set_current(None)
     limit = settings.read().destroy_timeout if wait_s is None else wait_s
+    # A signal handler that ends the group in the middle of a collective breaks it off: the others wait for this rank,
+    # so it does not wait for them.
+    broken_off = session.busy
+    if broken_off:
+        limit = 0.0
     member = session.member
     if not session.failed and not member.over:
         still = member.leave(how, 0.0 if member.verdict is not None else limit)
@@ -53,7 +58,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> None:
                 busy,
             )
             session.failed = True
-    if session.failed or member.verdict is not None:
+    if session.failed or broken_off or member.verdict is not None:
         # Whatever torch's engine still waits for will not come; it must not hold up the end.
         session.cut()
     _end_torch()

@@ -90,7 +90,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
     found = bootstrap(
-        init_method, store, rank=rank, world_size=world_size, generation=_next_generation(), deadline=deadline
+        init_method, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline
     )
     device = current_device(device_id)
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
@@ -141,7 +141,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
 def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Session:
     """Hold the roll call for a group that torch itself is forming, with torch's store as the place to meet."""
     deadline = time.monotonic() + timeout.total_seconds()
-    found = bootstrap(None, store, rank=rank, world_size=world_size, generation=_next_generation(), deadline=deadline)
+    found = bootstrap(None, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline)
     session = _attend(found, "allhands", None, deadline, timeout)
     try:
         prepare(session, "allhands", found.world.local_world_size)
@@ -152,14 +152,11 @@ def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Sess
     return session
 
 
-def _next_generation() -> int:
-    global _generation  # noqa: PLW0603  # counts for this process, as torch's group counter does
-    _generation += 1
-    return _generation
-
-
 def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: float, timeout: timedelta) -> Session:
     """Answer the roll call; return the session of the complete group."""
+    global _generation  # noqa: PLW0603  # counts for this process, as torch's group counter does
+    # Only what the other ranks take part in counts: a rank that did not get this far must not fall out of step.
+    _generation += 1
     world = found.world
     trouble = found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank)
     read = settings.read()

@@ -114,6 +114,11 @@ class Session:
         """Note that it came out again."""
         self._doing = before
 
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is inside a collective."""
+        return self._doing is not None
+
     def _describe(self) -> tuple[str, float]:
         """Say what the rank is doing: the collective it is in, else the line its main thread is at."""
         doing = self._doing

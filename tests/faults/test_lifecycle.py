@@ -585,10 +585,6 @@ signal.signal(signal.SIGTERM, handler)
 
 
 # A main thread inside Gloo's C++ runs no Python signal handler until that call returns.
-UNHEARD = pytest.mark.xfail(reason="a Python signal handler runs only once the engine's call returns", strict=True)
-
-
-@UNHEARD
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SOAK)])
 def test_a_signal_in_a_collective_ends_it_promptly(number: signal.Signals) -> None:
     """A handler that destroys and exits runs although the rank waits inside a collective; its peer ends too."""

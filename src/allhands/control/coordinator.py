@@ -58,6 +58,9 @@ _PING_S = 1.0
 # Whoever has not answered a question for this long is called silent (never dead).
 _SILENT_S = 0.9
 
+# Before a leaver is told who was still busy, they are asked once more: what they did seconds ago is no news.
+_ASK_AGAIN_S = 0.7
+
 # Questions to all are not repeated more often than this: with n ranks leaving, n questions would be n * n.
 _QUERY_S = 0.5
 
@@ -469,6 +472,8 @@ class Coordinator:
             for due, diagnosis in list(self._suspects):
                 if now >= due:
                     self._end(diagnosis)
+            if any(deadline - now <= _ASK_AGAIN_S for _, _, deadline in self._leavers.values()):
+                self._query(now)
             self._dismiss(now)
             self._census_done(now)
             # More members, longer between pings: the cost of a ping round stays below one part in a hundred.
