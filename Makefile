@@ -5,7 +5,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.stamp
 CORE := $(wildcard csrc/*.c csrc/*.h)
-CORE_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
+CORE_FLAGS := -std=c11 -O3 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
 INCLUDE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 FOLDERS := $(wildcard src tests scripts examples setup.py)
 
@@ -71,11 +71,11 @@ test-sanitize: setup
 	@mkdir -p $(SANITIZE)
 	@rm -rf $(SANITIZE)/allhands && cp -r src/allhands $(SANITIZE)/allhands && rm -f $(SANITIZE)/allhands/*.so
 	$(CC) -shared -fPIC -g $(CORE_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all -I$(INCLUDE) \
-	  csrc/*.c -o $(SANITIZE)/allhands/_core.abi3.so
+	  csrc/*.c -lm -o $(SANITIZE)/allhands/_core.abi3.so
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 	  PYTHONPATH=$(SANITIZE) $(BIN)/python -c 'import allhands._core as core; assert "sanitize" in core.__file__'
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-	  PYTHONPATH=$(SANITIZE) $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_core.py
+	  PYTHONPATH=$(SANITIZE) $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_core.py tests/unit/test_segment.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

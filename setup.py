@@ -11,7 +11,8 @@ CORE = Extension(
     sources=sorted(map(str, Path("csrc").glob("*.c"))),
     depends=sorted(map(str, Path("csrc").glob("*.h"))),
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
-    extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"],
+    libraries=["m"],
+    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Werror"],
     py_limited_api=True,
 )
 

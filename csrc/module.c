@@ -5,6 +5,7 @@
 
 #include <errno.h>
 
+#include "engine.h"
 #include "process.h"
 
 static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *args)
@@ -38,11 +39,29 @@ static PyMethodDef methods[] = {
     {"peer_credentials", peer_credentials, METH_VARARGS,
      "peer_credentials($module, fd, /)\n--\n\n"
      "Return (pid, uid, gid) of the process at the other end of the Unix socket fd."},
+    {"segment_bytes", ah_py_segment_bytes, METH_VARARGS,
+     "segment_bytes($module, ranks, slot_bytes, /)\n--\n\n"
+     "Return how large the segment of a group is."},
+    {"reducible", ah_py_reducible, METH_VARARGS,
+     "reducible($module, dtype, reduction, /)\n--\n\n"
+     "Tell whether a reduction is defined on a dtype."},
+    {"segment_format", ah_py_segment_format, METH_VARARGS,
+     "segment_format($module, fd, ranks, slot_bytes, nonce, /)\n--\n\n"
+     "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},
     {NULL, NULL, 0, NULL},
 };
 
+static int fill(PyObject *module)
+{
+    PyObject *type = ah_segment_type();
+    int code = type ? PyModule_AddObjectRef(module, "Segment", type) : -1;
+
+    Py_XDECREF(type);
+    return code;
+}
+
 /* Multi-phase initialisation, no state: the module may be loaded in several interpreters of one process. */
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,

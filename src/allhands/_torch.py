@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 __all__ = [
+    "AllgatherOptions",
     "FileStore",
     "HashStore",
     "TCPStore",
@@ -28,6 +29,7 @@ __all__ = [
 
 # Public names that torch's own annotations hide: it imports them under a condition. They stand here so that the
 # rest of allhands is checked strictly.
+AllgatherOptions: Any = c10d.AllgatherOptions  # type: ignore[attr-defined]
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]

@@ -214,9 +214,11 @@ def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
     if "async_op" not in names:
         return None
     place = names.index("async_op")
+    group_place = names.index("group")
 
     def call(*args: Any, **kw: Any) -> Any:
-        if len(args) > place or kw.get("async_op"):
+        group = kw.get("group", args[group_place] if len(args) > group_place else None) or dist.group.WORLD
+        if len(args) > place or kw.get("async_op") or getattr(group, "hears_signals", False):
             return function(*args, **kw)
         work = function(*args, **{**kw, "async_op": True})
         if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":

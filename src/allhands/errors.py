@@ -14,6 +14,7 @@
      │    ├── PeerFailed            a rank raised
      │    ├── PeerLost              a rank is gone
      │    └── CoordinatorLost       the coordinator is gone
+     ├── CollectiveMismatch         ranks made different calls
      ├── CollectiveTimeout          a collective did not finish in time
      │    └── PeerSilent            because a rank does not answer
      ├── StoreTimeout               a key did not appear in time (also torch.distributed.DistStoreError)
@@ -36,6 +37,7 @@ __all__ = [
     "AlreadyDestroyed",
     "AlreadyInitialised",
     "ArgumentError",
+    "CollectiveMismatch",
     "CollectiveTimeout",
     "ConnectError",
     "CoordinatorLost",
@@ -155,6 +157,10 @@ class CollectiveTimeout(AllhandsError):
 
 class PeerSilent(CollectiveTimeout):
     """A collective did not finish in time because a rank does not answer."""
+
+
+class CollectiveMismatch(AllhandsError):
+    """Ranks of one group made different calls."""
 
 
 class StoreTimeout(AllhandsError, _StoreRoot):

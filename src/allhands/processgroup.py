@@ -1,32 +1,459 @@
-"""The backend that torch calls `allhands`: the engine behind a group, whoever asks torch for one."""
+"""The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
+
+On one host, tensors of the CPU go through shared memory. What that engine does not do (point to point, tensors of a
+GPU, sparse tensors) goes through Gloo, and so does everything where ranks are on several hosts.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup
 
-from . import _torch, ending, lifecycle
+from . import _torch, ending, lifecycle, mismatch
 from . import session as _session
+from .engines import shm
+from .errors import fail
+from .flat import Flat, Flats
+from .work import Done, Line
 
-__all__ = ["create"]
+__all__ = ["Group", "create"]
+
+# How long the end of a group waits for what is still in line.
+_END_S = 2.0
+
+_Tensors = Sequence[torch.Tensor]
+
+# torch's annotations of this class have overloads that no Python method can have; torch itself only looks for names.
+_Base: Any = ProcessGroup
 
 
 def create(options: Any, pg_options: Any) -> Any:
-    """Make the backend of one group; torch calls this through `_entry`.
+    """Make one group; torch calls this through `_entry`.
 
     Inside `allhands.init_process_group` the roll call is already done. Where torch's own
     `init_process_group("allhands")` was called it is done here, and torch's store is the place to meet.
     """
-    del pg_options  # Gloo takes none.
-    store = options.store
+    del pg_options  # Neither engine takes any.
+    store, rank, size = options.store, options.group_rank, options.group_size
     session = _session.current()
     if not options.global_ranks_in_group and not lifecycle.forming():
         # torch forms a default group by itself. A session that is left over belongs to one that it destroyed.
         ending.end(wait_s=0.0)
-        session = lifecycle.attend(store, options.group_rank, options.group_size, options.timeout)
+        session = lifecycle.attend(store, rank, size, options.timeout)
         store = session.store
     elif options.global_ranks_in_group and session is not None:
         # torch's own store where torch formed the default group; on ours, connections can be ended.
         store = PrefixStore(f"{options.group_id}/", session.store)
-    return _torch.gloo(store, options.group_rank, options.group_size, options.timeout)
+    gloo = _torch.gloo(store, rank, size, options.timeout)
+    if session is None or not session.one_host or size > shm.MOST_RANKS:
+        return gloo
+    engine = shm.form(store, rank, size, options.timeout.total_seconds(), session.member.check)
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout)
+
+
+def _options(kind: Any, **values: Any) -> Any:
+    """Return torch's options object with those of ``values`` that were given."""
+    made = kind()
+    for name, value in values.items():
+        if value is not None:
+            setattr(made, name, value)
+    return made
+
+
+def _dense(*tensors: torch.Tensor) -> bool:
+    """Tell whether the shared-memory engine takes ``tensors``."""
+    return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
+
+
+class Group(_Base):  # type: ignore[misc]
+    """A group of ranks on one host. The methods are those that torch calls; all ranks call the same ones."""
+
+    # The core lets Python's signal handlers run while it waits.
+    hears_signals = True
+
+    def __init__(
+        self, rank: int, ranks: list[int], *, engine: shm.Shm, gloo: Any, session: _session.Session, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self.ranks = ranks
+        self.engine = engine
+        self.session = session
+        self._rank = rank
+        self._core = engine.segment
+        self._gloo = gloo
+        self._line = Line("allhands-group")
+        self._limit_ns = int(timeout.total_seconds() * 1e9)
+        self._group_name = ""
+        self._group_desc = ""
+        self._sequence = 0
+        session.member.on_end(self._end)
+
+    # Collectives -------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce to everyone."""
+        if isinstance(tensors, torch.Tensor):
+            tensors, opts = [tensors], _options(dist.AllreduceOptions, reduceOp=opts, timeout=timeout)
+        return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceOptions(), self._gloo.allreduce)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors to everyone."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._reduce_each("all_reduce", tensors, opts, self._gloo.allreduce_coalesced)
+
+    def _reduce_each(self, name: str, tensors: list[torch.Tensor], opts: Any, other: Any) -> Any:
+        if not _dense(*tensors):
+            return other(tensors, opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                dtype, reduction = self._reduction(name, tensor, opts.reduceOp)
+                with Flat(tensor) as flat:
+                    self._call(self._core.all_reduce, *flat.place, dtype, reduction)
+
+        return self._do(name, run, tensors, opts)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce to the root."""
+        opts = opts or dist.ReduceOptions()
+        if not _dense(*tensors):
+            return self._gloo.reduce(tensors, opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                dtype, reduction = self._reduction("reduce", tensor, opts.reduceOp)
+                with Flat(tensor, back=self._rank == opts.rootRank) as flat:
+                    self._call(self._core.reduce, *flat.place, dtype, reduction, opts.rootRank)
+
+        return self._do("reduce", run, tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Give the root's tensor to everyone."""
+        if isinstance(tensors, torch.Tensor):
+            tensors, opts = [tensors], _options(dist.BroadcastOptions, rootRank=opts, timeout=timeout)
+        opts = opts or dist.BroadcastOptions()
+        if not _dense(*tensors):
+            return self._gloo.broadcast(tensors, opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                with Flat(tensor, back=self._rank != opts.rootRank) as flat:
+                    code = shm.dtype_code(tensor.dtype)
+                    self._call(self._core.broadcast, *flat.place, code, opts.rootRank)
+
+        return self._do("broadcast", run, tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give everyone's tensor to everyone, as a list."""
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = opts or _torch.AllgatherOptions()
+        if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
+            return self._gloo.allgather(outputs, inputs, opts)
+
+        def run() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                self._gather_into(output, tensor)
+
+        return self._do("all_gather", run, [tensor for each in outputs for tensor in each], opts)
+
+    def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
+        self._same_number("all_gather", outputs)
+        with Flat(tensor, back=False) as flat, Flats(outputs) as out:
+            self._call(self._core.all_gather, *flat.place, out.places, shm.dtype_code(tensor.dtype))
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Give everyone's tensor to everyone, as one tensor."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Give several tensors of everyone to everyone, each as one tensor."""
+        opts = opts or _torch.AllgatherOptions()
+        if not _dense(*outputs, *inputs):
+            return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+        def run() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                with Flat(output) as flat:
+                    self._gather_into(self._equal_parts(flat.tensor), tensor)
+
+        return self._do("all_gather_into_tensor", run, outputs, opts)
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Give several tensors of everyone to everyone, as lists."""
+        # outputs[rank][index] here, where allgather has outputs[index][rank].
+        turned = [[each[index] for each in outputs] for index in range(len(inputs))]
+        return self.allgather(turned, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give everyone's tensor to the root."""
+        opts = opts or dist.GatherOptions()
+        if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
+            return self._gloo.gather(outputs, inputs, opts)
+
+        def run() -> None:
+            code = shm.dtype_code(inputs[0].dtype)
+            with Flat(inputs[0], back=False) as flat:
+                if self._rank != opts.rootRank:
+                    self._call(self._core.gather, *flat.place, None, code, opts.rootRank)
+                    return
+                self._same_number("gather", outputs[0])
+                with Flats(outputs[0]) as out:
+                    self._call(self._core.gather, *flat.place, out.places, code, opts.rootRank)
+
+        return self._do("gather", run, [tensor for each in outputs for tensor in each], opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give each rank its tensor of the root's list."""
+        opts = opts or dist.ScatterOptions()
+        if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
+            return self._gloo.scatter(outputs, inputs, opts)
+
+        def run() -> None:
+            code = shm.dtype_code(outputs[0].dtype)
+            with Flat(outputs[0]) as flat:
+                if self._rank != opts.rootRank:
+                    self._call(self._core.scatter, None, *flat.place, code, opts.rootRank)
+                    return
+                self._same_number("scatter", inputs[0])
+                with Flats(inputs[0], back=False) as given:
+                    self._call(self._core.scatter, given.places, *flat.place, code, opts.rootRank)
+
+        return self._do("scatter", run, outputs, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce each tensor of the list to the rank it is for."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = opts or dist.ReduceScatterOptions()
+        if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
+            return self._gloo.reduce_scatter(outputs, inputs, opts)
+
+        def run() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._reduce_into(output, given, opts.reduceOp)
+
+        return self._do("reduce_scatter", run, outputs, opts)
+
+    def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any) -> None:
+        self._same_number("reduce_scatter", inputs)
+        dtype, reduction = self._reduction("reduce_scatter", output, op)
+        if any(tensor.numel() != output.numel() for tensor in inputs):
+            raise self._wrong("reduce_scatter", "the tensors of the list and the output differ in size")
+        with Flat(output) as flat, Flats(inputs, back=False) as given:
+            self._call(self._core.reduce_scatter, given.places, *flat.place, dtype, reduction)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Reduce each part of one tensor to the rank it is for."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Reduce each part of several tensors to the rank it is for."""
+        opts = opts or dist.ReduceScatterOptions()
+        if not _dense(*outputs, *inputs):
+            return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
+        def run() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                self._reduce_into(output, self._equal_parts(tensor.contiguous()), opts.reduceOp)
+
+        return self._do("reduce_scatter_tensor", run, outputs, opts)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """Give each rank its tensor of the list."""
+        opts = opts or dist.AllToAllOptions()
+        if not _dense(*outputs, *inputs):
+            return self._gloo.alltoall(outputs, inputs, opts)
+        self._same_number("all_to_all", outputs)
+        self._same_number("all_to_all", inputs)
+
+        def run() -> None:
+            with Flats(outputs) as out, Flats(inputs, back=False) as given:
+                code = shm.dtype_code(inputs[0].dtype)
+                self._call(self._core.all_to_all, given.places, out.places, code)
+
+        return self._do("all_to_all", run, outputs, opts)
+
+    def all_to_all_single(  # torch's signature
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        """Give each rank its part of one tensor; splits are in rows, [] for even ones."""
+        opts = opts or dist.AllToAllOptions()
+        if not _dense(output, tensor):
+            return self._gloo.alltoall_base(output, tensor, output_splits, input_splits, opts)
+
+        def run() -> None:
+            with Flat(output) as out, Flat(tensor, back=False) as given:
+                code = shm.dtype_code(tensor.dtype)
+                parts = (
+                    shm.parts(self._rows(given.tensor, input_splits)),
+                    shm.parts(self._rows(out.tensor, output_splits)),
+                )
+                self._call(self._core.all_to_all, *parts, code)
+
+        return self._do("all_to_all_single", run, [output], opts)
+
+    def _rows(self, tensor: torch.Tensor, splits: list[int]) -> _Tensors:
+        size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise self._wrong("all_to_all_single", f"{rows} rows cannot be split evenly among {size} ranks")
+            splits = [rows // size] * size
+        if sum(splits) != rows or len(splits) != size:
+            raise self._wrong("all_to_all_single", f"splits {splits} do not add up to {rows} rows for {size} ranks")
+        return list(torch.split(tensor, splits))
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for everyone."""
+        opts = opts or dist.BarrierOptions()
+        return self._do("barrier", lambda: self._call(self._core.barrier), [], opts)
+
+    # Older names, which older versions of torch and its C++ code call.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Point to point ----------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
+        """Send to one rank."""
+        return self._gloo.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
+        """Receive from one rank."""
+        return self._gloo.recv(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        """Receive from whoever sends first."""
+        return self._gloo.recv_anysource(tensors, tag)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for everyone and name who does not come."""
+        self._gloo.monitored_barrier(*(() if timeout is None else (timeout,)), wait_all_ranks=wait_all_ranks)
+
+    # About the group ---------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Return the name that torch calls us by."""
+        return "allhands"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name that torch gives."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return it."""
+        return self._group_name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """Take the description that torch gives."""
+        self._group_desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return it."""
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, _: torch.device) -> Any:
+        return self._gloo
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the sequence begins at 0 on every rank."""
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        """Nothing: calls are done as they come."""
+
+    def _end_coalescing(self, _: torch.device) -> Any:
+        return Done([])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call may take from now on."""
+        self._limit_ns = int(timeout.total_seconds() * 1e9)
+        self._gloo.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """End the group for everyone, now."""
+        self._core.end(self._rank)
+
+    def shutdown(self) -> None:
+        """End this rank's part, after what is in line."""
+        self.session.member.off_end(self._end)
+        self._line.close(_END_S)
+        self._gloo.shutdown()
+
+    # Inside ------------------------------------------------------------------------------------------------
+
+    def _end(self, _: Any) -> None:
+        """The coordinator says that the group is over: whoever waits in the segment wakes."""
+        self._core.end(self._rank)
+
+    def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
+        self._sequence += 1
+        site = _session.call_site()
+        later = bool(getattr(opts, "asyncOp", True))
+        return self._line.do(functools.partial(self._noted, name, site, run), tensors, later=later)
+
+    def _noted(self, name: str, site: str, run: Callable[[], None]) -> None:
+        before = self.session.enter(name, site)
+        try:
+            run()
+        except shm.Trouble as trouble:
+            raise mismatch.explain(self, trouble, name, site) from None
+        finally:
+            self.session.leave(before)
+
+    def _call(self, function: Callable[..., int], *args: Any) -> None:
+        code = function(*args, self._limit_ns)
+        if code:
+            self.engine.done(code)
+
+    def _reduction(self, name: str, tensor: torch.Tensor, op: Any) -> tuple[int, int]:
+        """Return the core's numbers for reducing ``tensor`` by ``op``; raise where it cannot be done."""
+        dtype = tensor.dtype
+        code = shm.dtype_code(dtype.to_real() if dtype.is_complex else dtype)
+        number = shm.reduction_code(op)
+        if not shm.reducible(code, number) or (dtype.is_complex and number not in shm.LINEAR):
+            raise self._wrong(name, f"{op} is not defined on {dtype}")
+        return code, number
+
+    def _equal_parts(self, tensor: torch.Tensor) -> _Tensors:
+        """Cut a contiguous tensor into one part for each rank."""
+        each, rest = divmod(tensor.numel(), self.size())
+        if rest:
+            raise self._wrong(
+                "this call", f"{tensor.numel()} elements cannot be split evenly among {self.size()} ranks"
+            )
+        return list(torch.split(tensor.view(-1), each)) if each else [tensor.view(-1)] * self.size()
+
+    def _same_number(self, name: str, tensors: _Tensors) -> None:
+        if len(tensors) != self.size():
+            raise self._wrong(name, f"a list of {len(tensors)} tensors in a group of {self.size()}")
+
+    def _wrong(self, name: str, why: str) -> Exception:
+        return fail("invalid-argument", f"{name}: {why}", who=f"rank {self.ranks[self._rank]}", fix="see the call")

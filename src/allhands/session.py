@@ -99,7 +99,8 @@ class Session:
         self.failed = False
         self.undo: list[Callable[[], None]] = []
         self._main = threading.main_thread().ident
-        self._doing: tuple[str, str, float] | None = None
+        # By thread: an operation beside the main thread is not what the main thread is doing.
+        self._doing: dict[int, tuple[str, str, float]] = {}
         seat.member.describe = self._describe
         seat.member.on_end(self._cut)
 
@@ -107,21 +108,27 @@ class Session:
 
     def enter(self, name: str, site: str) -> tuple[str, str, float] | None:
         """Note that this rank is inside the collective ``name``; return what to give to `leave`."""
-        before, self._doing = self._doing, (name, site, time.monotonic())
+        thread = threading.get_ident()
+        before = self._doing.get(thread)
+        self._doing[thread] = (name, site, time.monotonic())
         return before
 
     def leave(self, before: tuple[str, str, float] | None) -> None:
         """Note that it came out again."""
-        self._doing = before
+        if before is None:
+            self._doing.pop(threading.get_ident(), None)
+        else:
+            self._doing[threading.get_ident()] = before
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is inside a collective."""
-        return self._doing is not None
+        """Whether this thread is inside a collective."""
+        return threading.get_ident() in self._doing
 
     def _describe(self) -> tuple[str, float]:
         """Say what the rank is doing: the collective it is in, else the line its main thread is at."""
-        doing = self._doing
+        others = list(self._doing.values())
+        doing = self._doing.get(self._main or 0, others[0] if others else None)
         if doing is not None:
             name, site, since = doing
             return f"in {name} at {site}", time.monotonic() - since
@@ -170,7 +177,8 @@ class Session:
         silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
         left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
         first = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else type(problem).__name__
-        waited = duration(time.monotonic() - self._doing[2]) if self._doing else "the time it was given"
+        mine_now = self._doing.get(threading.get_ident())
+        waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
         if not everyone and self.member.over:
             return Diagnosis(
                 "peer-lost",

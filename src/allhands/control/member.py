@@ -154,6 +154,11 @@ class Member:
         if self.verdict is not None:
             callback(self.verdict)
 
+    def check(self) -> None:
+        """Raise what ended the group, where it is over."""
+        if self.verdict is not None:
+            raise error(self.verdict)
+
     def off_end(self, callback: Callable[[Diagnosis], None]) -> None:
         """Take back an `on_end`."""
         if callback in self._callbacks:

@@ -66,6 +66,7 @@ _ENTRIES = (
     Entry("peer-lost", "PeerLost", "a rank's process or connection is gone"),
     Entry("peer-silent", "PeerSilent", "a rank is connected but does not answer"),
     Entry("collective-timeout", "CollectiveTimeout", "not every rank came to the collective in time"),
+    Entry("collective-mismatch", "CollectiveMismatch", "ranks of one group made different calls"),
     Entry("coordinator-lost", "CoordinatorLost", "the coordinator's process or connection is gone"),
     Entry("engine-failed", "EngineFailed", "torch could not form the group although every rank answered"),
     Entry("store-timeout", "StoreTimeout", "a key did not appear in the store in time"),

@@ -1,0 +1,93 @@
+/* all_gather and gather: a rank copies in its own, whoever wants it copies everyone's out. */
+#include "copy.h"
+#include "sizes.h"
+#include "wait.h"
+
+struct task {
+    struct ah_group *group;
+    struct ah_part in;
+    const struct ah_part *out; /* NULL where this rank takes nothing */
+    uint32_t first;
+    size_t table, chunk;
+};
+
+static int give(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    size_t bytes = ah_span(task->in.bytes, task->chunk, index);
+    int code = ah_await_slot(group, ticket);
+
+    if (code != AH_OK)
+        return code;
+    if (index == 0)
+        ah_state_sizes(group, ticket, NULL, task->in.bytes);
+    ah_copy(ah_slot(group, group->rank, ticket) + task->table, task->in.data + index * task->chunk, bytes, 0);
+    ah_post(group, AH_ARRIVED, ticket + 1);
+    return AH_OK;
+}
+
+static int take(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+
+    for (uint32_t step = 0; task->out && step < group->ranks; step++) {
+        uint32_t rank = (group->rank + step) % group->ranks;
+        const struct ah_part *out = &task->out[rank];
+        size_t at = index * task->chunk, bytes = ah_span(out->bytes, task->chunk, index);
+        const unsigned char *from = rank == group->rank ? task->in.data + at : ah_slot(group, rank, ticket) + task->table;
+        int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
+
+        if (code == AH_OK && index == 0)
+            code = ah_check_size(group, ticket, rank, out->bytes);
+        if (code != AH_OK)
+            return code;
+        if (from != out->data + at)
+            ah_copy(out->data + at, from, bytes, out->bytes >= AH_STREAM_BYTES);
+    }
+    ah_post(group, AH_TAKEN, ticket + 1);
+    return AH_OK;
+}
+
+static int run(struct ah_group *group, const struct ah_call *call, struct ah_part in, const struct ah_part *out,
+               int64_t timeout_ns)
+{
+    struct task task = {.group = group, .in = in, .out = out, .first = group->ticket, .table = ah_table_bytes(group)};
+    size_t slot = group->head->slot_bytes, chunks = 1;
+    int code;
+
+    if (slot <= task.table)
+        return AH_BROKEN;
+    /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
+    task.chunk = ah_min(slot - task.table, AH_CHUNK_BYTES);
+    if ((code = ah_begin(group, call, timeout_ns)) != AH_OK || (code = give(&task, 0)) != AH_OK)
+        return code;
+    if ((code = ah_meet(group)) == AH_OK)
+        chunks = ah_chunks(ah_largest(group), task.chunk);
+    for (size_t index = 0; code == AH_OK && index < chunks; index++) {
+        if (index + 1 < chunks)
+            code = give(&task, index + 1);
+        if (code == AH_OK)
+            code = take(&task, index);
+    }
+    if (code == AH_OK)
+        ah_finish(group, task.first + (uint32_t)chunks);
+    return code;
+}
+
+int ah_all_gather(struct ah_group *group, struct ah_part in, const struct ah_part *out, uint32_t dtype,
+                  int64_t timeout_ns)
+{
+    const struct ah_call call = {.kind = AH_ALL_GATHER, .dtype = dtype, .root = -1};
+
+    return run(group, &call, in, out, timeout_ns);
+}
+
+int ah_gather(struct ah_group *group, struct ah_part in, const struct ah_part *out, uint32_t dtype, uint32_t root,
+              int64_t timeout_ns)
+{
+    const struct ah_call call = {.kind = AH_GATHER, .dtype = dtype, .root = (int32_t)root};
+
+    return run(group, &call, in, group->rank == root ? out : NULL, timeout_ns);
+}

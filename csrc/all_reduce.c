@@ -1,0 +1,177 @@
+/* all_reduce and reduce. Each chunk is cut into one slice for each rank: a rank copies in all slices but its own,
+ * reduces its own from everyone's slots, and copies the others' results out. Up to three chunks are under way at
+ * once. A small tensor goes in one piece instead: everyone reads everyone, with a single meeting. */
+#include "collective.h"
+#include "copy.h"
+#include "reduce.h"
+#include "wait.h"
+
+/* All ranks' data together: below this, reading everything costs less than a second meeting. */
+#define ONE_SHOT_BYTES ((size_t)64 << 10)
+
+/* Slices begin on lines of their own. */
+#define SLICE_BYTES 64
+
+/* A source for each rank; more ranks on one host are refused when the group is made. */
+#define MOST_RANKS 256
+
+struct task {
+    struct ah_group *group;
+    struct ah_part data;
+    uint32_t dtype, reduction;
+    uint32_t first; /* ticket of the first chunk */
+    size_t chunk;
+    int stream;
+    int wants; /* whether this rank gets the result */
+};
+
+/* Where the slice of `rank` begins in a chunk of `bytes`. */
+static size_t slice(const struct task *task, uint32_t rank, size_t bytes)
+{
+    size_t each = (bytes + task->group->ranks - 1) / task->group->ranks;
+
+    each = (each + SLICE_BYTES - 1) / SLICE_BYTES * SLICE_BYTES;
+    return ah_min(rank * each, bytes);
+}
+
+static int copy_in(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    size_t bytes = ah_span(task->data.bytes, task->chunk, index);
+    size_t own = slice(task, group->rank, bytes), next = slice(task, group->rank + 1, bytes);
+    const unsigned char *from = task->data.data + index * task->chunk;
+    unsigned char *to = ah_slot(group, group->rank, ticket);
+    int code = ah_await_slot(group, ticket);
+
+    if (code != AH_OK)
+        return code;
+    ah_copy(to, from, own, 0);
+    ah_copy(to + next, from + next, bytes - next, 0);
+    ah_post(group, AH_ARRIVED, ticket + 1);
+    return AH_OK;
+}
+
+static int reduce_own(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    size_t bytes = ah_span(task->data.bytes, task->chunk, index);
+    size_t own = slice(task, group->rank, bytes), next = slice(task, group->rank + 1, bytes);
+    unsigned char *mine = task->data.data + index * task->chunk + own;
+    unsigned char *result = ah_slot(group, group->rank, ticket) + own;
+    const void *sources[MOST_RANKS];
+    int code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
+
+    if (code != AH_OK)
+        return code;
+    for (uint32_t rank = 0; rank < group->ranks; rank++)
+        sources[rank] = rank == group->rank ? mine : ah_slot(group, rank, ticket) + own;
+    ah_reduce(task->dtype, task->reduction, result, sources, group->ranks, (next - own) / ah_dtype_bytes(task->dtype));
+    if (task->wants)
+        ah_copy(mine, result, next - own, task->stream);
+    ah_post(group, AH_REDUCED, ticket + 1);
+    return AH_OK;
+}
+
+static int copy_out(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    size_t bytes = ah_span(task->data.bytes, task->chunk, index);
+    unsigned char *to = task->data.data + index * task->chunk;
+
+    /* Beginning with the next rank spreads who reads from whom. */
+    for (uint32_t step = 1; task->wants && step < group->ranks; step++) {
+        uint32_t rank = (group->rank + step) % group->ranks;
+        size_t own = slice(task, rank, bytes), next = slice(task, rank + 1, bytes);
+        int code = ah_await(group, rank, AH_REDUCED, ticket + 1);
+
+        if (code != AH_OK)
+            return code;
+        ah_copy(to + own, ah_slot(group, rank, ticket) + own, next - own, task->stream);
+    }
+    ah_post(group, AH_TAKEN, ticket + 1);
+    return AH_OK;
+}
+
+static int in_chunks(const struct task *task)
+{
+    size_t chunks = ah_chunks(task->data.bytes, task->chunk);
+    int code = AH_OK;
+
+    for (size_t step = 0; code == AH_OK && step < chunks + 2; step++) {
+        if (step < chunks)
+            code = copy_in(task, step);
+        if (code == AH_OK && step >= 1 && step - 1 < chunks)
+            code = reduce_own(task, step - 1);
+        if (code == AH_OK && step >= 2)
+            code = copy_out(task, step - 2);
+    }
+    if (code == AH_OK)
+        ah_finish(task->group, task->first + (uint32_t)chunks);
+    return code;
+}
+
+static int in_one_shot(const struct task *task)
+{
+    struct ah_group *group = task->group;
+    const void *sources[MOST_RANKS];
+    int code = ah_await_slot(group, task->first);
+
+    if (code != AH_OK)
+        return code;
+    ah_copy(ah_slot(group, group->rank, task->first), task->data.data, task->data.bytes, 0);
+    ah_post(group, AH_ARRIVED, task->first + 1);
+    if ((code = ah_meet(group)) != AH_OK)
+        return code;
+    if (task->wants) {
+        for (uint32_t rank = 0; rank < group->ranks; rank++)
+            sources[rank] = ah_slot(group, rank, task->first);
+        ah_reduce(task->dtype, task->reduction, task->data.data, sources, group->ranks,
+                  task->data.bytes / ah_dtype_bytes(task->dtype));
+    }
+    ah_finish(group, task->first + 1);
+    return AH_OK;
+}
+
+static int run(struct ah_group *group, const struct ah_call *call, struct ah_part data, int wants, int64_t timeout_ns)
+{
+    struct task task = {
+        .group = group,
+        .data = data,
+        .dtype = call->dtype,
+        .reduction = call->reduce,
+        .first = group->ticket,
+        .chunk = data.bytes <= group->head->slot_bytes ? group->head->slot_bytes
+                                                       : ah_min(group->head->slot_bytes, AH_CHUNK_BYTES),
+        .stream = data.bytes >= AH_STREAM_BYTES,
+        .wants = wants,
+    };
+    int code;
+
+    if (!ah_reducible(call->dtype, call->reduce) || group->ranks > MOST_RANKS)
+        return AH_BROKEN;
+    if ((code = ah_begin(group, call, timeout_ns)) != AH_OK)
+        return code;
+    if (data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->head->slot_bytes)
+        return in_one_shot(&task);
+    return in_chunks(&task);
+}
+
+int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns)
+{
+    const struct ah_call call = {
+        .count = data.bytes, .kind = AH_ALL_REDUCE, .reduce = reduction, .dtype = dtype, .root = -1};
+
+    return run(group, &call, data, 1, timeout_ns);
+}
+
+int ah_reduce_to(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, uint32_t root,
+                 int64_t timeout_ns)
+{
+    const struct ah_call call = {
+        .count = data.bytes, .kind = AH_REDUCE, .reduce = reduction, .dtype = dtype, .root = (int32_t)root};
+
+    return run(group, &call, data, group->rank == root, timeout_ns);
+}

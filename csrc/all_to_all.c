@@ -1,0 +1,114 @@
+/* all_to_all and scatter: a slot is cut into one piece for each rank, which that rank copies out. */
+#include "copy.h"
+#include "sizes.h"
+#include "wait.h"
+
+struct task {
+    struct ah_group *group;
+    const struct ah_part *in;  /* NULL where this rank gives nothing */
+    const struct ah_part *out; /* from each rank; NULL with a root: `only` comes from it */
+    struct ah_part only;
+    int32_t root;
+    uint32_t first;
+    size_t table, piece;
+};
+
+static int give(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    unsigned char *to = ah_slot(group, group->rank, ticket) + task->table;
+    int code = ah_await_slot(group, ticket);
+
+    if (code != AH_OK)
+        return code;
+    if (index == 0)
+        ah_state_sizes(group, ticket, task->in, 0);
+    for (uint32_t rank = 0; task->in && rank < group->ranks; rank++) {
+        if (rank != group->rank)
+            ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece,
+                    ah_span(task->in[rank].bytes, task->piece, index), 0);
+    }
+    ah_post(group, AH_ARRIVED, ticket + 1);
+    return AH_OK;
+}
+
+static int take_from(const struct task *task, size_t index, uint32_t rank, struct ah_part out)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    size_t at = index * task->piece;
+    const unsigned char *from = ah_slot(group, rank, ticket) + task->table + group->rank * task->piece;
+    int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
+
+    if (code == AH_OK && index == 0)
+        code = ah_check_size(group, ticket, rank, out.bytes);
+    if (code != AH_OK)
+        return code;
+    if (rank == group->rank)
+        from = task->in[rank].data + at;
+    if (from != out.data + at)
+        ah_copy(out.data + at, from, ah_span(out.bytes, task->piece, index), out.bytes >= AH_STREAM_BYTES);
+    return AH_OK;
+}
+
+static int take(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    int code = AH_OK;
+
+    if (task->root >= 0)
+        code = take_from(task, index, (uint32_t)task->root, task->only);
+    for (uint32_t step = 0; code == AH_OK && task->out && step < group->ranks; step++) {
+        uint32_t rank = (group->rank + step) % group->ranks;
+
+        code = take_from(task, index, rank, task->out[rank]);
+    }
+    if (code == AH_OK)
+        ah_post(group, AH_TAKEN, task->first + (uint32_t)index + 1);
+    return code;
+}
+
+static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
+{
+    struct ah_group *group = task->group;
+    size_t slot = group->head->slot_bytes, chunks = 1;
+    int code;
+
+    task->first = group->ticket;
+    task->table = ah_table_bytes(group);
+    if (slot < task->table + group->ranks * AH_LINE)
+        return AH_BROKEN;
+    task->piece = ah_min(slot - task->table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
+    if ((code = ah_begin(group, call, timeout_ns)) != AH_OK || (code = give(task, 0)) != AH_OK)
+        return code;
+    if ((code = ah_meet(group)) == AH_OK)
+        chunks = ah_chunks(ah_largest(group), task->piece);
+    for (size_t index = 0; code == AH_OK && index < chunks; index++) {
+        if (index + 1 < chunks)
+            code = give(task, index + 1);
+        if (code == AH_OK)
+            code = take(task, index);
+    }
+    if (code == AH_OK)
+        ah_finish(group, task->first + (uint32_t)chunks);
+    return code;
+}
+
+int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct ah_part *out, uint32_t dtype,
+                  int64_t timeout_ns)
+{
+    const struct ah_call call = {.kind = AH_ALL_TO_ALL, .dtype = dtype, .root = -1};
+    struct task task = {.group = group, .in = in, .out = out, .root = -1};
+
+    return run(&task, &call, timeout_ns);
+}
+
+int ah_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part out, uint32_t dtype, uint32_t root,
+               int64_t timeout_ns)
+{
+    const struct ah_call call = {.kind = AH_SCATTER, .dtype = dtype, .root = (int32_t)root};
+    struct task task = {.group = group, .in = group->rank == root ? in : NULL, .only = out, .root = (int32_t)root};
+
+    return run(&task, &call, timeout_ns);
+}

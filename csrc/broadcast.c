@@ -1,0 +1,59 @@
+/* broadcast: the root copies in chunk after chunk, everyone else copies out. */
+#include "collective.h"
+#include "copy.h"
+#include "wait.h"
+
+static int give(struct ah_group *group, struct ah_part data, size_t chunk, size_t chunks, uint32_t first)
+{
+    int code = AH_OK;
+
+    for (size_t index = 0; code == AH_OK && index < chunks; index++) {
+        uint32_t ticket = first + (uint32_t)index;
+
+        if ((code = ah_await_slot(group, ticket)) != AH_OK)
+            break;
+        ah_copy(ah_slot(group, group->rank, ticket), data.data + index * chunk, ah_span(data.bytes, chunk, index), 0);
+        ah_post(group, AH_ARRIVED, ticket + 1);
+        if (index == 0)
+            code = ah_meet(group);
+        /* Nobody gives to the root: it has taken all there is. */
+        ah_post(group, AH_TAKEN, ticket + 1);
+    }
+    return code;
+}
+
+static int take(struct ah_group *group, struct ah_part data, size_t chunk, size_t chunks, uint32_t first, uint32_t root)
+{
+    int stream = data.bytes >= AH_STREAM_BYTES, code;
+
+    /* Only the root has something to copy in; the others are there with all of theirs. */
+    ah_post(group, AH_ARRIVED, first + (uint32_t)chunks);
+    code = ah_meet(group);
+    for (size_t index = 0; code == AH_OK && index < chunks; index++) {
+        uint32_t ticket = first + (uint32_t)index;
+
+        if ((code = ah_await(group, root, AH_ARRIVED, ticket + 1)) != AH_OK)
+            break;
+        ah_copy(data.data + index * chunk, ah_slot(group, root, ticket), ah_span(data.bytes, chunk, index), stream);
+        ah_post(group, AH_TAKEN, ticket + 1);
+    }
+    return code;
+}
+
+int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t root, int64_t timeout_ns)
+{
+    const struct ah_call call = {.count = data.bytes, .kind = AH_BROADCAST, .dtype = dtype, .root = (int32_t)root};
+    size_t slot = group->head->slot_bytes;
+    /* In two halves at least, so that copying in and copying out overlap. */
+    size_t chunk = data.bytes <= AH_CHUNK_BYTES / 4 ? slot : ah_min(slot, AH_CHUNK_BYTES / 2);
+    size_t chunks = ah_chunks(data.bytes, chunk);
+    uint32_t first = group->ticket;
+    int code = ah_begin(group, &call, timeout_ns);
+
+    if (code == AH_OK)
+        code = group->rank == root ? give(group, data, chunk, chunks, first)
+                                   : take(group, data, chunk, chunks, first, root);
+    if (code == AH_OK)
+        ah_finish(group, first + (uint32_t)chunks);
+    return code;
+}

@@ -1,0 +1,10 @@
+/* Copying between a tensor and a slot. */
+#ifndef ALLHANDS_COPY_H
+#define ALLHANDS_COPY_H
+
+#include <stddef.h>
+
+/* Copy; with `stream` past the caches, for targets that are not read again soon. */
+void ah_copy(void *to, const void *from, size_t bytes, int stream);
+
+#endif

@@ -1,0 +1,12 @@
+/* What engine.c gives to the module. */
+#ifndef ALLHANDS_ENGINE_H
+#define ALLHANDS_ENGINE_H
+
+#include <Python.h>
+
+PyObject *ah_segment_type(void);
+PyObject *ah_py_segment_bytes(PyObject *module, PyObject *args);
+PyObject *ah_py_reducible(PyObject *module, PyObject *args);
+PyObject *ah_py_segment_format(PyObject *module, PyObject *args);
+
+#endif

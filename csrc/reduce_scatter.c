@@ -1,0 +1,81 @@
+/* reduce_scatter: a slot is cut into one piece for each rank, which that rank reduces from everyone's slots. */
+#include "collective.h"
+#include "copy.h"
+#include "reduce.h"
+#include "wait.h"
+
+#define MOST_RANKS 256
+
+struct task {
+    struct ah_group *group;
+    const struct ah_part *in;
+    struct ah_part out;
+    uint32_t dtype, reduction, first;
+    size_t piece;
+};
+
+static int give(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    unsigned char *to = ah_slot(group, group->rank, ticket);
+    size_t bytes = ah_span(task->out.bytes, task->piece, index);
+    int code = ah_await_slot(group, ticket);
+
+    if (code != AH_OK)
+        return code;
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (rank != group->rank)
+            ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece, bytes, 0);
+    }
+    ah_post(group, AH_ARRIVED, ticket + 1);
+    return AH_OK;
+}
+
+static int reduce_own(const struct task *task, size_t index)
+{
+    struct ah_group *group = task->group;
+    uint32_t ticket = task->first + (uint32_t)index;
+    size_t bytes = ah_span(task->out.bytes, task->piece, index), at = index * task->piece;
+    const void *sources[MOST_RANKS];
+    int code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
+
+    if (code != AH_OK)
+        return code;
+    for (uint32_t rank = 0; rank < group->ranks; rank++)
+        sources[rank] = rank == group->rank ? task->in[rank].data + at
+                                            : ah_slot(group, rank, ticket) + group->rank * task->piece;
+    ah_reduce(task->dtype, task->reduction, task->out.data + at, sources, group->ranks,
+              bytes / ah_dtype_bytes(task->dtype));
+    ah_post(group, AH_TAKEN, ticket + 1);
+    return AH_OK;
+}
+
+int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part out, uint32_t dtype,
+                      uint32_t reduction, int64_t timeout_ns)
+{
+    const struct ah_call call = {
+        .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = reduction, .dtype = dtype, .root = -1};
+    struct task task = {
+        .group = group, .in = in, .out = out, .dtype = dtype, .reduction = reduction, .first = group->ticket};
+    size_t slot = group->head->slot_bytes, chunks;
+    int code;
+
+    if (!ah_reducible(dtype, reduction) || group->ranks > MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)
+        return AH_BROKEN;
+    /* Up to a whole slot goes in one chunk. */
+    task.piece = slot / group->ranks / AH_LINE * AH_LINE;
+    if (out.bytes > task.piece && slot > AH_CHUNK_BYTES)
+        task.piece = AH_CHUNK_BYTES / group->ranks / AH_LINE * AH_LINE;
+    chunks = ah_chunks(out.bytes, task.piece);
+    code = ah_begin(group, &call, timeout_ns);
+    for (size_t step = 0; code == AH_OK && step < chunks + 1; step++) {
+        if (step < chunks)
+            code = give(&task, step);
+        if (code == AH_OK && step >= 1)
+            code = reduce_own(&task, step - 1);
+    }
+    if (code == AH_OK)
+        ah_finish(group, task.first + (uint32_t)chunks);
+    return code;
+}

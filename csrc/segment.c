@@ -1,0 +1,57 @@
+#include "segment.h"
+
+#include <string.h>
+
+#define PAGE 4096u
+
+static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
+static const uint32_t VERSION = 1;
+
+static size_t pages(size_t bytes)
+{
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+static size_t slots_offset(uint32_t ranks)
+{
+    return pages(sizeof(struct ah_header)) + pages(ranks * sizeof(struct ah_member));
+}
+
+size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes)
+{
+    return slots_offset(ranks) + (size_t)ranks * AH_DEPTH * (pages(slot_bytes) + PAGE);
+}
+
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, const unsigned char nonce[16])
+{
+    struct ah_header *head = memory;
+
+    head->version = VERSION;
+    head->ranks = ranks;
+    head->slot_bytes = slot_bytes;
+    head->slot_stride = pages(slot_bytes) + PAGE;
+    head->total_bytes = ah_segment_bytes(ranks, slot_bytes);
+    memcpy(head->nonce, nonce, sizeof head->nonce);
+    head->magic = MAGIC;
+}
+
+int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t rank,
+                    const unsigned char nonce[16], int *pidfds)
+{
+    struct ah_header *head = memory;
+
+    if (bytes < sizeof *head || head->magic != MAGIC || head->version != VERSION || rank >= head->ranks)
+        return AH_BROKEN;
+    if (head->total_bytes != bytes || bytes != ah_segment_bytes(head->ranks, head->slot_bytes))
+        return AH_BROKEN;
+    if (memcmp(head->nonce, nonce, sizeof head->nonce) != 0)
+        return AH_BROKEN;
+    memset(group, 0, sizeof *group);
+    group->head = head;
+    group->members = (struct ah_member *)((unsigned char *)memory + pages(sizeof *head));
+    group->slots = (unsigned char *)memory + slots_offset(head->ranks);
+    group->rank = rank;
+    group->ranks = head->ranks;
+    group->pidfds = pidfds;
+    return AH_OK;
+}

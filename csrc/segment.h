@@ -1,0 +1,115 @@
+/* The shared segment of one group on one host: its layout, and a process's view of it.
+ *
+ *   header | member 0 … member n-1 | slots of member 0 … slots of member n-1
+ *
+ * A member writes only its own part (but for `waiters`), everyone reads all of it. Data moves in chunks that
+ * carry a running number, the ticket; every rank takes the same tickets in the same order, because every rank
+ * makes the same calls (they are compared before data is touched). Chunk t of a member stands in its slot
+ * t % AH_DEPTH. Three counters per member say how far it is:
+ *
+ *   arrived   its chunks below this ticket stand in its slots
+ *   reduced   its part of the chunks below this ticket is reduced (reductions only)
+ *   taken     it has read all that it needs of the chunks below this ticket
+ *
+ * A slot may be written again once everyone has taken the chunk that stood there. */
+#ifndef ALLHANDS_SEGMENT_H
+#define ALLHANDS_SEGMENT_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Two cache lines: the prefetcher of common processors fetches them in pairs. */
+#define AH_LINE 128
+
+/* Copy in, reduce and copy out of three chunks go on at a time; one more lets a fast rank begin the next. */
+#define AH_DEPTH 4
+
+/* Calls that a rank may be ahead of another: rooted operations let a writer run ahead by as many chunks as
+ * there are slots, and each call takes at least one. */
+#define AH_CALLS (2 * AH_DEPTH)
+
+/* What a rank calls. Ranks compare it before they touch each other's data. */
+struct ah_call {
+    uint64_t sequence;
+    uint64_t count;  /* elements, or 0 where ranks may differ */
+    uint32_t kind;   /* which operation */
+    uint32_t reduce; /* which reduction, 0 for none */
+    uint32_t dtype;
+    int32_t root; /* -1 for none */
+};
+
+struct ah_member {
+    alignas(AH_LINE) _Atomic uint32_t arrived;
+    _Atomic uint32_t reduced;
+    _Atomic uint32_t taken;
+    /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
+    alignas(AH_LINE) _Atomic uint32_t waiters;
+    _Atomic uint32_t bell;
+    alignas(AH_LINE) struct ah_call calls[AH_CALLS];
+    /* Sizes that differ between ranks (uneven all_gather and all_to_all): one number for each. */
+    alignas(AH_LINE) _Atomic uint64_t largest[AH_CALLS];
+};
+
+struct ah_header {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t ranks;
+    uint64_t slot_bytes;  /* of one slot, without padding */
+    uint64_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
+    uint64_t total_bytes;
+    unsigned char nonce[16];
+    /* Not 0 once the group is over: an ah_code. The first one stands. */
+    alignas(AH_LINE) _Atomic uint32_t ended;
+    _Atomic uint32_t culprit;
+};
+
+/* How a call ended. Python writes the sentences. */
+enum ah_code {
+    AH_OK = 0,
+    AH_TIMEOUT = 1,  /* `culprit` did not come in time */
+    AH_DEAD = 2,     /* the process of `culprit` ended */
+    AH_ABORTED = 3,  /* someone called abort */
+    AH_MISMATCH = 4, /* `culprit` called something else */
+    AH_BROKEN = 5,   /* not a segment of ours, or an argument that makes no sense */
+    AH_INTERRUPTED = 6, /* `pulse` said so: a signal's handler raised */
+};
+
+struct ah_group {
+    struct ah_header *head;
+    struct ah_member *members;
+    unsigned char *slots;
+    uint32_t rank;
+    uint32_t ranks;
+    uint32_t ticket;
+    uint64_t sequence;
+    struct ah_call call;
+    int64_t deadline_ns; /* of the call that runs, on CLOCK_MONOTONIC */
+    uint32_t culprit;    /* of the call that ended badly */
+    uint32_t spins;      /* how often to look before giving the core away */
+    uint32_t yields;     /* how often to give it away before sleeping */
+    int *pidfds;         /* one for each rank, -1 for our own */
+    /* Called now and then while waiting; not 0 breaks the call off, and the group with it. */
+    int (*pulse)(void *context);
+    void *context;
+};
+
+/* Bytes of a segment for `ranks` members with slots of `slot_bytes`. */
+size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes);
+
+/* Write the header and zero the members; the memory is `ah_segment_bytes` of fresh, zeroed pages. */
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, const unsigned char nonce[16]);
+
+/* Look at a mapped segment as `rank`; AH_BROKEN where it is not what it says. `pidfds` stays the caller's. */
+int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t rank,
+                    const unsigned char nonce[16], int *pidfds);
+
+static inline unsigned char *ah_slot(const struct ah_group *group, uint32_t rank, uint32_t ticket)
+{
+    size_t index = (size_t)rank * AH_DEPTH + ticket % AH_DEPTH;
+
+    return group->slots + index * group->head->slot_stride;
+}
+
+#endif

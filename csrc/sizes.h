@@ -1,0 +1,21 @@
+/* Sizes that only their sender knows: each rank states its largest before it arrives, so that everyone takes the
+ * same number of chunks, and writes what each other rank is to get at the head of its first slot, so that who
+ * expects something else finds out before it copies. */
+#ifndef ALLHANDS_SIZES_H
+#define ALLHANDS_SIZES_H
+
+#include "collective.h"
+
+/* Bytes at the head of every slot for one size for each rank. */
+size_t ah_table_bytes(const struct ah_group *group);
+
+/* State the sizes of the call that runs: `sizes` for each rank, or with NULL `same` for all. Before arriving. */
+void ah_state_sizes(struct ah_group *group, uint32_t first, const struct ah_part *sizes, size_t same);
+
+/* After the meeting: the largest size that any rank stated. */
+size_t ah_largest(const struct ah_group *group);
+
+/* After the meeting: AH_MISMATCH (which ends the group) unless `rank` has `bytes` for us. */
+int ah_check_size(struct ah_group *group, uint32_t first, uint32_t rank, size_t bytes);
+
+#endif

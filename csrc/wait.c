@@ -1,0 +1,217 @@
+#define _GNU_SOURCE
+#include "wait.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* How long to sleep before looking at deadline, end and liveness again: a dead peer is noticed within this. */
+#define NAP_NS 50000000L
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static _Atomic uint32_t *counter_of(struct ah_member *member, enum ah_counter counter)
+{
+    switch (counter) {
+    case AH_ARRIVED:
+        return &member->arrived;
+    case AH_REDUCED:
+        return &member->reduced;
+    default:
+        return &member->taken;
+    }
+}
+
+/* Tickets go round: the one that is less than half a turn ahead is the later one. */
+static int reached(uint32_t have, uint32_t want)
+{
+    return (int32_t)(have - want) >= 0;
+}
+
+static void wake(struct ah_member *member)
+{
+    atomic_fetch_add(&member->bell, 1);
+    /* Not FUTEX_PRIVATE: whoever sleeps is another process. */
+    syscall(SYS_futex, &member->bell, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+void ah_post(struct ah_group *group, enum ah_counter counter, uint32_t ticket)
+{
+    struct ah_member *self = &group->members[group->rank];
+
+    atomic_store_explicit(counter_of(self, counter), ticket, memory_order_release);
+    /* Whoever began to wait before this store is seen by the load below; whoever begins after it sees it. */
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&self->waiters, memory_order_relaxed) != 0)
+        wake(self);
+}
+
+void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank)
+{
+    uint32_t none = 0;
+
+    atomic_store(&group->head->culprit, rank);
+    atomic_compare_exchange_strong(&group->head->ended, &none, (uint32_t)code);
+    for (uint32_t each = 0; each < group->ranks; each++)
+        wake(&group->members[each]);
+}
+
+static int ended(struct ah_group *group)
+{
+    uint32_t code = atomic_load_explicit(&group->head->ended, memory_order_acquire);
+
+    if (code != 0)
+        group->culprit = atomic_load(&group->head->culprit);
+    return (int)code;
+}
+
+static int is_dead(const struct ah_group *group, uint32_t rank)
+{
+    struct pollfd look = {.fd = group->pidfds[rank], .events = POLLIN};
+
+    return look.fd >= 0 && poll(&look, 1, 0) == 1;
+}
+
+/* Sleep until `rank` rings, at most a nap. */
+static void nap(struct ah_member *member, _Atomic uint32_t *counter, uint32_t ticket)
+{
+    const struct timespec limit = {.tv_nsec = NAP_NS};
+    uint32_t bell;
+
+    atomic_fetch_add(&member->waiters, 1);
+    bell = atomic_load(&member->bell);
+    if (!reached(atomic_load(counter), ticket))
+        syscall(SYS_futex, &member->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
+    atomic_fetch_sub(&member->waiters, 1);
+}
+
+int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint32_t ticket)
+{
+    struct ah_member *member = &group->members[rank];
+    _Atomic uint32_t *counter = counter_of(member, which);
+    int code, last_look = 0;
+
+    for (uint32_t spin = 0; spin < group->spins; spin++) {
+        if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
+            return AH_OK;
+        relax();
+    }
+    for (uint32_t yield = 0; yield < group->yields; yield++) {
+        if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
+            return AH_OK;
+        sched_yield();
+    }
+    for (;;) {
+        if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
+            return AH_OK;
+        if ((code = ended(group)) != 0)
+            return code;
+        if (last_look || now_ns() >= group->deadline_ns) {
+            /* One more look at the counter after the look that found it late or dead: it may have posted last. */
+            if (!last_look) {
+                last_look = AH_TIMEOUT;
+                continue;
+            }
+            group->culprit = rank;
+            if (last_look == AH_DEAD)
+                ah_end(group, AH_DEAD, rank);
+            return last_look;
+        }
+        if (is_dead(group, rank)) {
+            last_look = AH_DEAD;
+            continue;
+        }
+        if (group->pulse && group->pulse(group->context) != 0) {
+            ah_end(group, AH_ABORTED, group->rank);
+            group->culprit = group->rank;
+            return AH_INTERRUPTED;
+        }
+        nap(member, counter, ticket);
+    }
+}
+
+int ah_await_all(struct ah_group *group, enum ah_counter counter, uint32_t ticket)
+{
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        int code = rank == group->rank ? AH_OK : ah_await(group, rank, counter, ticket);
+
+        if (code != AH_OK)
+            return code;
+    }
+    return AH_OK;
+}
+
+int ah_await_slot(struct ah_group *group, uint32_t ticket)
+{
+    return ah_await_all(group, AH_TAKEN, ticket - AH_DEPTH + 1);
+}
+
+int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns)
+{
+    struct ah_member *self = &group->members[group->rank];
+
+    group->call = *call;
+    group->call.sequence = group->sequence++;
+    group->deadline_ns = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+    self->calls[group->call.sequence % AH_CALLS] = group->call;
+    atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], 0, memory_order_relaxed);
+    return ended(group);
+}
+
+int ah_compare(struct ah_group *group, uint32_t rank)
+{
+    const struct ah_call *mine = &group->call;
+    const struct ah_call *theirs = &group->members[rank].calls[mine->sequence % AH_CALLS];
+
+    if (theirs->sequence == mine->sequence && theirs->kind == mine->kind && theirs->reduce == mine->reduce &&
+        theirs->dtype == mine->dtype && theirs->count == mine->count && theirs->root == mine->root)
+        return AH_OK;
+    ah_end(group, AH_MISMATCH, rank);
+    group->culprit = rank;
+    return AH_MISMATCH;
+}
+
+int ah_meet(struct ah_group *group)
+{
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        int code = AH_OK;
+
+        if (rank != group->rank) {
+            code = ah_await(group, rank, AH_ARRIVED, group->ticket + 1);
+            if (code == AH_OK)
+                code = ah_compare(group, rank);
+        }
+        if (code != AH_OK)
+            return code;
+    }
+    return AH_OK;
+}
+
+void ah_finish(struct ah_group *group, uint32_t ticket)
+{
+    struct ah_member *self = &group->members[group->rank];
+
+    group->ticket = ticket;
+    atomic_store_explicit(&self->arrived, ticket, memory_order_release);
+    atomic_store_explicit(&self->reduced, ticket, memory_order_release);
+    ah_post(group, AH_TAKEN, ticket);
+}

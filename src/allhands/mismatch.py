@@ -1,0 +1,102 @@
+"""Why a call in shared memory did not end well, in words: who called what, who did not come, who is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+
+from .diagnosis import Diagnosis, duration, ranks
+from .engines import shm
+from .errors import AllhandsError, error
+
+if TYPE_CHECKING:
+    from .processgroup import Group
+
+__all__ = ["explain"]
+
+# How long the coordinator may take to say who it was that fell.
+_VERDICT_S = 1.0
+
+
+def explain(group: Group, trouble: shm.Trouble, name: str, site: str) -> AllhandsError:
+    """Return the exception for ``trouble`` in the call ``name`` at ``site``; the same on every rank where possible."""
+    member = group.session.member
+    culprit = group.ranks[trouble.culprit]
+    who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
+    match trouble.how:
+        case "mismatch":
+            return error(member.condemn(_mismatch(group, culprit, who)))
+        case "timeout":
+            late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
+            return group.session.explain(late, name, site) or error(_lost(culprit, who, "it did not come in time"))
+        case "dead":
+            verdict = member.wait_for_verdict(_VERDICT_S)
+            return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
+        case _:
+            verdict = member.wait_for_verdict(_VERDICT_S)
+            return error(verdict or _lost(culprit, who, "it ended the group"))
+
+
+def _lost(culprit: int, who: str, why: str) -> Diagnosis:
+    return Diagnosis(
+        "peer-lost",
+        f"rank {culprit} is gone",
+        who=who,
+        why=why,
+        fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg)",
+        ranks=(culprit,),
+    )
+
+
+def _mismatch(group: Group, culprit: int, who: str) -> Diagnosis:
+    everyone = {status.rank: status for status in group.session.member.census()}
+    calls: dict[str, list[int]] = {}
+    absent: list[int] = []
+    sequence = group.engine.segment.call(group.rank())[0]
+    for index, rank in enumerate(group.ranks):
+        theirs = group.engine.segment.call(index)
+        if theirs[0] == sequence:
+            calls.setdefault(_call(theirs), []).append(rank)
+        else:
+            absent.append(rank)
+    ordered = sorted(calls.items(), key=lambda item: (-len(item[1]), min(item[1])))
+    odd = sorted(rank for _, members in ordered[1:] for rank in members) or [culprit]
+    lines = [f"{ranks(members)} called {call}" for call, members in ordered]
+    if absent:
+        lines.append(f"{ranks(absent)} had not come to this call yet")
+    lines += [
+        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
+        for rank in group.ranks
+        if rank in everyone
+    ][:16]
+    return Diagnosis(
+        "collective-mismatch",
+        "ranks of one group made different calls",
+        who=who,
+        why="\n".join(lines),
+        fix="make every rank of the group call the same operations in the same order, with tensors that fit",
+        ranks=tuple(odd),
+        hosts=(socket.gethostname(),),
+    )
+
+
+def _call(call: tuple[int, ...]) -> str:
+    _, kind, reduction, dtype, size, root = call
+    words = [shm.KINDS[kind] if kind < len(shm.KINDS) else f"operation {kind}"]
+    names = {code: str(key).removeprefix("torch.") for key, code in shm.DTYPES.items()}
+    words.append(f"of {names.get(dtype, 'bytes')}")
+    if size:
+        words.append(f"x {size // max(1, _bytes(dtype))}")
+    if reduction:
+        words.append(f"by {shm.REDUCTION_NAMES[reduction]}")
+    if root >= 0:
+        words.append(f"with root {root}")
+    return " ".join(words)
+
+
+def _bytes(dtype: int) -> int:
+    sizes = {code: torch.empty(0, dtype=key).element_size() for key, code in shm.DTYPES.items()}
+    return sizes.get(dtype, 1)

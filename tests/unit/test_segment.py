@@ -1,0 +1,250 @@
+"""The shared-memory operations of the C core, with threads as ranks: so they also run under sanitizers."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allhands import _core
+
+LIMIT_NS = 20_000_000_000
+SLOT = 64 * 1024
+
+# The core's numbers.
+DTYPES = {"u1": 1, "i1": 2, "u2": 3, "i2": 4, "u4": 5, "i4": 6, "u8": 7, "i8": 8, "f2": 10, "f4": 12, "f8": 13}
+SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = 1, 3, 4, 5, 6, 7, 8
+TIMEOUT, ABORTED, MISMATCH, BROKEN = 1, 3, 4, 5
+MODELS: dict[int, Callable[..., Any]] = {
+    SUM: np.add,
+    PRODUCT: np.multiply,
+    MIN: np.minimum,
+    MAX: np.maximum,
+    BAND: np.bitwise_and,
+    BOR: np.bitwise_or,
+    BXOR: np.bitwise_xor,
+}
+
+
+@contextmanager
+def segments(ranks: int, slot: int = SLOT) -> Iterator[list[_core.Segment]]:
+    """Yield one view for each rank of a fresh segment."""
+    size, nonce = _core.segment_bytes(ranks, slot), os.urandom(16)
+    descriptor = os.memfd_create("test")
+    try:
+        os.ftruncate(descriptor, size)
+        _core.segment_format(descriptor, ranks, slot, nonce)
+        views = [_core.Segment(descriptor, size, rank, nonce, (-1,) * ranks) for rank in range(ranks)]
+    finally:
+        os.close(descriptor)
+    for view in views:
+        view.patience(0, 50)
+    yield views
+
+
+def together(ranks: int, work: Callable[[int], None]) -> None:
+    """Run ``work`` once per rank, each in a thread; raise what the first of them raised."""
+    problems: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as problem:  # noqa: BLE001  # raised below
+            problems.append(problem)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def place(array: Any) -> tuple[int, int]:
+    """Return address and bytes."""
+    return array.ctypes.data, array.nbytes
+
+
+def places(arrays: list[Any]) -> tuple[int, ...]:
+    """Return addresses and bytes of a list."""
+    return tuple(number for array in arrays for number in place(array))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_random_operations_agree_with_numpy(ranks: int) -> None:
+    """Random operations, types and sizes, from nothing to many chunks, give what numpy computes from all the data."""
+    with segments(ranks) as views:
+
+        def work(rank: int) -> None:
+            choose, view = random.Random(7), views[rank]  # noqa: S311  # the same choices on every rank
+            for step in range(120):
+                kind = choose.choice([*DTYPES])
+                count = choose.choice([0, 1, 5, 1000, 9000, 40_001])
+                root, name = choose.randrange(ranks), choose.choice(OPERATIONS)
+                sizes = [[choose.randrange(count + 1) for _ in range(ranks)] for _ in range(ranks)]
+                made = np.random.default_rng(step)
+                everyone = [made.integers(0, 4, count).astype(kind) for _ in range(ranks)]
+                code = run_one(view, name, rank, root, DTYPES[kind], everyone, sizes)
+                assert code == 0, (step, name, kind, count, code)
+
+        together(ranks, work)
+
+
+OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+
+
+def run_one(  # noqa: PLR0917  # one call, taken apart
+    view: _core.Segment, name: str, rank: int, root: int, dtype: int, everyone: list[Any], sizes: list[list[int]]
+) -> int:
+    """Do one operation as ``rank``, compare its result with the model, return its code."""
+    mine, ranks = everyone[rank].copy(), len(everyone)
+    own = [sizes[each][0] for each in range(ranks)]
+    got: list[Any] = [mine]
+    total = everyone[0].copy()
+    for other in everyone[1:]:
+        total = (total + other).astype(total.dtype)
+    match name:
+        case "all_reduce":
+            code, want = view.all_reduce(*place(mine), dtype, SUM, LIMIT_NS), [total]
+        case "reduce":
+            code = view.reduce(*place(mine), dtype, SUM, root, LIMIT_NS)
+            want = [total if rank == root else everyone[rank]]
+        case "broadcast":
+            code, want = view.broadcast(*place(mine), dtype, root, LIMIT_NS), [everyone[root]]
+        case "all_gather" | "gather":
+            given = mine[: own[rank]].copy()
+            want = [each[:size] for each, size in zip(everyone, own, strict=True)]
+            got = [np.zeros(size, mine.dtype) for size in own]
+            if name == "all_gather":
+                code = view.all_gather(*place(given), places(got), dtype, LIMIT_NS)
+            else:
+                code = view.gather(*place(given), places(got) if rank == root else None, dtype, root, LIMIT_NS)
+                want = want if rank == root else got
+        case "scatter":
+            parts = [everyone[root][:size].copy() for size in own]
+            got, want = [np.zeros(own[rank], mine.dtype)], [parts[rank]]
+            given_parts = places(parts) if rank == root else None
+            code = view.scatter(given_parts, *place(got[0]), dtype, root, LIMIT_NS)
+        case "reduce_scatter":
+            got, want = [np.zeros_like(mine)], [np.zeros_like(mine)]
+            for _ in range(ranks):
+                want = [(want[0] + everyone[rank]).astype(mine.dtype)]
+            parts = [each.copy() for each in everyone]
+            code = view.reduce_scatter(places(parts), *place(got[0]), dtype, SUM, LIMIT_NS)
+        case _:
+            parts = [mine[: sizes[rank][each]].copy() for each in range(ranks)]
+            got = [np.zeros(sizes[each][rank], mine.dtype) for each in range(ranks)]
+            want = [everyone[each][: sizes[each][rank]] for each in range(ranks)]
+            code = view.all_to_all(places(parts), places(got), dtype, LIMIT_NS)
+    for expected, found in zip(want, got, strict=True):
+        assert np.array_equal(expected, found), name
+    return code
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_every_reduction(kind: str) -> None:
+    """Each reduction that a type has agrees with numpy; integers wrap; those that it has not are refused."""
+    made = np.random.default_rng(3)
+    integer = kind[0] in "ui"
+    largest = np.iinfo(kind).max if integer else 100
+    everyone = [made.integers(0, largest, 5000, dtype="u8" if kind == "u8" else "i8").astype(kind) for _ in range(3)]
+    with segments(3) as views:
+        for reduction, model in MODELS.items():
+            if reduction in {BAND, BOR, BXOR} and not integer:
+                assert not _core.reducible(DTYPES[kind], reduction)
+                assert views[0].all_reduce(*place(everyone[0].copy()), DTYPES[kind], reduction, LIMIT_NS) == BROKEN
+                continue
+            if kind == "f2" and reduction == PRODUCT:
+                continue  # numpy rounds after each product, the core once
+            with np.errstate(over="ignore"):
+                wide = [each.astype("f4") if kind == "f2" else each for each in everyone]
+                want = model(model(wide[0], wide[1]), wide[2]).astype(kind)
+            results = [each.copy() for each in everyone]
+
+            def work(rank: int, results: list[Any] = results, reduction: int = reduction) -> None:
+                assert views[rank].all_reduce(*place(results[rank]), DTYPES[kind], reduction, LIMIT_NS) == 0
+
+            together(3, work)
+            for result in results:
+                assert np.array_equal(result, want), reduction
+
+
+def test_a_mismatch_ends_the_group_for_all() -> None:
+    """Ranks that call different things get the mismatch code, and so does whoever calls afterwards."""
+    codes = [0, 0, 0]
+    with segments(3) as views:
+
+        def work(rank: int) -> None:
+            data = np.ones(10 + (rank == 1), "f4")
+            codes[rank] = views[rank].all_reduce(*place(data), DTYPES["f4"], SUM, LIMIT_NS)
+
+        together(3, work)
+        assert codes == [MISMATCH] * 3
+        assert views[0].barrier(LIMIT_NS) == MISMATCH
+        assert views[1].call(1)[4] == 44
+
+
+def test_who_does_not_come_is_named_at_the_deadline() -> None:
+    """A rank that waits in vain gets the timeout code, with the rank that did not come."""
+    with segments(3) as views:
+        codes = [0, 0]
+
+        def work(rank: int) -> None:
+            codes[rank] = views[rank].barrier(300_000_000)
+
+        together(2, work)
+        assert codes == [TIMEOUT, TIMEOUT]
+        assert views[0].culprit() == views[1].culprit() == 2
+
+
+def test_an_end_wakes_whoever_waits() -> None:
+    """`end` reaches a rank that sleeps in a call at once."""
+    with segments(2) as views:
+        timer = threading.Timer(0.1, views[1].end, (1,))
+        timer.start()
+        assert views[0].barrier(LIMIT_NS) == ABORTED
+        assert views[0].culprit() == 1
+        timer.join()
+
+
+def test_a_dead_process_is_noticed() -> None:
+    """A rank whose process ends is noticed through its pidfd, without help from anyone."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    size, nonce = _core.segment_bytes(2, SLOT), os.urandom(16)
+    descriptor, pidfd = os.memfd_create("test"), os.pidfd_open(child)
+    os.ftruncate(descriptor, size)
+    _core.segment_format(descriptor, 2, SLOT, nonce)
+    view = _core.Segment(descriptor, size, 0, nonce, (-1, pidfd))
+    assert view.barrier(LIMIT_NS) == 2
+    assert view.culprit() == 1
+    os.waitpid(child, 0)
+    os.close(descriptor)
+    os.close(pidfd)
+
+
+def test_a_foreign_segment_is_refused() -> None:
+    """Another nonce, another size or no segment at all is not mapped as one."""
+    size, nonce = _core.segment_bytes(2, SLOT), os.urandom(16)
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, size)
+    with pytest.raises(ValueError, match="not the segment"):
+        _core.Segment(descriptor, size, 0, nonce, (-1, -1))
+    _core.segment_format(descriptor, 2, SLOT, nonce)
+    for arguments in (
+        (descriptor, size, 0, bytes(16), (-1, -1)),
+        (descriptor, size - 4096, 0, nonce, (-1, -1)),
+        (descriptor, size, 2, nonce, (-1, -1)),
+        (descriptor, size, 0, nonce, (-1,)),
+    ):
+        with pytest.raises(ValueError, match="not the segment"):
+            _core.Segment(*arguments)
+    os.close(descriptor)
