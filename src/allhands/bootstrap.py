@@ -62,9 +62,13 @@ def bootstrap(
                 return replace(found, board=board)
             return found
         case "tcp":
-            if not url.hostname or url.port is None:
+            try:
+                host, port = url.hostname, url.port
+            except ValueError:
+                raise _bad_url(method, "a port is a number from 1 to 65535") from None
+            if not host or not port:
                 raise _bad_url(method, "it needs a host and a port: tcp://HOST:PORT")
-            return _who(rank, world_size, Address(url.hostname, url.port))
+            return _who(rank, world_size, Address(host, port))
         case "file":
             path = unquote(url.netloc + url.path)
             if not path:

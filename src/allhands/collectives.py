@@ -82,7 +82,7 @@ def require_group(name: str) -> None:
         )
     raise fail(
         "not-initialised",
-        f"{name} was called before there is a process group",
+        f"{name} was called, but there is no process group yet",
         who="this process",
         why="init_process_group has not run in this process",
         fix="call allhands.init_process_group() first, or use `with allhands.process_group():`",

@@ -82,7 +82,9 @@ def not_formed(session: Session, name: str, problem: Exception) -> AllhandsError
         f"torch could not form the {name or 'default'} group although every rank answered the roll call",
         who=f"rank {session.member.rank} ({socket.gethostname()}, pid {os.getpid()})",
         why=f"{type(problem).__name__}: {first}",
-        fix="ranks connect to each other on ports above 1023: open them between the hosts; check GLOO_SOCKET_IFNAME "
+        fix="torch refused the arguments: check backend=, device_id= and pg_options="
+        if isinstance(problem, ValueError | TypeError | AssertionError)
+        else "ranks connect to each other on ports above 1023: open them between the hosts; check GLOO_SOCKET_IFNAME "
         "and NCCL_SOCKET_IFNAME",
         ranks=(session.member.rank,),
         hosts=(socket.gethostname(),),

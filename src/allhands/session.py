@@ -169,6 +169,8 @@ class Session:
         return error(verdict)
 
     def _from_census(self, problem: BaseException, name: str, site: str) -> Diagnosis:
+        mine_now = self._doing.get(threading.get_ident())
+        waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
         everyone = self.member.census()
         if self.member.verdict is not None:
             return self.member.verdict
@@ -177,8 +179,6 @@ class Session:
         silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
         left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
         first = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else type(problem).__name__
-        mine_now = self._doing.get(threading.get_ident())
-        waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
         if not everyone and self.member.over:
             return Diagnosis(
                 "peer-lost",
@@ -191,11 +191,13 @@ class Session:
         if silent:
             return Diagnosis(
                 "peer-silent",
-                f"{name} did not finish within {waited}: {ranks(status.rank for status in silent)} does not answer",
+                f"{name} did not finish within {waited}: {ranks(status.rank for status in silent)} "
+                f"{'does' if len(silent) == 1 else 'do'} not answer",
                 who=who,
                 why=join([_silence(status) for status in silent[:8]])
-                + "; connected, but no word (observed): stopped, swapped out, or in native code that holds the GIL",
-                fix="on that host: `ps -o pid,stat,wchan,cmd -p PID` (T is stopped, D waits for a disk), `py-spy dump`",
+                + " though connected (observed); probably stopped, swapped out, or in native code that holds the GIL",
+                fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}` (T is stopped, D waits for a disk), "
+                f"`py-spy dump --pid {silent[0].pid}`",
                 ranks=tuple(status.rank for status in silent),
                 hosts=tuple(dict.fromkeys(status.host for status in silent)),
                 certain=False,
@@ -260,7 +262,7 @@ def _users_part(problem: BaseException) -> TracebackType | None:
 
 
 def _silence(status: Status) -> str:
-    return f"rank {status.rank} ({status.host}, pid {status.pid}) for {duration(status.since_s)}"
+    return f"rank {status.rank} ({status.host}, pid {status.pid}) has said nothing for {duration(status.since_s)}"
 
 
 def _doing(status: Status) -> str:

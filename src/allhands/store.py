@@ -190,7 +190,7 @@ class MemberStore(Store):
             case _:
                 raise fail(
                     "store-timeout",
-                    f"{op} waited {duration(wait_s)} for {shown}",
+                    f"{shown} did not appear in the store within {duration(wait_s)} ({op})",
                     who=who,
                     why="no rank set it in that time (observed by the coordinator)",
                     fix="see what the rank that should set it is doing, or raise the store's timeout",

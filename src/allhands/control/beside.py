@@ -26,9 +26,10 @@ import msgspec
 
 from ..diagnosis import Diagnosis
 from ..errors import error, fail
+from ..world import Address
 from .coordinator import Coordinator
 from .frames import HEADER, pack
-from .holder import holder
+from .holder import Holder, holder
 
 __all__ = ["Beside", "Opened", "Order", "main", "start"]
 
@@ -286,9 +287,22 @@ def _raise_descriptor_limit(world_size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
+def _free(held: Holder | None, host: str) -> str:
+    """Say how the place can be had, or another one."""
+    if not host:
+        return "end that process, or give this job a name of its own (ALLHANDS_JOB)"
+    another = "or choose another port (MASTER_PORT, tcp://HOST:PORT)"
+    if held is None or not held.pid:
+        return f"end that process, {another}"
+    if held.ours:
+        # A coordinator lives and dies with its rank 0.
+        return f"end that job: its rank 0 is the parent of that process (ps -o ppid= -p {held.pid}), {another}"
+    return f"end that process (kill {held.pid}), {another}"
+
+
 def _trouble(order: Order, problem: OSError) -> Diagnosis:
     """Say why the coordinator cannot listen."""
-    place = f"{order.host}:{order.port}" if order.host else f"the local socket {order.unix}"
+    place = str(Address(order.host, order.port)) if order.host else f"the local socket {order.unix}"
     who = f"rank 0 (pid {order.parent}) wants to listen on {place}"
     match problem.errno:
         case errno.EADDRINUSE:
@@ -298,8 +312,7 @@ def _trouble(order: Order, problem: OSError) -> Diagnosis:
                 f"{place} is already in use",
                 who=who,
                 why=f"it is held by {held}" if held else "another process holds it",
-                fix=f"end that process{f' (kill {held.pid})' if held and held.pid else ''}, or choose another port "
-                "(MASTER_PORT, tcp://HOST:PORT)",
+                fix=_free(held, order.host),
                 ranks=(0,),
             )
         case errno.EADDRNOTAVAIL:

@@ -133,7 +133,8 @@ class FileBoard:
                 f"{self.path} belongs to a job that is running",
                 who=f"rank 0 (pid {os.getpid()}) and the coordinator with pid {notice.pid} on this host",
                 why="the process named in the file is alive (observed)",
-                fix=f"use a file of its own for each job, or end the other job (kill {notice.pid})",
+                fix="use a file for each job, or end the other job: its rank 0 is the parent of that process "
+                f"(ps -o ppid= -p {notice.pid})",
                 ranks=(0,),
             )
 

@@ -201,7 +201,14 @@ class Member:
         self.check_process()
         if self._over or (self.verdict is not None and not even_if_ended):
             if self.verdict is None and not even_if_ended:
-                raise self._silent("an answer (it ended in good order)")
+                raise fail(
+                    "coordinator-silent",
+                    f"the coordinator at {self.place} has ended",
+                    who=f"rank {self.rank} (pid {self._pid})",
+                    why="it closed in good order (observed), as it does once rank 0 has left",
+                    fix="let rank 0 wait for the others before it destroys the group",
+                    ranks=(0,),
+                )
             return None
         try:
             frame = pack(encode(message))

@@ -33,7 +33,7 @@ def trouble(arrival: Arrival) -> Diagnosis:
         raise ValueError("this arrival has no trouble")
     return msgspec.structs.replace(
         found,
-        who=found.who or str(arrival),
+        who=str(arrival) if not found.who or found.who.startswith("this process") else found.who,
         ranks=found.ranks or (arrival.rank,),
         hosts=found.hosts or (arrival.claim.identity.host,),
     )
@@ -73,6 +73,9 @@ def out_of_range(arrival: Arrival) -> Diagnosis:
     )
 
 
+# What the launch environment decides; the rest is the script's own.
+_TOLD = frozenset({"job-mismatch", "world-size-mismatch"})
+
 _THING = {
     "job-mismatch": (
         "job",
@@ -99,18 +102,20 @@ def disagreement(slug: str, groups: Mapping[Any, Sequence[int]], arrivals: Mappi
         slug,
         f"ranks disagree about the {thing}: {stated}",
         who=by_host(everyone),
-        why="all of them are connected; " + _odd(odd, arrivals),
+        why="all of them are connected; " + _odd(slug, odd, arrivals),
         fix=fix,
         ranks=tuple(odd),
         hosts=tuple(dict.fromkeys(everyone[rank] for rank in odd)),
     )
 
 
-def _odd(odd: Sequence[int], arrivals: Mapping[int, Arrival]) -> str:
+def _odd(slug: str, odd: Sequence[int], arrivals: Mapping[int, Arrival]) -> str:
     sources: dict[str, list[int]] = {}
     for rank in odd:
         sources.setdefault(arrivals[rank].claim.launcher, []).append(rank)
-    return join([f"{ranks(members)} took it from {source}" for source, members in sources.items()])
+    if slug in _TOLD:
+        return join([f"{ranks(members)} took it from {source}" for source, members in sources.items()])
+    return join([f"{source} started {ranks(members)}" for source, members in sources.items()])
 
 
 def _says(slug: str, value: Any, number: int) -> str:

@@ -64,7 +64,8 @@ _EQUAL: tuple[tuple[str, Callable[[Arrival], Hashable]], ...] = (
     ("world-size-mismatch", lambda arrival: arrival.world_size),
     ("backend-mismatch", lambda arrival: arrival.claim.backend),
     ("version-mismatch", lambda arrival: _versions(arrival.claim)),
-    ("device-mismatch", lambda arrival: arrival.claim.device.partition(":")[0]),
+    # Only kinds that are stated: a rank that has not touched its GPU yet says nothing about it.
+    ("device-mismatch", lambda arrival: arrival.claim.device.partition(":")[0] or None),
 )
 
 
@@ -107,7 +108,9 @@ class RollCall:
         self.present[rank] = arrival
         self.gone.pop(rank, None)
         for slug, key in _EQUAL:
-            self._seen.setdefault(slug, {}).setdefault(key(arrival), []).append(rank)
+            value = key(arrival)
+            if value is not None:
+                self._seen.setdefault(slug, {}).setdefault(value, []).append(rank)
         self._hosts.setdefault(claim.identity.key, []).append(rank)
         if claim.gpu:
             gpu = (claim.identity.key, claim.gpu)

@@ -213,17 +213,19 @@ def test_a_rank_outside_of_the_world(rank: int) -> None:
         ("backend-mismatch", {"backend": ""}, "ranks 0 and 1 ask for gloo and rank 2 asks for the default"),
         ("version-mismatch", {"torch": "2.12.0"}, "and rank 2 has torch 2.12, allhands 0.1.0"),
         ("version-mismatch", {"allhands": "0.2.0"}, "and rank 2 has torch 2.13, allhands 0.2.0"),
-        ("device-mismatch", {"device": "cuda:0"}, "bring none in particular and rank 2 brings cuda"),
+        ("device-mismatch", {"device": "cuda:0"}, "bring xpu and rank 2 brings cuda"),
     ],
 )
 def test_ranks_disagree(slug: str, odd: dict[str, Any], words: str) -> None:
     """A rank that states something else is refused as soon as it comes, by name, and the others are told the same."""
-    state = called(arrival(0), arrival(1), arrival(2, host="node-b", launcher="slurm", **odd))
+    usual = {"device": "xpu:0"} if slug == "device-mismatch" else {}
+    state = called(arrival(0, **usual), arrival(1, **usual), arrival(2, host="node-b", launcher="slurm", **odd))
     diagnosis = refused(state)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == (slug, (2,), ("node-b",))
     assert diagnosis.what.endswith(words)
     assert diagnosis.who == "ranks 0 and 1 (node-a) and rank 2 (node-b)"
-    assert diagnosis.why == "all of them are connected; rank 2 took it from slurm"
+    told = "rank 2 took it from slurm" if slug in {"job-mismatch", "world-size-mismatch"} else "slurm started rank 2"
+    assert diagnosis.why == f"all of them are connected; {told}"
 
 
 def test_the_smaller_party_is_the_odd_one() -> None:
