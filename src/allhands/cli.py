@@ -163,3 +163,22 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
 
     rows = run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
     click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
+
+
+def _collective(operation: str) -> None:
+    """Add ``allhands bench OPERATION``."""
+
+    @_bench.command(operation, help=f"Measure {operation} on this host against Gloo, in the same processes.")
+    @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="How many processes.")
+    @click.option("--sizes", "text", default="4:64M", show_default=True, help="Bytes: a range, or a list with commas.")
+    @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+    def run(ranks: int, text: str, rounds: int, as_json: bool) -> None:
+        from .bench.collective import measure, sizes, table
+
+        rows = measure(operation, ranks, sizes(text), rounds)
+        click.echo(json.dumps(rows, indent=2) if as_json else table(rows))
+
+
+for _name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+    _collective(_name)

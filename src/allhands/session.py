@@ -195,8 +195,8 @@ class Session:
                 f"{'does' if len(silent) == 1 else 'do'} not answer",
                 who=who,
                 why=join([_silence(status) for status in silent[:8]])
-                + " though connected (observed); probably stopped, swapped out, or in native code that holds the GIL",
-                fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}` (T is stopped, D waits for a disk), "
+                + " though connected (observed); probably stopped, swapped out, or in native code with the GIL",
+                fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}` (T: stopped, D: disk), "
                 f"`py-spy dump --pid {silent[0].pid}`",
                 ranks=tuple(status.rank for status in silent),
                 hosts=tuple(dict.fromkeys(status.host for status in silent)),

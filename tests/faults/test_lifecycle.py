@@ -477,7 +477,7 @@ except dist.AlreadyDestroyed as problem:
     for name, found in result["before"].items():
         assert (name, found.get("slug"), found["kind"]) == (name, "not-initialised", "NotInitialised")
         assert "ValueError" in found["bases"]
-        assert found["text"].startswith(f"{name} was called before")
+        assert found["text"].startswith(f"{name} was called, but")
     assert result["twice"]["slug"] == "already-initialised"
     assert "script.py:10" in result["twice"]["text"]
     for name, found in result["after"].items():
