@@ -121,7 +121,8 @@ class Line:
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()
+        # Held by whoever does an operation.
+        self.turn = threading.Lock()
         self._counting = threading.Lock()
         self._waiting = 0
         self._thread: threading.Thread | None = None
@@ -130,7 +131,7 @@ class Line:
     def do(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
         """Do ``function`` now, or ``later`` beside the caller."""
         if not later and self._waiting == 0:
-            with self._turn:
+            with self.turn:
                 function()
             return Done(tensors)
         work = Queued(function, tensors)
@@ -144,6 +145,11 @@ class Line:
             work.wait()
         return work
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in line: an operation that is done now comes after all that were asked for before."""
+        return self._waiting == 0
+
     def close(self, within_s: float) -> None:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
         if self._thread is not None and not self._closed:
@@ -154,7 +160,7 @@ class Line:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            with self._turn:
+            with self.turn:
                 work.run()
             with self._counting:
                 self._waiting -= 1

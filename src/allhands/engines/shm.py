@@ -30,6 +30,7 @@ __all__ = [
     "KINDS",
     "LINEAR",
     "MOST_RANKS",
+    "REDUCTIONS",
     "REDUCTION_NAMES",
     "SLOT_BYTES",
     "Shm",
@@ -68,7 +69,7 @@ DTYPES: dict[torch.dtype, int] = {
 }
 _RAW = 14
 
-_REDUCTIONS = {
+REDUCTIONS = {
     ReduceOp.SUM: 1,
     ReduceOp.AVG: 2,
     ReduceOp.PRODUCT: 3,
@@ -121,7 +122,7 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     """Return the core's number for ``op``, 0 for one that it does not have."""
-    for known, code in _REDUCTIONS.items():
+    for known, code in REDUCTIONS.items():
         if op == known:
             return code
     return 0
