@@ -306,27 +306,36 @@ def quick(name: str) -> Callable[..., Any]:
         group = group if group is not None else dist.group.WORLD
         return group if getattr(group, "hears_signals", False) else None
 
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        mine = own(group) if not async_op and type(tensor) is torch.Tensor else None
-        if mine is not None and mine.reduce_now(tensor, op, _session.call_site()):
-            return None
-        return usual(tensor, op, group, async_op)
+    def argument(place: int, name: str, default: Any, args: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        return args[place] if len(args) > place else kw.get(name, default)
 
-    def broadcast(
-        tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None
-    ) -> Any:
-        mine = own(group) if not async_op and type(tensor) is torch.Tensor else None
-        # Group ranks only: in the default group they are the global ones.
-        root = group_src if src is None else (src if mine is dist.group.WORLD else None)
-        if mine is not None and isinstance(root, int) and mine.broadcast_now(tensor, root, _session.call_site()):
-            return None
-        return usual(tensor, src, group, async_op, group_src)
+    # What was given is passed on as it was given: torch's signatures grow from version to version.
 
-    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
-        mine = own(group) if not async_op and timeout is None and device_ids is None else None
-        if mine is not None and mine.barrier_now(_session.call_site()):
-            return None
-        return usual(group, async_op, device_ids, timeout)
+    def all_reduce(*args: Any, **kw: Any) -> Any:
+        tensor = argument(0, "tensor", None, args, kw)
+        if type(tensor) is torch.Tensor and not argument(3, "async_op", False, args, kw):
+            mine = own(argument(2, "group", None, args, kw))
+            op = argument(1, "op", dist.ReduceOp.SUM, args, kw)
+            if mine is not None and mine.reduce_now(tensor, op, _session.call_site()):
+                return None
+        return usual(*args, **kw)
+
+    def broadcast(*args: Any, **kw: Any) -> Any:
+        tensor, source = argument(0, "tensor", None, args, kw), argument(1, "src", None, args, kw)
+        if type(tensor) is torch.Tensor and not argument(3, "async_op", False, args, kw):
+            mine = own(argument(2, "group", None, args, kw))
+            # In the default group global ranks are group ranks; elsewhere torch translates.
+            root = source if mine is dist.group.WORLD else argument(4, "group_src", None, args, kw)
+            if mine is not None and type(root) is int and mine.broadcast_now(tensor, root, _session.call_site()):
+                return None
+        return usual(*args, **kw)
+
+    def barrier(*args: Any, **kw: Any) -> Any:
+        if not args and kw.keys() <= {"group"}:
+            mine = own(kw.get("group"))
+            if mine is not None and mine.barrier_now(_session.call_site()):
+                return None
+        return usual(*args, **kw)
 
     short: dict[str, Callable[..., Any]] = {"all_reduce": all_reduce, "broadcast": broadcast, "barrier": barrier}
     return functools.wraps(getattr(dist, name))(short[name])

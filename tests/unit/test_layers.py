@@ -33,6 +33,7 @@ LAYERS: dict[str, set[str]] = {
         "work",
     },
     "training": {"parallel"},
+    "facade": {"__init__"},
     "people": {
         "__main__",
         "bench",
@@ -44,7 +45,6 @@ LAYERS: dict[str, set[str]] = {
         "watch",
         "whoami",
     },
-    "facade": {"__init__"},
 }
 ORDER = {name: number for number, names in enumerate(LAYERS.values()) for name in names}
 
