@@ -273,6 +273,9 @@ static PyObject *call(struct segment *self, PyObject *const *args, Py_ssize_t n)
         return NULL;
     }
     theirs = self->group.members[rank].calls[self->group.call.sequence % AH_CALLS];
+    /* What it writes is whole once it has arrived; before that it has not come. */
+    if ((int32_t)(atomic_load(&self->group.members[rank].arrived) - (self->group.ticket + 1)) < 0)
+        theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
         theirs.count = atomic_load(&self->group.members[rank].largest[self->group.call.sequence % AH_CALLS]);
     return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,

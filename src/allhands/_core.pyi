@@ -59,7 +59,10 @@ class Segment:
         """Set how often to look, and then to give the core away, before sleeping."""
 
     def call(self, rank: int, /) -> tuple[int, int, int, int, int, int]:
-        """Return (sequence, kind, reduction, dtype, bytes, root) of what ``rank`` calls beside our last call."""
+        """Return (sequence, kind, reduction, dtype, bytes, root) of what ``rank`` calls beside our last call.
+
+        The sequence is the largest number there is where it has not come to that call yet.
+        """
 
     def culprit(self) -> int:
         """Return the rank that the last bad end is about."""

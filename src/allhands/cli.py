@@ -168,7 +168,9 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
 def _collective(operation: str) -> None:
     """Add ``allhands bench OPERATION``."""
 
-    @_bench.command(operation, help=f"Measure {operation} on this host against Gloo, in the same processes.")
+    @_bench.command(
+        operation, help=f"Measure {operation} on this host against Gloo.\n\nBoth run in the same processes, in turn."
+    )
     @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="How many processes.")
     @click.option("--sizes", "text", default="4:64M", show_default=True, help="Bytes: a range, or a list with commas.")
     @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")

@@ -13,22 +13,28 @@ from .engines import shm
 from .errors import AllhandsError, error
 
 if TYPE_CHECKING:
-    from .processgroup import Group
+    from .hostgroup import HostGroup
 
 __all__ = ["explain"]
+
+# The sequence number of a rank that has not come to a call yet.
+_NOT_COME = 2**64 - 1
 
 # How long the coordinator may take to say who it was that fell.
 _VERDICT_S = 1.0
 
 
-def explain(group: Group, trouble: shm.Trouble, name: str, site: str) -> AllhandsError:
+def explain(group: HostGroup, trouble: shm.Trouble, name: str, site: str) -> AllhandsError:
     """Return the exception for ``trouble`` in the call ``name`` at ``site``; the same on every rank where possible."""
     member = group.session.member
     culprit = group.ranks[trouble.culprit]
     who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
     match trouble.how:
         case "mismatch":
-            return error(member.condemn(_mismatch(group, culprit, who)))
+            # Who came after the others had found out has nothing of its own to show; it hears from them.
+            came = group.engine.segment.call(group.rank())[0] != _NOT_COME
+            verdict = member.wait_for_verdict(0 if came else _VERDICT_S)
+            return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
             return group.session.explain(late, name, site) or error(_lost(culprit, who, "it did not come in time"))
@@ -51,7 +57,7 @@ def _lost(culprit: int, who: str, why: str) -> Diagnosis:
     )
 
 
-def _mismatch(group: Group, culprit: int, who: str) -> Diagnosis:
+def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
     everyone = {status.rank: status for status in group.session.member.census()}
     calls: dict[str, list[int]] = {}
     absent: list[int] = []
