@@ -110,5 +110,7 @@ int ah_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part 
     const struct ah_call call = {.kind = AH_SCATTER, .dtype = dtype, .root = (int32_t)root};
     struct task task = {.group = group, .in = group->rank == root ? in : NULL, .only = out, .root = (int32_t)root};
 
+    if (root >= group->ranks)
+        return AH_BROKEN;
     return run(&task, &call, timeout_ns);
 }

@@ -48,7 +48,7 @@ int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, ui
     size_t chunk = data.bytes <= AH_CHUNK_BYTES / 4 ? slot : ah_min(slot, AH_CHUNK_BYTES / 2);
     size_t chunks = ah_chunks(data.bytes, chunk);
     uint32_t first = group->ticket;
-    int code = ah_begin(group, &call, timeout_ns);
+    int code = root < group->ranks ? ah_begin(group, &call, timeout_ns) : AH_BROKEN;
 
     if (code == AH_OK)
         code = group->rank == root ? give(group, data, chunk, chunks, first)

@@ -48,6 +48,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._group_name = ""
         self._group_desc = ""
         self._sequence = 0
+        self._closed = False
         session.member.on_end(self._end)
 
     # Point to point ----------------------------------------------------------------------------------------
@@ -120,6 +121,7 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
+        self._closed = True
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
         self._gloo.shutdown()
@@ -131,6 +133,11 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._core.end(self._rank)
 
     def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
+        # A forked child has the segment too, and would be taken for its parent.
+        self.session.member.check_process()
+        root = getattr(opts, "rootRank", 0)
+        if not 0 <= root < self.size():
+            raise self._wrong(name, f"there is no rank {root} in a group of {self.size()}")
         self._sequence += 1
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))

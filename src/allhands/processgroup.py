@@ -327,7 +327,7 @@ class Group(HostGroup):
     def broadcast_now(self, tensor: torch.Tensor, root: int, site: str) -> bool:
         """Broadcast a plain tensor from a rank of the group; False where it has to go torch's way."""
         code = _PLAIN.get(tensor.dtype)
-        if code is None or not self._plain(tensor):
+        if code is None or not self._plain(tensor) or not 0 <= root < self.size():
             return False
         return self._now(
             "broadcast", site, self._core.broadcast, tensor.data_ptr(), tensor.nbytes, code, root, self._limit_ns
@@ -342,7 +342,9 @@ class Group(HostGroup):
 
     def _now(self, name: str, site: str, function: Callable[..., int], *args: Any) -> bool:
         session = self.session
-        if not self._line.idle or _COALESCING or session.member.verdict is not None:
+        if not self._line.idle or _COALESCING or self._closed or session.member.verdict is not None:
+            return False
+        if session.member.forked:
             return False
         before = session.enter(name, site)
         try:

@@ -352,3 +352,60 @@ dist.barrier()
         3,
     )
     check(results)
+
+
+def test_a_forked_child_and_a_root_that_does_not_exist_are_refused() -> None:
+    """Neither may touch the segment: a child would be taken for its parent, and a root outside it is no rank."""
+    results = harness.launch(
+        FORM
+        + """
+import os
+found = {
+    "broadcast": attempt(lambda: dist.broadcast(torch.ones(3), size + 3)),
+    "reduce": attempt(lambda: dist.reduce(torch.ones(3), size + 3)),
+}
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    slugs = [attempt(lambda: library.all_reduce(torch.ones(3))).get("slug") for library in (dist, torch_dist)]
+    os.write(writer, repr(slugs).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+say(found=found, child=os.read(reader, 1000).decode())
+x = torch.ones(3)
+dist.all_reduce(x)
+assert x.tolist() == [size] * 3
+""",
+        2,
+    )
+    check(results)
+    for result in results:
+        assert {found["kind"] for found in result["found"].values()} <= {"ArgumentError", "ValueError"}
+        assert result["child"] == "['forked-process', 'forked-process']"
+
+
+def test_groups_that_end_give_their_descriptors_back() -> None:
+    """Forming and destroying groups on shared memory does not use up file descriptors."""
+    results = harness.launch(
+        """
+import gc, os
+import torch
+import allhands as dist
+
+def held():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+counts = []
+for _ in range(6):
+    dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    counts.append(held())
+say(counts=counts)
+""",
+        2,
+    )
+    check(results)
+    for result in results:
+        assert result["counts"][-1] <= result["counts"][1], result["counts"]

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +132,11 @@ def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
 class Shm:
     """One rank's end of a group's segment. One call at a time; addresses and sizes are the caller's to get right."""
 
-    def __init__(self, segment: _core.Segment, size_bytes: int) -> None:
+    def __init__(self, segment: _core.Segment, size_bytes: int, pidfds: tuple[int, ...]) -> None:
         self.segment = segment
         self.size_bytes = size_bytes
+        # The core looks at them as long as this lives; at exit the kernel closes them.
+        weakref.finalize(self, _close, pidfds).atexit = False
 
     def done(self, code: int) -> None:
         """Raise Trouble unless ``code`` says that all went well."""
@@ -171,12 +174,19 @@ def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[
         descriptor, handover = _hand_out(store, ranks, deadline, check)
     else:
         descriptor, handover = _fetch(store, rank, deadline)
+    pidfds = _pidfds(handover, rank)
     try:
-        segment = _core.Segment(descriptor, handover.size, rank, handover.nonce, _pidfds(handover, rank))
+        segment = _core.Segment(descriptor, handover.size, rank, handover.nonce, pidfds)
     finally:
         os.close(descriptor)
     segment.patience(*_patience(ranks))
-    return Shm(segment, handover.size)
+    return Shm(segment, handover.size, pidfds)
+
+
+def _close(pidfds: tuple[int, ...]) -> None:
+    for pidfd in pidfds:
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 def _patience(ranks: int) -> tuple[int, int]:
