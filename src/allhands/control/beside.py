@@ -50,7 +50,10 @@ _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from allhands.control.besi
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the child is to do. ``host`` "" means no TCP; ``path`` is a meeting file to remove at the end."""
+    """What the child is to do. ``host`` "" means no TCP; ``path`` is a meeting file to remove at the end.
+
+    ``derived`` says that ranks find ``unix`` by themselves, without having been told.
+    """
 
     unix: str
     host: str = ""
@@ -61,6 +64,7 @@ class Order(msgspec.Struct, frozen=True):
     tls_key: str = ""
     path: str = ""
     parent: int = 0
+    derived: bool = False
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -235,6 +239,7 @@ async def _open(order: Order, coordinator: Coordinator) -> Opened:
     await coordinator.listen_unix(order.unix)
     if not order.host:
         coordinator.roll.listening = "the coordinator"
+        coordinator.roll.nameless = order.derived
         return Opened()
     tls = None
     if order.tls_cert:

@@ -76,6 +76,9 @@ def out_of_range(arrival: Arrival) -> Diagnosis:
 # What the launch environment decides; the rest is the script's own.
 _TOLD = frozenset({"job-mismatch", "world-size-mismatch"})
 
+# Ranks that were given no address find each other by their parent, which a wrapper around each of them hides.
+_BY_PARENT = "; ranks that different processes start need tcp://HOST:PORT, or the same ALLHANDS_JOB on all"
+
 _THING = {
     "job-mismatch": (
         "job",
@@ -192,7 +195,8 @@ def missing(now: float, absent: Sequence[int], state: RollCall) -> Diagnosis:
         f"{here} of {count(here + len(absent), 'rank')} answered within {waited}",
         who=f"{ranks(state.present)} ({_hosts(state)}) waited for {by_node(absent, state)}",
         why="; ".join([*reasons, came]),
-        fix="see that these ranks were started and got this address (`allhands whoami` there), or raise timeout=",
+        fix="see that these ranks were started and got this address (`allhands whoami` there), or raise timeout="
+        + (_BY_PARENT if state.nameless else ""),
         ranks=tuple(absent),
         hosts=tuple(sorted({arrival.claim.identity.host for arrival, _ in state.gone.values()})),
     )

@@ -126,6 +126,7 @@ class _Call:
             world_size=self.world.world_size,
             tls_cert=self.settings.tls_cert,
             tls_key=self.settings.tls_key,
+            derived=bool(unix),
             path=str(self.board.path.absolute()) if isinstance(self.board, FileBoard) else "",
         )
         if host and not secret and not _is_loopback(host):

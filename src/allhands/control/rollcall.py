@@ -82,6 +82,8 @@ class RollCall:
     opened: float
     listening: str = ""
     only_loopback: bool = False
+    # Ranks meet by a name that they derive, not by an address or a board that they were given.
+    nameless: bool = False
     present: dict[int, Arrival] = field(default_factory=dict)
     doubles: list[tuple[Arrival, Arrival]] = field(default_factory=list)
     troubled: list[Arrival] = field(default_factory=list)

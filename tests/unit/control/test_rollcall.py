@@ -423,3 +423,13 @@ def test_an_arrival_costs_the_same_however_many_are_here() -> None:
     assert isinstance(decide(1.0, state), Completed)
     # Looking at every rank each time is 12.5 million looks: more than ten times this.
     assert time.perf_counter() - started < 3.0
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_ranks_that_meet_by_their_parent_are_told_so(nameless: bool) -> None:
+    """Where ranks were given no address, a missing one may only have another parent, and the fix says what then."""
+    state = called(arrival(0))
+    state.nameless = nameless
+    decision = decide(state.deadline, state)
+    assert isinstance(decision, RefusedRoll)
+    assert ("ALLHANDS_JOB" in decision.diagnosis.fix) is nameless
