@@ -12,9 +12,6 @@
 /* Slices begin on lines of their own. */
 #define SLICE_BYTES 64
 
-/* A source for each rank; more ranks on one host are refused when the group is made. */
-#define MOST_RANKS 256
-
 struct task {
     struct ah_group *group;
     struct ah_part data;
@@ -60,7 +57,7 @@ static int reduce_own(const struct task *task, size_t index)
     size_t own = slice(task, group->rank, bytes), next = slice(task, group->rank + 1, bytes);
     unsigned char *mine = task->data.data + index * task->chunk + own;
     unsigned char *result = ah_slot(group, group->rank, ticket) + own;
-    const void *sources[MOST_RANKS];
+    const void *sources[AH_MOST_RANKS];
     int code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
 
     if (code != AH_OK)
@@ -116,7 +113,7 @@ static int in_chunks(const struct task *task)
 static int in_one_shot(const struct task *task)
 {
     struct ah_group *group = task->group;
-    const void *sources[MOST_RANKS];
+    const void *sources[AH_MOST_RANKS];
     int code = ah_await_slot(group, task->first);
 
     if (code != AH_OK)
@@ -150,7 +147,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     };
     int code;
 
-    if (!ah_reducible(call->dtype, call->reduce) || group->ranks > MOST_RANKS)
+    if (!ah_reducible(call->dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
         return AH_BROKEN;
     if ((code = ah_begin(group, call, timeout_ns)) != AH_OK)
         return code;

@@ -17,6 +17,9 @@ enum ah_kind {
     AH_ALL_TO_ALL,
 };
 
+/* A source for each rank; more ranks on one host are refused when the group is made. */
+#define AH_MOST_RANKS 256
+
 /* A tensor, or one of a list. */
 struct ah_part {
     unsigned char *data;

@@ -5,26 +5,19 @@
 #include "engine.h"
 
 #include <errno.h>
+#include <stddef.h>
 #include <stdlib.h>
+#include <structmember.h>
 #include <sys/mman.h>
 
+#include "board.h"
 #include "collective.h"
 #include "reduce.h"
-#include "wait.h"
-
-struct segment {
-    PyObject_HEAD
-    void *memory;
-    size_t bytes;
-    struct ah_group group;
-    PyThreadState *thread; /* of the call that runs */
-    int pidfds[];
-};
 
 /* Let the handlers of signals run: Ctrl-C must end a call that waits for someone who does not come. */
 static int pulse(void *context)
 {
-    struct segment *self = context;
+    struct ah_segment *self = context;
     int raised;
 
     PyEval_RestoreThread(self->thread);
@@ -50,7 +43,7 @@ static int as_part(PyObject *address, PyObject *bytes, struct ah_part *part)
 }
 
 /* Parts come as a tuple: address, bytes, address, bytes … The caller frees them. None gives NULL. */
-static int as_parts(const struct segment *self, PyObject *given, struct ah_part **parts)
+static int as_parts(const struct ah_segment *self, PyObject *given, struct ah_part **parts)
 {
     uint32_t ranks = self->group.ranks;
 
@@ -97,26 +90,18 @@ static int count(Py_ssize_t given, Py_ssize_t wanted)
     return -1;
 }
 
-/* Run `call` without the interpreter's lock and return its code. */
-#define RUN(code, call)                       \
-    do {                                      \
-        self->thread = PyEval_SaveThread();   \
-        (code) = (call);                      \
-        PyEval_RestoreThread(self->thread);   \
-    } while (0)
-
-static PyObject *barrier(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     int64_t limit;
     int code;
 
     if (count(n, 1) != 0 || as_time(args[0], &limit) != 0)
         return NULL;
-    RUN(code, ah_barrier(&self->group, limit));
+    AH_RUN(self, code, ah_barrier(&self->group, limit));
     return ended(code);
 }
 
-static PyObject *all_reduce(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part data;
     uint32_t dtype, reduction;
@@ -126,11 +111,11 @@ static PyObject *all_reduce(struct segment *self, PyObject *const *args, Py_ssiz
     if (count(n, 5) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
         as_number(args[3], &reduction) != 0 || as_time(args[4], &limit) != 0)
         return NULL;
-    RUN(code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
+    AH_RUN(self, code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
     return ended(code);
 }
 
-static PyObject *reduce(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part data;
     uint32_t dtype, reduction, root;
@@ -140,11 +125,11 @@ static PyObject *reduce(struct segment *self, PyObject *const *args, Py_ssize_t 
     if (count(n, 6) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
         as_number(args[3], &reduction) != 0 || as_number(args[4], &root) != 0 || as_time(args[5], &limit) != 0)
         return NULL;
-    RUN(code, ah_reduce_to(&self->group, data, dtype, reduction, root, limit));
+    AH_RUN(self, code, ah_reduce_to(&self->group, data, dtype, reduction, root, limit));
     return ended(code);
 }
 
-static PyObject *broadcast(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *broadcast(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part data;
     uint32_t dtype, root;
@@ -154,11 +139,11 @@ static PyObject *broadcast(struct segment *self, PyObject *const *args, Py_ssize
     if (count(n, 5) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
         as_number(args[3], &root) != 0 || as_time(args[4], &limit) != 0)
         return NULL;
-    RUN(code, ah_broadcast(&self->group, data, dtype, root, limit));
+    AH_RUN(self, code, ah_broadcast(&self->group, data, dtype, root, limit));
     return ended(code);
 }
 
-static PyObject *all_gather(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *all_gather(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part in, *out;
     uint32_t dtype;
@@ -168,12 +153,12 @@ static PyObject *all_gather(struct segment *self, PyObject *const *args, Py_ssiz
     if (count(n, 5) != 0 || as_part(args[0], args[1], &in) != 0 || as_number(args[3], &dtype) != 0 ||
         as_time(args[4], &limit) != 0 || as_parts(self, args[2], &out) != 0)
         return NULL;
-    RUN(code, ah_all_gather(&self->group, in, out, dtype, limit));
+    AH_RUN(self, code, ah_all_gather(&self->group, in, out, dtype, limit));
     free(out);
     return ended(code);
 }
 
-static PyObject *gather(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *gather(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part in, *out;
     uint32_t dtype, root;
@@ -183,12 +168,12 @@ static PyObject *gather(struct segment *self, PyObject *const *args, Py_ssize_t 
     if (count(n, 6) != 0 || as_part(args[0], args[1], &in) != 0 || as_number(args[3], &dtype) != 0 ||
         as_number(args[4], &root) != 0 || as_time(args[5], &limit) != 0 || as_parts(self, args[2], &out) != 0)
         return NULL;
-    RUN(code, ah_gather(&self->group, in, out, dtype, root, limit));
+    AH_RUN(self, code, ah_gather(&self->group, in, out, dtype, root, limit));
     free(out);
     return ended(code);
 }
 
-static PyObject *scatter(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *scatter(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part *in, out;
     uint32_t dtype, root;
@@ -198,12 +183,12 @@ static PyObject *scatter(struct segment *self, PyObject *const *args, Py_ssize_t
     if (count(n, 6) != 0 || as_part(args[1], args[2], &out) != 0 || as_number(args[3], &dtype) != 0 ||
         as_number(args[4], &root) != 0 || as_time(args[5], &limit) != 0 || as_parts(self, args[0], &in) != 0)
         return NULL;
-    RUN(code, ah_scatter(&self->group, in, out, dtype, root, limit));
+    AH_RUN(self, code, ah_scatter(&self->group, in, out, dtype, root, limit));
     free(in);
     return ended(code);
 }
 
-static PyObject *reduce_scatter(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *reduce_scatter(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part *in, out;
     uint32_t dtype, reduction;
@@ -213,12 +198,12 @@ static PyObject *reduce_scatter(struct segment *self, PyObject *const *args, Py_
     if (count(n, 6) != 0 || as_part(args[1], args[2], &out) != 0 || as_number(args[3], &dtype) != 0 ||
         as_number(args[4], &reduction) != 0 || as_time(args[5], &limit) != 0 || as_parts(self, args[0], &in) != 0)
         return NULL;
-    RUN(code, ah_reduce_scatter(&self->group, in, out, dtype, reduction, limit));
+    AH_RUN(self, code, ah_reduce_scatter(&self->group, in, out, dtype, reduction, limit));
     free(in);
     return ended(code);
 }
 
-static PyObject *all_to_all(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *all_to_all(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part *in = NULL, *out = NULL;
     uint32_t dtype;
@@ -231,13 +216,39 @@ static PyObject *all_to_all(struct segment *self, PyObject *const *args, Py_ssiz
         free(in);
         return NULL;
     }
-    RUN(code, ah_all_to_all(&self->group, in, out, dtype, limit));
+    AH_RUN(self, code, ah_all_to_all(&self->group, in, out, dtype, limit));
     free(in);
     free(out);
     return ended(code);
 }
 
-static PyObject *end(struct segment *self, PyObject *const *args, Py_ssize_t n)
+/* How long to wait for a turn before the handlers of signals are let run. */
+#define TURN_US 50000
+
+/* Wait for our turn, however long the calls before take; each of them has a deadline. */
+static PyObject *enter(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    while (!PyThread_acquire_lock(self->turn, NOWAIT_LOCK)) {
+        PyLockStatus status;
+
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(self->turn, TURN_US, 1);
+        Py_END_ALLOW_THREADS
+        if (status == PY_LOCK_ACQUIRED)
+            break;
+        if (PyErr_CheckSignals() != 0)
+            return NULL;
+    }
+    return Py_NewRef((PyObject *)self);
+}
+
+static PyObject *leave(struct ah_segment *self, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n))
+{
+    PyThread_release_lock(self->turn);
+    Py_RETURN_NONE;
+}
+
+static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     uint32_t rank;
 
@@ -247,7 +258,7 @@ static PyObject *end(struct segment *self, PyObject *const *args, Py_ssize_t n)
     Py_RETURN_NONE;
 }
 
-static PyObject *patience(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *patience(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     if (count(n, 2) != 0 || as_number(args[0], &self->group.spins) != 0 ||
         as_number(args[1], &self->group.yields) != 0)
@@ -255,13 +266,47 @@ static PyObject *patience(struct segment *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-static PyObject *culprit(struct segment *self, PyObject *Py_UNUSED(none))
+/* What the short way has to know: the limit of a call, the group's name, the global ranks (None: the same), and the
+ * board to write on. It is not taken before this is known. */
+static PyObject *introduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    const char *name;
+
+    if (count(n, 4) != 0 || as_time(args[0], &self->limit_ns) != 0)
+        return NULL;
+    name = PyUnicode_AsUTF8AndSize(args[1], NULL);
+    if (!name)
+        return NULL;
+    ah_note_text(self->name, sizeof self->name, name);
+    if (args[2] != Py_None && (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != (Py_ssize_t)self->group.ranks)) {
+        PyErr_SetString(PyExc_ValueError, "a global rank for each rank");
+        return NULL;
+    }
+    if (!ah_as_notice(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "not a board");
+        return NULL;
+    }
+    Py_XDECREF(self->board);
+    self->board = Py_NewRef(args[3]);
+    self->notice = ah_as_notice(args[3]);
+    Py_CLEAR(self->ranks);
+    if (args[2] != Py_None)
+        self->ranks = Py_NewRef(args[2]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *sequence(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromUnsignedLongLong(self->group.sequence);
+}
+
+static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     return PyLong_FromUnsignedLong(self->group.culprit);
 }
 
 /* (sequence, kind, reduction, dtype, bytes, root) of the last call of a rank. */
-static PyObject *call(struct segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_call theirs;
     uint32_t rank;
@@ -287,7 +332,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *pidfds, *made;
-    struct segment *self;
+    struct ah_segment *self;
     const char *nonce;
     Py_ssize_t nonce_bytes, bytes;
     unsigned int rank;
@@ -306,10 +351,15 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
     made = allocate(type, PyTuple_Size(pidfds));
     if (!made)
         return NULL;
-    self = (struct segment *)made;
+    self = (struct ah_segment *)made;
     for (Py_ssize_t index = 0; index < PyTuple_Size(pidfds); index++)
         self->pidfds[index] = (int)PyLong_AsLong(PyTuple_GetItem(pidfds, index));
     self->bytes = (size_t)bytes;
+    self->turn = PyThread_allocate_lock();
+    if (!self->turn) {
+        Py_DECREF(made);
+        return PyErr_NoMemory();
+    }
     self->memory = PyErr_Occurred() ? MAP_FAILED : mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (self->memory == MAP_FAILED) {
         self->memory = NULL;
@@ -330,12 +380,16 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
 
 static void unmake(PyObject *object)
 {
-    struct segment *self = (struct segment *)object;
+    struct ah_segment *self = (struct ah_segment *)object;
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     if (self->memory)
         munmap(self->memory, self->bytes);
+    if (self->turn)
+        PyThread_free_lock(self->turn);
+    Py_XDECREF(self->ranks);
+    Py_XDECREF(self->board);
     release(object);
     Py_DECREF(type);
 }
@@ -354,12 +408,23 @@ static PyMethodDef METHODS[] = {
     METHOD(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
     METHOD(end, "end(rank): the group is over because of rank"),
     METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
+    METHOD(introduce, "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"),
+    {"sequence", (PyCFunction)(void (*)(void))sequence, METH_NOARGS, "sequence() -> number of the next call"},
+    {"__enter__", (PyCFunction)(void (*)(void))enter, METH_NOARGS, "Wait for our turn."},
+    {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL, "Let the next one have it."},
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
     {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef MEMBERS[] = {
+    {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for their turn"},
+    {"shut", T_INT, offsetof(struct ah_segment, shut), 0, "not 0: no more calls of the short way"},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot SLOTS[] = {
+    {Py_tp_members, MEMBERS},
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_methods, METHODS},
@@ -369,7 +434,7 @@ static PyType_Slot SLOTS[] = {
 
 static PyType_Spec SPEC = {
     .name = "allhands._core.Segment",
-    .basicsize = sizeof(struct segment),
+    .basicsize = sizeof(struct ah_segment),
     .itemsize = sizeof(int),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
@@ -378,6 +443,12 @@ static PyType_Spec SPEC = {
 PyObject *ah_segment_type(void)
 {
     return PyType_FromSpec(&SPEC);
+}
+
+struct ah_segment *ah_as_segment(PyObject *object)
+{
+    /* The module has no state to find its types in; what makes an object tells what it is. */
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_segment *)object : NULL;
 }
 
 PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)

@@ -1,12 +1,49 @@
-/* What engine.c gives to the module. */
+/* The Python type of a segment, and the functions of the module that make one. */
 #ifndef ALLHANDS_ENGINE_H
 #define ALLHANDS_ENGINE_H
 
 #include <Python.h>
+#include <pythread.h>
 
+#include "notice.h"
+#include "wait.h"
+
+/* Torch's names of groups are short; one that is not is cut at the front. */
+#define AH_GROUP_NAME 24
+
+struct ah_segment {
+    PyObject_HEAD
+    void *memory;
+    size_t bytes;
+    struct ah_group group;
+    PyThreadState *thread;   /* of the call that runs */
+    PyThread_type_lock turn; /* held while a call runs */
+    unsigned int queued;     /* calls that wait for their turn: whoever comes now comes after them */
+    int shut;                /* not 0: no more calls of the short way */
+    int64_t limit_ns;        /* of a call of the short way */
+    PyObject *ranks;         /* a tuple of the global rank of each rank; NULL where they are the same */
+    PyObject *board;
+    struct ah_notice *notice; /* the same */
+    char name[AH_GROUP_NAME];
+    int pidfds[];
+};
+
+/* Run `call` without the interpreter's lock and keep its code. */
+#define AH_RUN(segment, code, call)              \
+    do {                                         \
+        (segment)->thread = PyEval_SaveThread(); \
+        (code) = (call);                         \
+        PyEval_RestoreThread((segment)->thread); \
+    } while (0)
+
+/* Returns a new reference; NULL with an exception set. */
 PyObject *ah_segment_type(void);
+
+/* The object if it is a segment, else NULL (and no exception). */
+struct ah_segment *ah_as_segment(PyObject *object);
+
 PyObject *ah_py_segment_bytes(PyObject *module, PyObject *args);
-PyObject *ah_py_reducible(PyObject *module, PyObject *args);
 PyObject *ah_py_segment_format(PyObject *module, PyObject *args);
+PyObject *ah_py_reducible(PyObject *module, PyObject *args);
 
 #endif

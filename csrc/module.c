@@ -6,7 +6,10 @@
 #include <errno.h>
 
 #include "engine.h"
+#include "notice.h"
 #include "process.h"
+#include "quick.h"
+#include "way.h"
 
 static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -32,6 +35,11 @@ static PyObject *peer_credentials(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("iII", (int)peer.pid, (unsigned int)peer.uid, (unsigned int)peer.gid);
 }
 
+static PyObject *board_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromSize_t(ah_board_bytes());
+}
+
 static PyMethodDef methods[] = {
     {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
      "set_parent_death_signal($module, signal, /)\n--\n\n"
@@ -48,16 +56,26 @@ static PyMethodDef methods[] = {
     {"segment_format", ah_py_segment_format, METH_VARARGS,
      "segment_format($module, fd, ranks, slot_bytes, nonce, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},
+    {"board_bytes", board_bytes, METH_NOARGS,
+     "board_bytes($module, /)\n--\n\n"
+     "Return how large a board is."},
     {NULL, NULL, 0, NULL},
 };
 
+static int add(PyObject *module, const char *name, PyObject *value)
+{
+    int code = value ? PyModule_AddObjectRef(module, name, value) : -1;
+
+    Py_XDECREF(value);
+    return code;
+}
+
 static int fill(PyObject *module)
 {
-    PyObject *type = ah_segment_type();
-    int code = type ? PyModule_AddObjectRef(module, "Segment", type) : -1;
-
-    Py_XDECREF(type);
-    return code;
+    if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
+        add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0)
+        return -1;
+    return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
 }
 
 /* Multi-phase initialisation, no state: the module may be loaded in several interpreters of one process. */

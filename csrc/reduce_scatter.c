@@ -4,8 +4,6 @@
 #include "reduce.h"
 #include "wait.h"
 
-#define MOST_RANKS 256
-
 struct task {
     struct ah_group *group;
     const struct ah_part *in;
@@ -37,7 +35,7 @@ static int reduce_own(const struct task *task, size_t index)
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
     size_t bytes = ah_span(task->out.bytes, task->piece, index), at = index * task->piece;
-    const void *sources[MOST_RANKS];
+    const void *sources[AH_MOST_RANKS];
     int code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
 
     if (code != AH_OK)
@@ -61,7 +59,7 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
     size_t slot = group->head->slot_bytes, chunks;
     int code;
 
-    if (!ah_reducible(dtype, reduction) || group->ranks > MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)
+    if (!ah_reducible(dtype, reduction) || group->ranks > AH_MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)
         return AH_BROKEN;
     /* Up to a whole slot goes in one chunk. */
     task.piece = slot / group->ranks / AH_LINE * AH_LINE;

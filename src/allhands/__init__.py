@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from .lifecycle import destroy_process_group, init_process_group, process_group
+    from .notes import board
 
     # isort: split
     from torch.distributed import *  # type: ignore[assignment]  # noqa: F403  # torch's, where not ours
@@ -67,6 +68,7 @@ __all__ = [
     "StoreTimeout",
     "WorldError",
     "__version__",
+    "board",
     "destroy_process_group",
     "init_process_group",
     "process_group",
@@ -82,6 +84,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name in _LIFECYCLE:
         value = getattr(importlib.import_module(".lifecycle", __name__), name)
+    elif name == "board":
+        value = importlib.import_module(".notes", __name__).board
     elif _is_module(name):
         return importlib.import_module(f".{name}", __name__)
     elif name in __all__:

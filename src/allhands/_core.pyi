@@ -1,6 +1,8 @@
 """The C core (`csrc/`), built on Linux only: what Python's own library does not offer. It writes no sentences."""
 
-from typing import Self
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
 
 def set_parent_death_signal(signal: int, /) -> int:
     """Ask the kernel to send ``signal`` to this process when its parent ends (0: no longer ask).
@@ -28,6 +30,69 @@ def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, /) -> Non
 
 def reducible(dtype: int, reduction: int, /) -> bool:
     """Tell whether a reduction is defined on a dtype."""
+
+MOST_RANKS: int
+
+def board_bytes() -> int:
+    """Return how large a board is."""
+
+class Board:
+    """The board of this process, in a file of `board_bytes` zeros."""
+
+    def __new__(cls, fd: int, /) -> Self: ...
+    def begin(
+        self,
+        operation: str,
+        group: str,
+        dtype: str,
+        reduction: str,
+        shape: tuple[int, ...],
+        size: int,
+        root: int,
+        site: str,
+        /,
+    ) -> int:
+        """Note an operation that waits; return the number of the note."""
+
+    def run(self, number: int, sequence: int, /) -> None:
+        """Note that it runs now, as that call of its group."""
+
+    def end(self, number: int, well: bool, /) -> None:
+        """Note that it is done."""
+
+    def sign(self, rank: int, world_size: int, /) -> None:
+        """Say whose board it is."""
+
+class Way:
+    """What the short way knows of torch; see csrc/way.h."""
+
+    def __new__(
+        cls,
+        tensors: tuple[type, ...],
+        dtypes: dict[Any, int],
+        reductions: tuple[Any, ...],
+        member: type,
+        coalescing: dict[Any, Any],
+        call_site: Callable[[], str],
+        foreign: tuple[str, ...],
+        /,
+    ) -> Self: ...
+
+class Quick:
+    """A function of torch.distributed for callers who wait anyway, and the ``usual`` one for what is not plain."""
+
+    def __new__(
+        cls,
+        way: Way,
+        usual: Callable[..., Any],
+        name: str,
+        names: tuple[str, ...],
+        roles: tuple[int, ...],
+        kind: int,
+        whole: bool,
+        /,
+    ) -> Self: ...
+    def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
 class Segment:
     """One rank's view of a group's shared memory. One call at a time; the interpreter runs on meanwhile.
@@ -64,5 +129,17 @@ class Segment:
         The sequence is the largest number there is where it has not come to that call yet.
         """
 
+    # Calls that wait for their turn, and whether the short way is shut.
+    queued: int
+    shut: int
+
+    def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
+        """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""
+
+    def sequence(self) -> int:
+        """Return the number of the next call."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
     def culprit(self) -> int:
         """Return the rank that the last bad end is about."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from . import _core, _torch, notes
 from . import session as _session
 from .diagnosis import Diagnosis
+from .engines import shm
 from .errors import AllhandsError, NotInitialised, error, fail
 
 __all__ = ["GUARDED", "QUICK", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "quick", "require_group"]
@@ -58,9 +61,6 @@ GUARDED: tuple[str, ...] = (
     "split_group",
 )
 
-# Those that have a short way through our own groups.
-QUICK: tuple[str, ...] = ("all_reduce", "barrier", "broadcast")
-
 # Where the last group was destroyed, for the message of whoever uses it afterwards.
 _destroyed_at = ""
 
@@ -95,8 +95,11 @@ def require_group(name: str) -> None:
 class Pending(dist.Work):
     """An operation under way. `wait` raises the diagnosis where the engine fails."""
 
-    def __init__(self, work: Any, session: _session.Session, name: str, site: str, *, patient: bool = False) -> None:
+    def __init__(
+        self, work: Any, session: _session.Session, name: str, site: str, *, patient: bool = False, note: int = 0
+    ) -> None:
         super().__init__()
+        self._note = note
         self._patient = patient
         self._work = work
         self._session = session
@@ -109,7 +112,19 @@ class Pending(dist.Work):
             # A limit of the caller's own: running into it says nothing about the group.
             return bool(self._work.wait(timeout))
         wait = _interruptible(self._session, self._work.wait) if self._patient else self._work.wait
-        return bool(_run(self._session, self._name, self._site, wait))
+        well = False
+        try:
+            done = bool(_run(self._session, self._name, self._site, wait))
+            well = True
+        finally:
+            self._close(well=well)
+        return done
+
+    def _close(self, *, well: bool) -> None:
+        """Close the note of the operation, once: it is known to be over."""
+        if self._note:
+            notes.own().end(self._note, well)
+            self._note = 0
 
     def synchronize(self) -> None:
         """Wait until the operation is done, as `wait` does."""
@@ -117,7 +132,10 @@ class Pending(dist.Work):
 
     def is_completed(self) -> bool:
         """Tell whether the operation is done."""
-        return bool(self._work.is_completed())
+        if not self._work.is_completed():
+            return False
+        self._close(well=True)
+        return True
 
     def is_success(self) -> bool:
         """Tell whether it went well."""
@@ -248,6 +266,32 @@ def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
 
 
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """Return the first tensor among ``values``, or in a list there."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+            return value[0]
+    return None
+
+
+def _note(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> int:
+    """Put an operation of torch's own groups on the board; ours write there themselves. Return its number."""
+    if getattr(group, "writes_notes", False):
+        return 0
+    tensor = _first_tensor((*args, *kw.values()))
+    known = (
+        (str(tensor.dtype).removeprefix("torch."), "", tuple(tensor.shape), tensor.nbytes)
+        if tensor is not None
+        else ("", "", (), 0)
+    )
+    board = notes.own()
+    number = board.begin(name, getattr(group, "group_name", ""), *known, -1, site)
+    board.run(number, 0)
+    return number
+
+
 def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
     behind: Callable[..., Any] = getattr(op, "__wrapped__", op)
@@ -270,6 +314,8 @@ def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
     function = getattr(dist, name)
     beside = _beside(function)
+    parameters = list(inspect.signature(function).parameters)
+    place = parameters.index("group") if "group" in parameters else len(parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
@@ -288,9 +334,17 @@ def guarded(name: str) -> Callable[..., Any]:
             work = _interruptible(session, function)
         else:
             work = beside if beside is not None and _must_listen() else function
-        result = _run(session, name, site, work, *args, **kw)
+        group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
+        note, well = _note(name, group, args, kw, site), False
+        try:
+            result = _run(session, name, site, work, *args, **kw)
+            well = True
+        finally:
+            pending = well and isinstance(result, dist.Work)
+            if note and not pending:
+                notes.own().end(note, well)
         if isinstance(result, dist.Work):
-            return Pending(result, session, name, site, patient=patient)
+            return Pending(result, session, name, site, patient=patient, note=note)
         if isinstance(result, list) and result and isinstance(result[0], dist.Work):
             return [Pending(work, session, name, site) for work in result]
         return result
@@ -298,47 +352,56 @@ def guarded(name: str) -> Callable[..., Any]:
     return call
 
 
-def quick(name: str) -> Callable[..., Any]:
+# What the parameters of torch's functions are to the short way: the numbers of `enum role` in csrc/quick.c.
+_OUT, _IN, _OP, _GROUP, _ASYNC, _PEER, _GROUP_PEER, _TAG, _OTHER = range(9)
+_ROLES = {"op": _OP, "group": _GROUP, "async_op": _ASYNC, "tag": _TAG}
+_PEERS = {"src": _PEER, "dst": _PEER, "group_src": _GROUP_PEER, "group_dst": _GROUP_PEER}
+_ONE = {"tensor": _OUT, **_PEERS}
+
+# Those that have a short way through our own groups: which operation of the core each is, whether it has one tensor
+# where the core has one for each rank, and what its own parameters are.
+_SHORT: dict[str, tuple[str, bool, dict[str, int]]] = {
+    "all_gather": ("all_gather", False, {"tensor_list": _OUT, "tensor": _IN}),
+    "all_gather_into_tensor": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
+    "all_gather_single": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
+    "all_reduce": ("all_reduce", False, _ONE),
+    "all_to_all": ("all_to_all", False, {"output_tensor_list": _OUT, "input_tensor_list": _IN}),
+    "all_to_all_single": ("all_to_all", True, {"output": _OUT, "input": _IN}),
+    "barrier": ("barrier", False, {}),
+    "broadcast": ("broadcast", False, _ONE),
+    "gather": ("gather", False, {"tensor": _IN, "gather_list": _OUT, **_PEERS}),
+    "reduce": ("reduce", False, _ONE),
+    "reduce_scatter": ("reduce_scatter", False, {"output": _OUT, "input_list": _IN}),
+    "reduce_scatter_single": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
+    "reduce_scatter_tensor": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
+    "scatter": ("scatter", False, {"tensor": _OUT, "scatter_list": _IN, **_PEERS}),
+}
+QUICK: tuple[str, ...] = tuple(_SHORT)
+
+
+@functools.cache
+def _way() -> _core.Way:
+    """Tell the core what it has to know of torch."""
+    known = {code: op for op, code in shm.REDUCTIONS.items()}
+    return _core.Way(
+        (torch.Tensor, torch.nn.Parameter),
+        dict(shm.DTYPES),
+        tuple(known.get(code) for code in range(len(shm.REDUCTION_NAMES))),
+        dist.GroupMember,
+        _torch.coalescing(),
+        _session.call_site,
+        _session.NOT_THE_USERS,
+    )
+
+
+def quick(name: str) -> Any:
     """Return `guarded` for ``name`` with the short way of our own groups before it, for a caller that waits."""
-    usual = guarded(name)
-
-    def own(group: Any) -> Any:
-        group = group if group is not None else dist.group.WORLD
-        return group if getattr(group, "hears_signals", False) else None
-
-    def argument(place: int, name: str, default: Any, args: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        return args[place] if len(args) > place else kw.get(name, default)
-
-    # What was given is passed on as it was given: torch's signatures grow from version to version.
-
-    def all_reduce(*args: Any, **kw: Any) -> Any:
-        tensor = argument(0, "tensor", None, args, kw)
-        if type(tensor) is torch.Tensor and not argument(3, "async_op", False, args, kw):
-            mine = own(argument(2, "group", None, args, kw))
-            op = argument(1, "op", dist.ReduceOp.SUM, args, kw)
-            if mine is not None and mine.reduce_now(tensor, op, _session.call_site()):
-                return None
-        return usual(*args, **kw)
-
-    def broadcast(*args: Any, **kw: Any) -> Any:
-        tensor, source = argument(0, "tensor", None, args, kw), argument(1, "src", None, args, kw)
-        if type(tensor) is torch.Tensor and not argument(3, "async_op", False, args, kw):
-            mine = own(argument(2, "group", None, args, kw))
-            # In the default group global ranks are group ranks; elsewhere torch translates.
-            root = source if mine is dist.group.WORLD else argument(4, "group_src", None, args, kw)
-            if mine is not None and type(root) is int and mine.broadcast_now(tensor, root, _session.call_site()):
-                return None
-        return usual(*args, **kw)
-
-    def barrier(*args: Any, **kw: Any) -> Any:
-        if not args and kw.keys() <= {"group"}:
-            mine = own(kw.get("group"))
-            if mine is not None and mine.barrier_now(_session.call_site()):
-                return None
-        return usual(*args, **kw)
-
-    short: dict[str, Callable[..., Any]] = {"all_reduce": all_reduce, "broadcast": broadcast, "barrier": barrier}
-    return functools.wraps(getattr(dist, name))(short[name])
+    function = getattr(dist, name)
+    kind, whole, own = _SHORT[name]
+    names = tuple(map(sys.intern, inspect.signature(function).parameters))
+    roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
+    made = _core.Quick(_way(), guarded(name), name, names, roles, shm.KINDS.index(kind), whole)
+    return functools.update_wrapper(made, function)
 
 
 def asking(name: str) -> Callable[..., Any]:

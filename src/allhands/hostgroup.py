@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from . import mismatch
+from . import mismatch, notes
 from . import session as _session
 from .engines import shm
 from .errors import fail
@@ -32,6 +32,8 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     # The core lets Python's signal handlers run while it waits.
     hears_signals = True
+    # Its calls stand on the board with all that is known of them.
+    writes_notes = True
 
     def __init__(
         self, rank: int, ranks: list[int], *, engine: shm.Shm, gloo: Any, session: _session.Session, timeout: timedelta
@@ -41,14 +43,15 @@ class HostGroup(_Base):  # type: ignore[misc]
         self.engine = engine
         self.session = session
         self._rank = rank
+        # Under this name the short way of the core finds it.
+        self.segment = engine.segment
         self._core = engine.segment
+        self._board = notes.own()
         self._gloo = gloo
-        self._line = Line("allhands-group")
+        self._line = Line("allhands-group", engine.segment)
         self._limit_ns = int(timeout.total_seconds() * 1e9)
         self._group_name = ""
         self._group_desc = ""
-        self._sequence = 0
-        self._closed = False
         session.member.on_end(self._end)
 
     # Point to point ----------------------------------------------------------------------------------------
@@ -78,6 +81,7 @@ class HostGroup(_Base):  # type: ignore[misc]
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Take the name that torch gives."""
         self._group_name = name
+        self._introduce()
 
     def getGroupName(self) -> str:  # noqa: N802
         """Return it."""
@@ -99,7 +103,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         return self._gloo
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
+        return self._core.sequence()
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the sequence begins at 0 on every rank."""
@@ -113,6 +117,7 @@ class HostGroup(_Base):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may take from now on."""
         self._limit_ns = int(timeout.total_seconds() * 1e9)
+        self._introduce()
         self._gloo.set_timeout(timeout)
 
     def abort(self) -> None:
@@ -121,7 +126,7 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
-        self._closed = True
+        self._core.shut = 1
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
         self._gloo.shutdown()
@@ -138,19 +143,44 @@ class HostGroup(_Base):  # type: ignore[misc]
         root = getattr(opts, "rootRank", 0)
         if not 0 <= root < self.size():
             raise self._wrong(name, f"there is no rank {root} in a group of {self.size()}")
-        self._sequence += 1
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))
-        return self._line.do(functools.partial(self._noted, name, site, run), tensors, later=later)
+        number = self._note(name, tensors, opts, site)
+        return self._line.do(functools.partial(self._noted, name, site, number, run), tensors, later=later)
 
-    def _noted(self, name: str, site: str, run: Callable[[], None]) -> None:
+    def _note(self, name: str, tensors: list[torch.Tensor], opts: Any, site: str) -> int:
+        """Put an operation on the board, where it waits for its turn."""
+        reduction = shm.REDUCTION_NAMES[shm.reduction_code(opts.reduceOp)] if hasattr(opts, "reduceOp") else ""
+        shape = tuple(tensors[0].shape) if tensors else ()
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        size = sum(tensor.nbytes for tensor in tensors)
+        root = getattr(opts, "rootRank", -1)
+        return self._board.begin(name, self._group_name, dtype, reduction, shape, size, root, site)
+
+    def _noted(self, name: str, site: str, number: int, run: Callable[[], None]) -> None:
         before = self.session.enter(name, site)
+        self._board.run(number, self._core.sequence())
+        well = False
         try:
             run()
+            well = True
         except shm.Trouble as trouble:
             raise mismatch.explain(self, trouble, name, site) from None
         finally:
+            self._board.end(number, well)
             self.session.leave(before)
+
+    def failed(self, code: int, culprit: int, name: str, site: str) -> None:
+        """Raise what became of a call on the short way; the core calls this."""
+        before = self.session.enter(name, site)
+        try:
+            raise mismatch.explain(self, shm.Trouble(shm.CODES[code], culprit), name, site)
+        finally:
+            self.session.leave(before)
+
+    def _introduce(self) -> None:
+        same = self.ranks == list(range(self.size()))
+        self._core.introduce(self._limit_ns, self._group_name, None if same else tuple(self.ranks), self._board)
 
     def _call(self, function: Callable[..., int], *args: Any) -> None:
         code = function(*args, self._limit_ns)

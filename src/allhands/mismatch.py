@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import notes
 from .diagnosis import Diagnosis, duration, ranks
 from .engines import shm
 from .errors import AllhandsError, error
@@ -60,23 +61,32 @@ def _lost(culprit: int, who: str, why: str) -> Diagnosis:
 def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
     everyone = {status.rank: status for status in group.session.member.census()}
     calls: dict[str, list[int]] = {}
+    places: dict[tuple[str, str], list[int]] = {}
     absent: list[int] = []
     sequence = group.engine.segment.call(group.rank())[0]
     for index, rank in enumerate(group.ranks):
         theirs = group.engine.segment.call(index)
         if theirs[0] == sequence:
             calls.setdefault(_call(theirs), []).append(rank)
+            places.setdefault((_call(theirs), _detail(group, index, sequence)), []).append(rank)
         else:
             absent.append(rank)
     ordered = sorted(calls.items(), key=lambda item: (-len(item[1]), min(item[1])))
     odd = sorted(rank for _, members in ordered[1:] for rank in members) or [culprit]
-    lines = [f"{ranks(members)} called {call}" for call, members in ordered]
+    lines = [
+        f"{ranks(members)} called {call}{detail}"
+        for call, _ in ordered
+        for (each, detail), members in places.items()
+        if each == call
+    ]
+    # Where a rank is instead; those whose call is listed with its place are there.
+    placed = {rank for (_, detail), members in places.items() if detail for rank in members}
     if absent:
         lines.append(f"{ranks(absent)} had not come to this call yet")
     lines += [
         f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
         for rank in group.ranks
-        if rank in everyone
+        if rank in everyone and rank not in placed
     ][:16]
     return Diagnosis(
         "collective-mismatch",
@@ -87,6 +97,24 @@ def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
         ranks=tuple(odd),
         hosts=(socket.gethostname(),),
     )
+
+
+def _detail(group: HostGroup, index: int, sequence: int) -> str:
+    """Return shape and place of a rank's call, from its board; nothing where that cannot be read."""
+    pid = group.engine.pids[index]
+    if not pid:
+        return ""
+    try:
+        board = notes.read(pid)
+    except (LookupError, OSError):
+        return ""  # Gone, or another user's: what stands in the segment has to do.
+    # One note may stand for several calls (coalesced tensors), so it is the last that began at or before it.
+    fitting = [note for note in board.notes if note.group == group.getGroupName() and note.started_s]
+    note = max((note for note in fitting if note.sequence <= sequence), key=lambda note: note.number, default=None)
+    if note is None:
+        return ""
+    shape = f" (shape [{', '.join(map(str, note.shape))}])" if note.dtype else ""
+    return f"{shape} at {note.site}"
 
 
 def _call(call: tuple[int, ...]) -> str:

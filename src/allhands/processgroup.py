@@ -6,14 +6,14 @@ GPU, sparse tensors) goes through Gloo, and so does everything where ranks are o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from . import _torch, ending, lifecycle, mismatch
+from . import _torch, ending, lifecycle
 from . import session as _session
 from .engines import shm
 from .flat import Flat, Flats
@@ -22,12 +22,6 @@ from .hostgroup import HostGroup
 __all__ = ["Group", "create"]
 
 _Tensors = Sequence[torch.Tensor]
-
-# What the short way takes: types that need no view, and reductions by their plain names.
-_PLAIN = shm.DTYPES
-_RedOp = type(dist.ReduceOp.SUM)
-_QUICK = {op: shm.reduction_code(op) for op in shm.REDUCTIONS}
-_COALESCING = _torch.coalescing()
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -309,51 +303,3 @@ class Group(HostGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    # The short way, for callers that wait anyway -----------------------------------------------------------
-
-    def reduce_now(self, tensor: torch.Tensor, op: Any, site: str) -> bool:
-        """Reduce a plain tensor to everyone without torch's way round; False where it has to go that way.
-
-        torch's own takes longer than a small reduction: options, a Work, a closure.
-        """
-        code, number = _PLAIN.get(tensor.dtype), _QUICK.get(op) if isinstance(op, _RedOp) else None
-        if code is None or number is None or not self._plain(tensor) or not shm.reducible(code, number):
-            return False
-        return self._now(
-            "all_reduce", site, self._core.all_reduce, tensor.data_ptr(), tensor.nbytes, code, number, self._limit_ns
-        )
-
-    def broadcast_now(self, tensor: torch.Tensor, root: int, site: str) -> bool:
-        """Broadcast a plain tensor from a rank of the group; False where it has to go torch's way."""
-        code = _PLAIN.get(tensor.dtype)
-        if code is None or not self._plain(tensor) or not 0 <= root < self.size():
-            return False
-        return self._now(
-            "broadcast", site, self._core.broadcast, tensor.data_ptr(), tensor.nbytes, code, root, self._limit_ns
-        )
-
-    def barrier_now(self, site: str) -> bool:
-        """Wait for everyone; False where it has to go torch's way."""
-        return self._now("barrier", site, self._core.barrier, self._limit_ns)
-
-    def _plain(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-
-    def _now(self, name: str, site: str, function: Callable[..., int], *args: Any) -> bool:
-        session = self.session
-        if not self._line.idle or _COALESCING or self._closed or session.member.verdict is not None:
-            return False
-        if session.member.forked:
-            return False
-        before = session.enter(name, site)
-        try:
-            with self._line.turn:
-                self._sequence += 1
-                code = function(*args)
-            if code:
-                trouble = shm.Trouble(shm.CODES[code], self._core.culprit())
-                raise mismatch.explain(self, trouble, name, site)
-        finally:
-            session.leave(before)
-        return True

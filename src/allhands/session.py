@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from . import _torch
+from . import _torch, notes
 from .control import Member, Seat
 from .control.messages import Status
 from .diagnosis import Diagnosis, duration, join, ranks
@@ -29,7 +29,7 @@ from .engines import Wire
 from .errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from .store import MemberStore
 
-__all__ = ["Session", "call_site", "current", "is_transport_error", "set_current"]
+__all__ = ["NOT_THE_USERS", "Session", "call_site", "current", "is_transport_error", "set_current"]
 
 adopt(dist.DistError, dist.DistStoreError)
 
@@ -46,7 +46,7 @@ _TRANSPORT = re.compile(
 _TIMEOUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
 
 # Frames that are not the user's; compared with co_filename, which is a string.
-_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__, threading.__file__)
+NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__, threading.__file__)
 
 # A message of Gloo is a page of C++; the exception it becomes keeps its first line.
 _MOST_MESSAGE = 300
@@ -71,7 +71,7 @@ def call_site(frame: FrameType | None = None) -> str:
     last = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS):
+        if not name.startswith(NOT_THE_USERS):
             # Not pathlib: this stands in every collective, and making a Path takes longer than a small one.
             return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
         last, frame = frame, frame.f_back
@@ -98,6 +98,7 @@ class Session:
         self.wire = Wire()
         self.store = MemberStore(seat.member, self.wire)
         self.failed = False
+        notes.own().sign(seat.member.rank, seat.member.world_size)
         self.undo: list[Callable[[], None]] = []
         self._main = threading.main_thread().ident
         # By thread: an operation beside the main thread is not what the main thread is doing.
@@ -133,6 +134,10 @@ class Session:
         if doing is not None:
             name, site, since = doing
             return f"in {name} at {site}", time.monotonic() - since
+        # The short way writes on the board only.
+        running = [note for note in notes.board().notes if note.state == "running"]
+        for note in sorted(running, key=lambda note: not note.main)[:1]:
+            return f"in {note.operation} at {note.site}", note.age_s
         frames = sys._current_frames()  # noqa: SLF001  # the documented way to see where another thread is
         frame = frames.get(self._main) if self._main is not None else None
         if frame is None:
@@ -257,7 +262,7 @@ class Session:
 def _users_part(problem: BaseException) -> TracebackType | None:
     """Return the traceback of ``problem`` from the first frame that is the user's."""
     trace = problem.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
         trace = trace.tb_next
     return trace if trace is not None else problem.__traceback__
 

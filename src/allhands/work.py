@@ -9,11 +9,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from . import _core
 
 __all__ = ["Done", "Line", "Queued"]
 
@@ -118,11 +121,13 @@ class Line:
     An operation that its caller waits for anyway is done by the caller, if nothing is before it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gate: _core.Segment | None = None) -> None:
+        """Do operations that hold ``gate`` meanwhile, and tell it how many wait."""
         self._name = name
+        self._gate = gate
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         # Held by whoever does an operation.
-        self.turn = threading.Lock()
+        self.turn: AbstractContextManager[Any] = gate if gate is not None else threading.Lock()
         self._counting = threading.Lock()
         self._waiting = 0
         self._thread: threading.Thread | None = None
@@ -135,8 +140,7 @@ class Line:
                 function()
             return Done(tensors)
         work = Queued(function, tensors)
-        with self._counting:
-            self._waiting += 1
+        self._count(1)
         self._queue.put(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -144,11 +148,6 @@ class Line:
         if not later:
             work.wait()
         return work
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is in line: an operation that is done now comes after all that were asked for before."""
-        return self._waiting == 0
 
     def close(self, within_s: float) -> None:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
@@ -162,5 +161,10 @@ class Line:
         while (work := self._queue.get()) is not None:
             with self.turn:
                 work.run()
-            with self._counting:
-                self._waiting -= 1
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._waiting += more
+            if self._gate is not None:
+                self._gate.queued = self._waiting

@@ -51,7 +51,7 @@ SLOT_BYTES = 1 << 20
 _LOOK_S = 0.1
 
 # Beyond this the segment grows to a gigabyte, and one host hardly has the cores.
-MOST_RANKS = 256
+MOST_RANKS = _core.MOST_RANKS
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 1,
@@ -129,12 +129,28 @@ def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     return 0
 
 
+# A forked child has its parent's segments and must not be taken for it: the short way is shut there. The long one
+# looks for itself.
+_LIVE: weakref.WeakSet[Shm] = weakref.WeakSet()
+
+
+def _shut_in_child() -> None:
+    for each in _LIVE:
+        each.segment.shut = 1
+
+
+os.register_at_fork(after_in_child=_shut_in_child)
+
+
 class Shm:
     """One rank's end of a group's segment. One call at a time; addresses and sizes are the caller's to get right."""
 
-    def __init__(self, segment: _core.Segment, size_bytes: int, pidfds: tuple[int, ...]) -> None:
+    def __init__(self, segment: _core.Segment, size_bytes: int, pidfds: tuple[int, ...], pids: tuple[int, ...]) -> None:
         self.segment = segment
         self.size_bytes = size_bytes
+        # Of each rank, 0 where it means nothing here.
+        self.pids = pids
+        _LIVE.add(self)
         # The core looks at them as long as this lives; at exit the kernel closes them.
         weakref.finalize(self, _close, pidfds).atexit = False
 
@@ -180,7 +196,8 @@ def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[
     finally:
         os.close(descriptor)
     segment.patience(*_patience(ranks))
-    return Shm(segment, handover.size, pidfds)
+    pids = tuple(handover.pids) if handover.namespace == _pid_namespace() else (0,) * ranks
+    return Shm(segment, handover.size, pidfds, pids)
 
 
 def _close(pidfds: tuple[int, ...]) -> None:

@@ -1,0 +1,515 @@
+/* The Python type allhands._core.Quick: a function of torch.distributed for callers who wait anyway. Plain tensors of
+ * a group in shared memory go straight to the core; whatever is not that simple goes the usual way, as it was given. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "quick.h"
+
+#include <stddef.h>
+#include <string.h>
+#include <structmember.h>
+
+#include "reduce.h"
+#include "way.h"
+
+/* More than any function of torch.distributed has parameters. */
+#define MOST_PARAMETERS 16
+
+/* What a parameter is for; the Python side knows them by these numbers. */
+enum role { OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER, ROLES };
+
+/* How far a call came on the short way. */
+enum outcome { DONE = 0, NOT_OURS = 1, RAISED = -1 };
+
+struct quick {
+    PyObject_HEAD
+    PyObject *dict; /* for functools.update_wrapper */
+    PyObject *way, *usual, *names;
+    enum role roles[MOST_PARAMETERS];
+    enum ah_kind kind;
+    char name[sizeof((struct ah_note *)0)->operation];
+    int whole; /* one tensor where the list form has a tensor for each rank */
+};
+
+struct call {
+    struct ah_way *way;
+    struct ah_segment *segment;
+    PyObject *group;
+    PyObject *given[ROLES]; /* borrowed; NULL where not given */
+    const char *name;
+    struct ah_note *note;
+    uint64_t number;
+    int whole;
+    struct ah_part out[AH_MOST_RANKS], in[AH_MOST_RANKS];
+};
+
+static const char *const DTYPES[AH_RAW + 1] = {"",      "uint8",   "int8",     "uint16",  "int16",
+                                               "uint32", "int32",   "uint64",   "int64",   "bool",
+                                               "float16", "bfloat16", "float32", "float64", "bytes"};
+static const char *const REDUCTIONS[AH_REDUCTIONS] = {"", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+
+/* Sort what was given by what it is for. */
+static int sort(const struct quick *self, PyObject *args, PyObject *keywords, struct call *call)
+{
+    Py_ssize_t parameters = PyTuple_Size(self->names), places = PyTuple_Size(args), at = 0;
+    PyObject *key, *value;
+
+    if (places > parameters)
+        return NOT_OURS;
+    for (Py_ssize_t place = 0; place < places; place++) {
+        value = PyTuple_GetItem(args, place);
+        if (self->roles[place] != OTHER)
+            call->given[self->roles[place]] = value;
+        else if (value != Py_None)
+            return NOT_OURS;
+    }
+    while (keywords && PyDict_Next(keywords, &at, &key, &value)) {
+        Py_ssize_t place = places;
+
+        while (place < parameters && PyTuple_GetItem(self->names, place) != key)
+            place++;
+        /* Keywords of a call are interned, as the names are. One that is not takes the usual way, as an unknown one. */
+        if (place == parameters || (self->roles[place] == OTHER && value != Py_None))
+            return NOT_OURS;
+        call->given[self->roles[place]] = value;
+    }
+    if (call->given[ASYNC] && call->given[ASYNC] != Py_False)
+        return NOT_OURS;
+    return DONE;
+}
+
+/* The rank in the group that the call names, given as one there or as a global one. */
+static int peer(const struct call *call, int fallback, uint32_t *rank)
+{
+    PyObject *own = call->given[GROUP_PEER], *global = call->given[PEER];
+    int named = own && own != Py_None, found;
+    long value;
+
+    if (named && global && global != Py_None)
+        return NOT_OURS; /* torch says what is wrong with that */
+    if (!named && (!global || global == Py_None)) {
+        if (fallback < 0)
+            return NOT_OURS;
+        value = fallback;
+    } else {
+        if (!PyLong_CheckExact(named ? own : global))
+            return NOT_OURS;
+        value = PyLong_AsLong(named ? own : global);
+        if (value == -1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return NOT_OURS;
+        }
+    }
+    if (!named && call->segment->ranks) {
+        for (found = 0; found < (int)call->segment->group.ranks; found++) {
+            if (PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, found)) == value)
+                break;
+        }
+        value = found;
+    }
+    *rank = (uint32_t)value;
+    return value >= 0 && value < (long)call->segment->group.ranks ? DONE : NOT_OURS;
+}
+
+/* Take the turn and write the note. */
+static int begin(struct call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
+{
+    struct ah_segment *segment = call->segment;
+    struct ah_note *note;
+
+    if (!PyThread_acquire_lock(segment->turn, NOWAIT_LOCK))
+        return NOT_OURS;
+    note = ah_note_begin(&segment->notice->board);
+    ah_note_text(note->operation, sizeof note->operation, call->name);
+    memcpy(note->group, segment->name, sizeof note->group);
+    ah_note_text(note->dtype, sizeof note->dtype, shown ? DTYPES[shown->dtype] : "");
+    ah_note_text(note->reduction, sizeof note->reduction, REDUCTIONS[reduction]);
+    note->bytes = shown ? shown->part.bytes : 0;
+    note->root = root;
+    note->sequence = segment->group.sequence;
+    note->main = PyThread_get_thread_ident() == segment->notice->main;
+    note->dims = 0;
+    if (ah_place(call->way, note->site, sizeof note->site) != 0 || (shown && ah_note_shape(note, shown->shape) != 0)) {
+        ah_note_set(note, AH_NOTE_FAILED);
+        PyThread_release_lock(segment->turn);
+        return RAISED;
+    }
+    ah_note_set(note, AH_NOTE_RUNNING);
+    call->note = note;
+    call->number = note->number;
+    return DONE;
+}
+
+/* Close the note, give the turn back, and let the group raise what went wrong. */
+static int finish(struct call *call, int code)
+{
+    char site[sizeof call->note->site];
+    PyObject *raised;
+
+    memcpy(site, call->note->site, sizeof site);
+    /* With more under way than there are places, the note may be another's by now. */
+    if (call->note->number == call->number)
+        ah_note_set(call->note, code == AH_OK ? AH_NOTE_DONE : AH_NOTE_FAILED);
+    PyThread_release_lock(call->segment->turn);
+    if (code == AH_OK)
+        return DONE;
+    if (code != AH_INTERRUPTED) {
+        raised = PyObject_CallMethod(call->group, "failed", "iIss", code, (unsigned int)call->segment->group.culprit,
+                                     call->name, site);
+        Py_XDECREF(raised);
+        if (raised)
+            PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");
+    }
+    return RAISED;
+}
+
+#define RUN(call, code, expression)                          \
+    do {                                                     \
+        AH_RUN((call)->segment, code, expression);           \
+        (code) = finish(call, code);                         \
+    } while (0)
+
+/* A tensor for each rank, all of one type; the first one's shape stays with `first`. */
+static int look_list(const struct call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first)
+{
+    uint32_t ranks = call->segment->group.ranks;
+
+    first->shape = NULL;
+    if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
+        return NOT_OURS;
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        struct ah_plain each;
+
+        if (ah_look(call->way, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype)) {
+            Py_XDECREF(each.shape);
+            Py_CLEAR(first->shape);
+            return NOT_OURS;
+        }
+        parts[rank] = each.part;
+        if (rank == 0)
+            *first = each;
+        else
+            Py_DECREF(each.shape);
+    }
+    return DONE;
+}
+
+/* One tensor cut into equal parts, of `bytes` each. */
+static int cut(const struct call *call, struct ah_plain whole, size_t bytes, struct ah_part *parts)
+{
+    uint32_t ranks = call->segment->group.ranks;
+
+    if (whole.part.bytes != bytes * ranks)
+        return NOT_OURS;
+    for (uint32_t rank = 0; rank < ranks; rank++)
+        parts[rank] = (struct ah_part){whole.part.data + rank * bytes, bytes};
+    return DONE;
+}
+
+/* Whether the first dimension can be cut into one part for each rank. */
+static int even(const struct call *call, PyObject *shape)
+{
+    return PyTuple_Size(shape) > 0 && PyLong_AsSize_t(PyTuple_GetItem(shape, 0)) % call->segment->group.ranks == 0;
+}
+
+/* The operations ------------------------------------------------------------------------------------------- */
+
+static int barrier(struct call *call)
+{
+    int code = begin(call, NULL, 0, -1);
+
+    if (code == DONE)
+        RUN(call, code, ah_barrier(&call->segment->group, call->segment->limit_ns));
+    return code;
+}
+
+static int all_reduce(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
+    struct ah_plain tensor;
+    int code;
+
+    if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+        return NOT_OURS;
+    code = ah_reducible(tensor.dtype, reduction) ? begin(call, &tensor, reduction, -1) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code, ah_all_reduce(group, tensor.part, tensor.dtype, reduction, call->segment->limit_ns));
+    Py_DECREF(tensor.shape);
+    return code;
+}
+
+static int reduce(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    uint32_t reduction = ah_reduction_of(call->way, call->given[OP]), root;
+    struct ah_plain tensor;
+    int code;
+
+    if (peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+        return NOT_OURS;
+    code = ah_reducible(tensor.dtype, reduction) ? begin(call, &tensor, reduction, (int32_t)root) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code, ah_reduce_to(group, tensor.part, tensor.dtype, reduction, root, call->segment->limit_ns));
+    Py_DECREF(tensor.shape);
+    return code;
+}
+
+static int broadcast(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    struct ah_plain tensor;
+    uint32_t root;
+    int code;
+
+    if (peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+        return NOT_OURS;
+    code = begin(call, &tensor, 0, (int32_t)root);
+    if (code == DONE)
+        RUN(call, code, ah_broadcast(group, tensor.part, tensor.dtype, root, call->segment->limit_ns));
+    Py_DECREF(tensor.shape);
+    return code;
+}
+
+static int all_gather(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    struct ah_plain in, out = {.shape = NULL};
+    int code;
+
+    if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[IN], &in) != 0)
+        return NOT_OURS;
+    if (call->whole)
+        code = ah_look(call->way, call->given[OUT], &out) == 0 ? cut(call, out, in.part.bytes, call->out) : NOT_OURS;
+    else
+        code = look_list(call, call->given[OUT], call->out, &out);
+    if (code == DONE)
+        code = in.dtype == out.dtype ? begin(call, &in, 0, -1) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code, ah_all_gather(group, in.part, call->out, in.dtype, call->segment->limit_ns));
+    Py_DECREF(in.shape);
+    Py_XDECREF(out.shape);
+    return code;
+}
+
+static int gather(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
+    struct ah_plain in, out = {.shape = NULL};
+    uint32_t root;
+    int code;
+
+    if (peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[IN] ||
+        ah_look(call->way, call->given[IN], &in) != 0)
+        return NOT_OURS;
+    code = list ? look_list(call, list, call->out, &out) : DONE;
+    if (code == DONE)
+        code = !list || in.dtype == out.dtype ? begin(call, &in, 0, (int32_t)root) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code,
+            ah_gather(group, in.part, list ? call->out : NULL, in.dtype, root, call->segment->limit_ns));
+    Py_DECREF(in.shape);
+    Py_XDECREF(out.shape);
+    return code;
+}
+
+static int scatter(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
+    struct ah_plain in = {.shape = NULL}, out;
+    uint32_t root;
+    int code;
+
+    if (peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[OUT] ||
+        ah_look(call->way, call->given[OUT], &out) != 0)
+        return NOT_OURS;
+    code = list ? look_list(call, list, call->in, &in) : DONE;
+    if (code == DONE)
+        code = !list || in.dtype == out.dtype ? begin(call, &out, 0, (int32_t)root) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code,
+            ah_scatter(group, list ? call->in : NULL, out.part, out.dtype, root, call->segment->limit_ns));
+    Py_DECREF(out.shape);
+    Py_XDECREF(in.shape);
+    return code;
+}
+
+static int reduce_scatter(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
+    struct ah_plain in = {.shape = NULL}, out;
+    int code;
+
+    if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[OUT], &out) != 0)
+        return NOT_OURS;
+    if (call->whole)
+        code = ah_look(call->way, call->given[IN], &in) == 0 ? cut(call, in, out.part.bytes, call->in) : NOT_OURS;
+    else
+        code = look_list(call, call->given[IN], call->in, &in);
+    for (uint32_t rank = 0; code == DONE && rank < group->ranks; rank++)
+        code = call->in[rank].bytes == out.part.bytes ? DONE : NOT_OURS;
+    if (code == DONE)
+        code = in.dtype == out.dtype && ah_reducible(out.dtype, reduction) ? begin(call, &out, reduction, -1) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code,
+            ah_reduce_scatter(group, call->in, out.part, out.dtype, reduction, call->segment->limit_ns));
+    Py_DECREF(out.shape);
+    Py_XDECREF(in.shape);
+    return code;
+}
+
+static int all_to_all(struct call *call)
+{
+    struct ah_group *group = &call->segment->group;
+    struct ah_plain in = {.shape = NULL}, out = {.shape = NULL};
+    int code = call->given[IN] && call->given[OUT] ? DONE : NOT_OURS;
+
+    if (code == DONE && call->whole) {
+        if (ah_look(call->way, call->given[IN], &in) != 0 || ah_look(call->way, call->given[OUT], &out) != 0 ||
+            !even(call, in.shape) || !even(call, out.shape) || in.part.bytes != out.part.bytes)
+            code = NOT_OURS;
+        else if (cut(call, in, in.part.bytes / group->ranks, call->in) != DONE ||
+                 cut(call, out, out.part.bytes / group->ranks, call->out) != DONE)
+            code = NOT_OURS;
+    } else if (code == DONE) {
+        code = look_list(call, call->given[IN], call->in, &in);
+        if (code == DONE)
+            code = look_list(call, call->given[OUT], call->out, &out);
+    }
+    if (code == DONE)
+        code = in.dtype == out.dtype ? begin(call, &in, 0, -1) : NOT_OURS;
+    if (code == DONE)
+        RUN(call, code, ah_all_to_all(group, call->in, call->out, in.dtype, call->segment->limit_ns));
+    Py_XDECREF(in.shape);
+    Py_XDECREF(out.shape);
+    return code;
+}
+
+typedef int (*operation)(struct call *);
+
+static const operation OPERATIONS[] = {
+    [AH_BARRIER] = barrier,       [AH_ALL_REDUCE] = all_reduce,         [AH_REDUCE] = reduce,
+    [AH_BROADCAST] = broadcast,   [AH_ALL_GATHER] = all_gather,         [AH_GATHER] = gather,
+    [AH_SCATTER] = scatter,       [AH_REDUCE_SCATTER] = reduce_scatter, [AH_ALL_TO_ALL] = all_to_all,
+};
+
+/* The type ------------------------------------------------------------------------------------------------- */
+
+static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    struct quick *self = (struct quick *)object;
+    struct call call;
+    int outcome;
+
+    /* Not the parts: they are 8 KiB, and only those that are used are written. */
+    memset(&call, 0, offsetof(struct call, out));
+    call.way = (struct ah_way *)self->way;
+    call.name = self->name;
+    call.whole = self->whole;
+    outcome = sort(self, args, keywords, &call);
+    if (outcome == DONE) {
+        call.segment = ah_segment_of(call.way, call.given[GROUP], &call.group);
+        outcome = call.segment ? OPERATIONS[self->kind](&call) : NOT_OURS;
+        Py_XDECREF((PyObject *)call.segment);
+        Py_XDECREF(call.group);
+    }
+    if (outcome == NOT_OURS)
+        return PyObject_Call(self->usual, args, keywords);
+    if (outcome == RAISED)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *way, *usual, *names, *roles, *made;
+    struct quick *self;
+    const char *name;
+    int kind, whole;
+
+    if (!PyArg_ParseTuple(args, "OOsO!O!ip:Quick", &way, &usual, &name, &PyTuple_Type, &names, &PyTuple_Type, &roles,
+                          &kind, &whole))
+        return NULL;
+    if (!ah_as_way(way) || PyTuple_Size(names) > MOST_PARAMETERS || PyTuple_Size(names) != PyTuple_Size(roles) ||
+        kind < AH_BARRIER || kind >= (int)(sizeof OPERATIONS / sizeof *OPERATIONS)) {
+        PyErr_SetString(PyExc_TypeError, "Quick(way, usual, name, names, roles, kind, whole)");
+        return NULL;
+    }
+    made = allocate(type, 0);
+    if (!made)
+        return NULL;
+    self = (struct quick *)made;
+    for (Py_ssize_t index = 0; index < PyTuple_Size(roles); index++) {
+        long role = PyLong_AsLong(PyTuple_GetItem(roles, index));
+
+        self->roles[index] = role >= 0 && role < ROLES ? (enum role)role : OTHER;
+    }
+    self->way = Py_NewRef(way);
+    self->usual = Py_NewRef(usual);
+    self->names = Py_NewRef(names);
+    self->kind = (enum ah_kind)kind;
+    ah_note_text(self->name, sizeof self->name, name);
+    self->whole = whole;
+    return made;
+}
+
+static void unmake(PyObject *object)
+{
+    struct quick *self = (struct quick *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    Py_XDECREF(self->dict);
+    Py_XDECREF(self->way);
+    Py_XDECREF(self->usual);
+    Py_XDECREF(self->names);
+    release(object);
+    Py_DECREF(type);
+}
+
+/* Pickled by name, as a function is. */
+static PyObject *pickled(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    return PyObject_GetAttrString(object, "__name__");
+}
+
+static PyMethodDef METHODS[] = {
+    {"__reduce__", pickled, METH_NOARGS, "Pickled by name, as a function is."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef MEMBERS[] = {
+    {"__dictoffset__", T_PYSSIZET, offsetof(struct quick, dict), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef GETSET[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, make},
+    {Py_tp_dealloc, unmake},
+    {Py_tp_call, call},
+    {Py_tp_methods, METHODS},
+    {Py_tp_members, MEMBERS},
+    {Py_tp_getset, GETSET},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "allhands._core.Quick",
+    .basicsize = sizeof(struct quick),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = SLOTS,
+};
+
+PyObject *ah_quick_type(void)
+{
+    return PyType_FromSpec(&SPEC);
+}

@@ -1,0 +1,9 @@
+#ifndef ALLHANDS_QUICK_H
+#define ALLHANDS_QUICK_H
+
+#include <Python.h>
+
+/* Returns a new reference; NULL with an exception set. */
+PyObject *ah_quick_type(void);
+
+#endif

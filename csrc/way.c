@@ -1,0 +1,290 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "way.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "reduce.h"
+
+static const char *const NAMES[AH_NAMES] = {
+    [AH_NAME_DATA_PTR] = "data_ptr",
+    [AH_NAME_DTYPE] = "dtype",
+    [AH_NAME_IS_CPU] = "is_cpu",
+    [AH_NAME_IS_CONTIGUOUS] = "is_contiguous",
+    [AH_NAME_IS_NEG] = "is_neg",
+    [AH_NAME_SHAPE] = "shape",
+    [AH_NAME_WORLD] = "WORLD",
+    [AH_NAME_SEGMENT] = "segment",
+    [AH_NAME_FAILED] = "failed",
+    [AH_NAME_LASTI] = "f_lasti",
+    [AH_NAME_FILENAME] = "co_filename",
+};
+
+/* Whether attribute or method `name` of a tensor is true. What raises is not plain either. */
+static int is(struct ah_way *way, PyObject *tensor, enum ah_way_name name, int call)
+{
+    PyObject *answer = call ? PyObject_CallMethodObjArgs(tensor, way->names[name], NULL)
+                            : PyObject_GetAttr(tensor, way->names[name]);
+    int yes = answer == Py_True;
+
+    if (!answer)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return yes;
+}
+
+static int is_tensor(const struct ah_way *way, PyObject *object)
+{
+    for (Py_ssize_t index = 0; index < PyTuple_Size(way->tensors); index++) {
+        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(way->tensors, index))
+            return 1;
+    }
+    return 0;
+}
+
+static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, way->names[AH_NAME_DTYPE]);
+    PyObject *code = dtype ? PyDict_GetItemWithError(way->dtypes, dtype) : NULL;
+    uint32_t number = code ? (uint32_t)PyLong_AsUnsignedLong(code) : 0;
+
+    Py_XDECREF(dtype);
+    if (PyErr_Occurred())
+        PyErr_Clear();
+    return number;
+}
+
+int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
+{
+    size_t elements = 1;
+    PyObject *address;
+    void *data;
+
+    plain->shape = NULL;
+    if (!is_tensor(way, tensor) || !is(way, tensor, AH_NAME_IS_CPU, 0))
+        return -1;
+    plain->dtype = dtype_of(way, tensor);
+    if (plain->dtype == 0 || !is(way, tensor, AH_NAME_IS_CONTIGUOUS, 1))
+        return -1;
+    plain->shape = PyObject_GetAttr(tensor, way->names[AH_NAME_SHAPE]);
+    if (!plain->shape || !PyTuple_Check(plain->shape))
+        goto not_plain;
+    for (Py_ssize_t dim = 0; dim < PyTuple_Size(plain->shape); dim++)
+        elements *= PyLong_AsSize_t(PyTuple_GetItem(plain->shape, dim));
+    /* Only a view of every second number of a complex tensor has a sign to flip: contiguous if it is one number. */
+    if (PyErr_Occurred() || (elements == 1 && is(way, tensor, AH_NAME_IS_NEG, 1)))
+        goto not_plain;
+    address = PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_DATA_PTR], NULL);
+    data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    if (PyErr_Occurred())
+        goto not_plain;
+    /* A tensor without elements may have no address; arithmetic on none is not defined. */
+    plain->part.data = data ? data : (unsigned char *)"";
+    plain->part.bytes = elements * ah_dtype_bytes(plain->dtype);
+    return 0;
+
+not_plain:
+    PyErr_Clear();
+    Py_CLEAR(plain->shape);
+    return -1;
+}
+
+uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
+{
+    if (!given)
+        return AH_SUM;
+    for (uint32_t code = 1; code < AH_REDUCTIONS; code++) {
+        if (PyTuple_GetItem(way->reductions, code) == given)
+            return code;
+    }
+    return 0;
+}
+
+struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject **found)
+{
+    PyObject *group, *segment = NULL;
+    struct ah_segment *self;
+
+    *found = NULL;
+    if (PyDict_Size(way->coalescing) != 0)
+        return NULL;
+    if (given && given != Py_None)
+        group = Py_NewRef(given);
+    else
+        group = PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
+    if (group && group != Py_None)
+        segment = PyObject_GetAttr(group, way->names[AH_NAME_SEGMENT]);
+    if (!segment) {
+        PyErr_Clear();
+        Py_XDECREF(group);
+        return NULL;
+    }
+    self = ah_as_segment(segment);
+    if (!self || !self->notice || self->shut || self->queued) {
+        Py_DECREF(segment);
+        Py_DECREF(group);
+        return NULL;
+    }
+    *found = group;
+    return self;
+}
+
+/* Where the call stands ----------------------------------------------------------------------------------- */
+
+static int is_foreign(const struct ah_way *way, PyObject *filename)
+{
+    for (Py_ssize_t index = 0; index < PyTuple_Size(way->foreign); index++) {
+        if (PyUnicode_Tailmatch(filename, PyTuple_GetItem(way->foreign, index), 0, PY_SSIZE_T_MAX, -1) == 1)
+            return 1;
+    }
+    return 0;
+}
+
+/* Ask Python, which walks up to the first frame that is the user's. */
+static int ask(struct ah_way *way, char *text, size_t size)
+{
+    PyObject *answer = PyObject_CallNoArgs(way->call_site);
+    const char *found = answer ? PyUnicode_AsUTF8AndSize(answer, NULL) : NULL;
+
+    if (found)
+        ah_note_text(text, size, found);
+    Py_XDECREF(answer);
+    return found ? 0 : -1;
+}
+
+static int describe(struct ah_way *way, PyFrameObject *frame, PyObject *code, char *text, size_t size)
+{
+    PyObject *filename = PyObject_GetAttr(code, way->names[AH_NAME_FILENAME]);
+    const char *name = filename ? PyUnicode_AsUTF8AndSize(filename, NULL) : NULL;
+    char place[512];
+
+    if (!name || is_foreign(way, filename)) {
+        Py_XDECREF(filename);
+        return -1;
+    }
+    snprintf(place, sizeof place, "%s:%d", strrchr(name, '/') ? strrchr(name, '/') + 1 : name,
+             PyFrame_GetLineNumber(frame));
+    ah_note_text(text, size, place);
+    Py_DECREF(filename);
+    return 0;
+}
+
+int ah_place(struct ah_way *way, char *text, size_t size)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    PyObject *lasti = frame ? PyObject_GetAttr((PyObject *)frame, way->names[AH_NAME_LASTI]) : NULL;
+    PyObject *code = lasti ? (PyObject *)PyFrame_GetCode(frame) : NULL;
+    struct ah_site *site;
+    long at;
+
+    if (!code) {
+        PyErr_Clear();
+        Py_XDECREF(lasti);
+        return ask(way, text, size);
+    }
+    at = PyLong_AsLong(lasti);
+    Py_DECREF(lasti);
+    /* Finding the line from the instruction takes longer the longer the function is, so it is remembered. The code
+     * is kept, so that no other can come to stand at its address. */
+    site = &way->sites[((uintptr_t)code / 64 + (unsigned long)at) % AH_SITES];
+    if (site->code != code || site->at != at) {
+        char found[sizeof site->text];
+
+        if (describe(way, frame, code, found, sizeof found) != 0) {
+            Py_DECREF(code);
+            return PyErr_Occurred() ? -1 : ask(way, text, size);
+        }
+        Py_XDECREF(site->code);
+        site->code = Py_NewRef(code);
+        site->at = at;
+        memcpy(site->text, found, sizeof found);
+    }
+    Py_DECREF(code);
+    memcpy(text, site->text, size < sizeof site->text ? size : sizeof site->text);
+    return 0;
+}
+
+/* The type ------------------------------------------------------------------------------------------------- */
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *made;
+    struct ah_way *self;
+
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign))
+        return NULL;
+    if (PyTuple_Size(reductions) != AH_REDUCTIONS) {
+        PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
+        return NULL;
+    }
+    made = allocate(type, 0);
+    if (!made)
+        return NULL;
+    self = (struct ah_way *)made;
+    self->tensors = Py_NewRef(tensors);
+    self->dtypes = Py_NewRef(dtypes);
+    self->reductions = Py_NewRef(reductions);
+    self->member = Py_NewRef(member);
+    self->coalescing = Py_NewRef(coalescing);
+    self->call_site = Py_NewRef(call_site);
+    self->foreign = Py_NewRef(foreign);
+    for (size_t name = 0; name < AH_NAMES; name++) {
+        self->names[name] = PyUnicode_InternFromString(NAMES[name]);
+        if (!self->names[name]) {
+            Py_DECREF(made);
+            return NULL;
+        }
+    }
+    return made;
+}
+
+static void unmake(PyObject *object)
+{
+    struct ah_way *self = (struct ah_way *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    Py_XDECREF(self->tensors);
+    Py_XDECREF(self->dtypes);
+    Py_XDECREF(self->reductions);
+    Py_XDECREF(self->member);
+    Py_XDECREF(self->coalescing);
+    Py_XDECREF(self->call_site);
+    Py_XDECREF(self->foreign);
+    for (size_t name = 0; name < AH_NAMES; name++)
+        Py_XDECREF(self->names[name]);
+    for (size_t site = 0; site < AH_SITES; site++)
+        Py_XDECREF(self->sites[site].code);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, make},
+    {Py_tp_dealloc, unmake},
+    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign): what the short way "
+                "knows of torch."},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "allhands._core.Way",
+    .basicsize = sizeof(struct ah_way),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = SLOTS,
+};
+
+PyObject *ah_way_type(void)
+{
+    return PyType_FromSpec(&SPEC);
+}
+
+struct ah_way *ah_as_way(PyObject *object)
+{
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_way *)object : NULL;
+}
