@@ -1,6 +1,9 @@
 /* all_reduce and reduce. Each chunk is cut into one slice for each rank: a rank copies in all slices but its own,
  * reduces its own from everyone's slots, and copies the others' results out. Up to three chunks are under way at
- * once. A small tensor goes in one piece instead: everyone reads everyone, with a single meeting. */
+ * once. A small tensor goes in one piece instead: everyone reads everyone, with a single meeting. A tensor that lives
+ * in a window on every rank is reduced where it is. */
+#include <stdalign.h>
+
 #include "collective.h"
 #include "copy.h"
 #include "reduce.h"
@@ -12,6 +15,9 @@
 /* Slices begin on lines of their own. */
 #define SLICE_BYTES 64
 
+/* What is reduced from windows at a time: it stays in the first-level cache until it is stored everywhere. */
+#define BLOCK_BYTES ((size_t)16 << 10)
+
 struct task {
     struct ah_group *group;
     struct ah_part data;
@@ -21,6 +27,28 @@ struct task {
     int stream;
     int wants; /* whether this rank gets the result */
 };
+
+/* After the meeting: whether anyone announced a window, so that this ticket carries no data of its own. */
+static int somewhere(const struct ah_group *group)
+{
+    for (uint32_t rank = 0; group->windows_made && rank < group->ranks; rank++) {
+        if (group->members[rank].calls[group->call.sequence % AH_CALLS].window != 0)
+            return 1;
+    }
+    return 0;
+}
+
+/* After the meeting: whether everyone announced the same place. */
+static int everywhere(const struct ah_group *group)
+{
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        const struct ah_call *theirs = &group->members[rank].calls[group->call.sequence % AH_CALLS];
+
+        if (theirs->window != group->call.window || theirs->offset != group->call.offset)
+            return 0;
+    }
+    return 1;
+}
 
 /* Where the slice of `rank` begins in a chunk of `bytes`. */
 static size_t slice(const struct task *task, uint32_t rank, size_t bytes)
@@ -58,7 +86,7 @@ static int reduce_own(const struct task *task, size_t index)
     unsigned char *mine = task->data.data + index * task->chunk + own;
     unsigned char *result = ah_slot(group, group->rank, ticket) + own;
     const void *sources[AH_MOST_RANKS];
-    int code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
+    int code = ah_await_all(group, AH_ARRIVED, ticket + 1);
 
     if (code != AH_OK)
         return code;
@@ -92,15 +120,22 @@ static int copy_out(const struct task *task, size_t index)
     return AH_OK;
 }
 
-static int in_chunks(const struct task *task)
+/* Copy in the first chunk and meet. What begins again because others announced a window starts one ticket later. */
+static int in_chunks(struct task *task, int met)
 {
     size_t chunks = ah_chunks(task->data.bytes, task->chunk);
-    int code = AH_OK;
+    int code = copy_in(task, 0);
 
-    for (size_t step = 0; code == AH_OK && step < chunks + 2; step++) {
+    if (code == AH_OK && !met)
+        code = ah_meet(task->group);
+    if (code == AH_OK && !met && somewhere(task->group)) {
+        task->first++;
+        return in_chunks(task, 1);
+    }
+    for (size_t step = 1; code == AH_OK && step < chunks + 2; step++) {
         if (step < chunks)
             code = copy_in(task, step);
-        if (code == AH_OK && step >= 1 && step - 1 < chunks)
+        if (code == AH_OK && step - 1 < chunks)
             code = reduce_own(task, step - 1);
         if (code == AH_OK && step >= 2)
             code = copy_out(task, step - 2);
@@ -132,6 +167,44 @@ static int in_one_shot(const struct task *task)
     return AH_OK;
 }
 
+/* Everyone's tensor is at the same place of the same window: reduce our slice of all of them, a block at a time, and
+ * store it to all of them. */
+static int in_window(struct task *task)
+{
+    struct ah_group *group = task->group;
+    const struct ah_window *window = task->data.window;
+    size_t own = slice(task, group->rank, task->data.bytes), next = slice(task, group->rank + 1, task->data.bytes);
+    size_t offset = group->call.offset, size = ah_dtype_bytes(task->dtype);
+    const void *sources[AH_MOST_RANKS];
+    alignas(64) unsigned char block[BLOCK_BYTES];
+    int code;
+
+    ah_post(group, AH_ARRIVED, task->first + 1);
+    if ((code = ah_meet(group)) != AH_OK)
+        return code;
+    if (!everywhere(group)) {
+        task->first++;
+        return in_chunks(task, 1);
+    }
+    for (size_t at = own; at < next; at += sizeof block) {
+        size_t bytes = ah_min(sizeof block, next - at);
+
+        for (uint32_t rank = 0; rank < group->ranks; rank++)
+            sources[rank] = window->base + rank * window->stride + offset + at;
+        ah_reduce(task->dtype, task->reduction, block, sources, group->ranks, bytes / size);
+        for (uint32_t step = 0; step < group->ranks; step++) {
+            uint32_t rank = (group->rank + step) % group->ranks;
+
+            ah_copy(window->base + rank * window->stride + offset + at, block, bytes, task->stream);
+        }
+    }
+    group->direct++;
+    ah_post(group, AH_REDUCED, task->first + 1);
+    if ((code = ah_await_all(group, AH_REDUCED, task->first + 1)) == AH_OK)
+        ah_finish(group, task->first + 1);
+    return code;
+}
+
 static int run(struct ah_group *group, const struct ah_call *call, struct ah_part data, int wants, int64_t timeout_ns)
 {
     struct task task = {
@@ -145,15 +218,20 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
         .stream = data.bytes >= AH_STREAM_BYTES,
         .wants = wants,
     };
-    int code;
+    struct ah_call placed = *call;
+    int one_shot = data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->head->slot_bytes, code;
 
     if (!ah_reducible(call->dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
         return AH_BROKEN;
-    if ((code = ah_begin(group, call, timeout_ns)) != AH_OK)
+    if (data.window && !one_shot) {
+        placed.window = data.window->id;
+        placed.offset = (size_t)(data.data - (data.window->base + group->rank * data.window->stride));
+    }
+    if ((code = ah_begin(group, &placed, timeout_ns)) != AH_OK)
         return code;
-    if (data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->head->slot_bytes)
+    if (one_shot)
         return in_one_shot(&task);
-    return in_chunks(&task);
+    return placed.window ? in_window(&task) : in_chunks(&task, 0);
 }
 
 int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns)

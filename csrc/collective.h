@@ -24,6 +24,7 @@ enum ah_kind {
 struct ah_part {
     unsigned char *data;
     size_t bytes;
+    const struct ah_window *window; /* where it lives, NULL for ordinary memory */
 };
 
 int ah_barrier(struct ah_group *group, int64_t timeout_ns);

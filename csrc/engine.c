@@ -13,6 +13,7 @@
 #include "board.h"
 #include "collective.h"
 #include "reduce.h"
+#include "window.h"
 
 /* Let the handlers of signals run: Ctrl-C must end a call that waits for someone who does not come. */
 static int pulse(void *context)
@@ -39,6 +40,7 @@ static int as_part(PyObject *address, PyObject *bytes, struct ah_part *part)
     /* A tensor without elements may have no address; arithmetic on none is not defined. */
     part->data = data ? data : (unsigned char *)"";
     part->bytes = PyLong_AsSize_t(bytes);
+    part->window = NULL;
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -111,6 +113,7 @@ static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_s
     if (count(n, 5) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
         as_number(args[3], &reduction) != 0 || as_time(args[4], &limit) != 0)
         return NULL;
+    ah_find_window(&self->group, &data);
     AH_RUN(self, code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
     return ended(code);
 }
@@ -420,6 +423,7 @@ static PyMethodDef METHODS[] = {
 static PyMemberDef MEMBERS[] = {
     {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for their turn"},
     {"shut", T_INT, offsetof(struct ah_segment, shut), 0, "not 0: no more calls of the short way"},
+    {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
     {NULL, 0, 0, 0, NULL},
 };
 

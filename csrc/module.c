@@ -10,6 +10,7 @@
 #include "process.h"
 #include "quick.h"
 #include "way.h"
+#include "window.h"
 
 static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -73,7 +74,8 @@ static int add(PyObject *module, const char *name, PyObject *value)
 static int fill(PyObject *module)
 {
     if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
-        add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0)
+        add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
+        add(module, "Window", ah_window_type()) != 0)
         return -1;
     return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
 }

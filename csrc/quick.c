@@ -11,6 +11,7 @@
 
 #include "reduce.h"
 #include "way.h"
+#include "window.h"
 
 /* More than any function of torch.distributed has parameters. */
 #define MOST_PARAMETERS 16
@@ -202,7 +203,7 @@ static int cut(const struct call *call, struct ah_plain whole, size_t bytes, str
     if (whole.part.bytes != bytes * ranks)
         return NOT_OURS;
     for (uint32_t rank = 0; rank < ranks; rank++)
-        parts[rank] = (struct ah_part){whole.part.data + rank * bytes, bytes};
+        parts[rank] = (struct ah_part){.data = whole.part.data + rank * bytes, .bytes = bytes};
     return DONE;
 }
 
@@ -232,6 +233,7 @@ static int all_reduce(struct call *call)
 
     if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
         return NOT_OURS;
+    ah_find_window(group, &tensor.part);
     code = ah_reducible(tensor.dtype, reduction) ? begin(call, &tensor, reduction, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_reduce(group, tensor.part, tensor.dtype, reduction, call->segment->limit_ns));

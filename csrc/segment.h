@@ -38,6 +38,9 @@ struct ah_call {
     uint32_t reduce; /* which reduction, 0 for none */
     uint32_t dtype;
     int32_t root; /* -1 for none */
+    /* Where the tensor lives, if in a window. Ranks may differ in it: then it goes through the slots. */
+    uint32_t window; /* 0 for none */
+    uint64_t offset;
 };
 
 struct ah_member {
@@ -76,6 +79,14 @@ enum ah_code {
     AH_INTERRUPTED = 6, /* `pulse` said so: a signal's handler raised */
 };
 
+/* Memory beside the segment that all ranks map: a region of `stride` bytes for each. */
+struct ah_window {
+    unsigned char *base;
+    size_t stride;
+    uint32_t id; /* the same on every rank: windows are made by all ranks together */
+    const struct ah_window *next;
+};
+
 struct ah_group {
     struct ah_header *head;
     struct ah_member *members;
@@ -90,6 +101,9 @@ struct ah_group {
     uint32_t spins;      /* how often to look before giving the core away */
     uint32_t yields;     /* how often to give it away before sleeping */
     int *pidfds;         /* one for each rank, -1 for our own */
+    const struct ah_window *windows;
+    uint32_t windows_made;
+    unsigned long long direct; /* calls that were done in a window */
     /* Called now and then while waiting; not 0 breaks the call off, and the group with it. */
     int (*pulse)(void *context);
     void *context;

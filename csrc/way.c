@@ -63,6 +63,7 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
     void *data;
 
     plain->shape = NULL;
+    plain->part.window = NULL;
     if (!is_tensor(way, tensor) || !is(way, tensor, AH_NAME_IS_CPU, 0))
         return -1;
     plain->dtype = dtype_of(way, tensor);

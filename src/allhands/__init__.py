@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
+    from .shared import empty, register
 
     # isort: split
     from torch.distributed import *  # type: ignore[assignment]  # noqa: F403  # torch's, where not ours
@@ -70,11 +71,21 @@ __all__ = [
     "__version__",
     "board",
     "destroy_process_group",
+    "empty",
     "init_process_group",
     "process_group",
+    "register",
 ]
 
-_LIFECYCLE = frozenset({"destroy_process_group", "init_process_group", "process_group"})
+# Where what is ours comes from; the exceptions are all in one module.
+_HOMES = {
+    "board": ".notes",
+    "destroy_process_group": ".lifecycle",
+    "empty": ".shared",
+    "init_process_group": ".lifecycle",
+    "process_group": ".lifecycle",
+    "register": ".shared",
+}
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 
 
@@ -82,10 +93,8 @@ def __getattr__(name: str) -> Any:
     """Find ``name``: ours first, then torch.distributed's. The first use imports torch."""
     if name.startswith("__"):
         raise AttributeError(name)
-    if name in _LIFECYCLE:
-        value = getattr(importlib.import_module(".lifecycle", __name__), name)
-    elif name == "board":
-        value = importlib.import_module(".notes", __name__).board
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name], __name__), name)
     elif _is_module(name):
         return importlib.import_module(f".{name}", __name__)
     elif name in __all__:

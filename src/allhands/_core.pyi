@@ -63,6 +63,12 @@ class Board:
     def sign(self, rank: int, world_size: int, /) -> None:
         """Say whose board it is."""
 
+class Window:
+    """Memory that all ranks of a group share, a region of ``stride`` bytes for each; its buffer is our own region."""
+
+    def __new__(cls, segment: Segment, fd: int, stride: int, /) -> Self: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 class Way:
     """What the short way knows of torch; see csrc/way.h."""
 
@@ -132,6 +138,8 @@ class Segment:
     # Calls that wait for their turn, and whether the short way is shut.
     queued: int
     shut: int
+    # Calls that were done in a window, without staging.
+    direct: int
 
     def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
         """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""

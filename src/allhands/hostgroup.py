@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from . import mismatch, notes
+from . import _torch, mismatch, notes
 from . import session as _session
 from .engines import shm
 from .errors import fail
@@ -71,6 +71,22 @@ class HostGroup(_Base):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for everyone and name who does not come."""
         self._gloo.monitored_barrier(*(() if timeout is None else (timeout,)), wait_all_ranks=wait_all_ranks)
+
+    # Memory that the ranks share ---------------------------------------------------------------------------
+
+    def window(self, name: str, size: int) -> Any:
+        """Make memory of ``size`` bytes for each rank, None for none. Every rank of the group calls this."""
+        self.session.member.check_process()
+        sizes = torch.zeros(self.size(), 1, dtype=torch.int64)
+        mine = torch.tensor([size])
+        opts = _torch.AllgatherOptions()
+        opts.asyncOp = False
+        self.allgather([list(sizes)], [mine], opts)
+        wanted = [int(each) for each in sizes]
+        if len(set(wanted)) > 1:
+            told = ", ".join(f"rank {rank} {each}" for rank, each in list(zip(self.ranks, wanted, strict=True))[:16])
+            raise self._wrong(name, f"ranks asked for different numbers of bytes: {told}")
+        return self.engine.window(size, self._limit_ns / 1e9) if size else None
 
     # About the group ---------------------------------------------------------------------------------------
 

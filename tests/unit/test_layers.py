@@ -29,6 +29,7 @@ LAYERS: dict[str, set[str]] = {
         "mismatch",
         "processgroup",
         "session",
+        "shared",
         "store",
         "work",
     },

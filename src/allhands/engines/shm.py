@@ -1,29 +1,25 @@
 """Shared memory: collectives of the ranks of one host through one segment, at the speed of memory.
 
-The segment is a memfd without a name, sealed against resizing. Rank 0 of the group makes it and hands it to the
-others over a Unix socket, which checks who they are; "one host" means that a rank mapped it and read the nonce.
+The segment is a memfd without a name, which rank 0 of the group makes and hands to the others; "one host" means that a
+rank mapped it and read the nonce.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import functools
+import mmap
 import os
-import secrets
-import socket
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from torch.distributed.distributed_c10d import ReduceOp, Store
 
 from .. import _core
-from ..control import credentials
-from ..errors import fail
+from .handing import Handing, Handover, no_room, pid_namespace, require_room
 
 __all__ = [
     "CODES",
@@ -46,9 +42,6 @@ __all__ = [
 # One slot of one rank; four of them, so a group of n ranks takes 4 n MiB and a little. A tensor up to this size goes
 # in one chunk.
 SLOT_BYTES = 1 << 20
-
-# How often to look whether the group is over while waiting for a rank to fetch the segment.
-_LOOK_S = 0.1
 
 # Beyond this the segment grows to a gigabyte, and one host hardly has the cores.
 MOST_RANKS = _core.MOST_RANKS
@@ -145,14 +138,35 @@ os.register_at_fork(after_in_child=_shut_in_child)
 class Shm:
     """One rank's end of a group's segment. One call at a time; addresses and sizes are the caller's to get right."""
 
-    def __init__(self, segment: _core.Segment, size_bytes: int, pidfds: tuple[int, ...], pids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        segment: _core.Segment,
+        size_bytes: int,
+        pidfds: tuple[int, ...],
+        pids: tuple[int, ...],
+        handing: Handing,
+    ) -> None:
         self.segment = segment
         self.size_bytes = size_bytes
         # Of each rank, 0 where it means nothing here.
         self.pids = pids
+        self._handing = handing
+        self._windows = 0
         _LIVE.add(self)
         # The core looks at them as long as this lives; at exit the kernel closes them.
         weakref.finalize(self, _close, pidfds).atexit = False
+
+    def window(self, size: int, timeout_s: float) -> _core.Window:
+        """Make memory that all ranks share, ``size`` bytes for each. Every rank of the group calls this."""
+        self._windows += 1
+        stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor, _ = self._handing.share(
+            f"window/{self._windows}", functools.partial(_new_window, stride=stride), timeout_s
+        )
+        try:
+            return _core.Window(self.segment, descriptor, stride)
+        finally:
+            os.close(descriptor)
 
     def done(self, code: int) -> None:
         """Raise Trouble unless ``code`` says that all went well."""
@@ -160,44 +174,48 @@ class Shm:
             raise Trouble(CODES[code], self.segment.culprit())
 
 
-class _Greeting(msgspec.Struct):
-    """What a rank tells the one that hands out the segment."""
-
-    rank: int
-    namespace: int
-
-
-class _Handover(msgspec.Struct):
-    """What comes with the segment: its size, its nonce, and everyone's process as this namespace numbers them."""
-
-    size: int
-    nonce: bytes
-    pids: list[int]
-    namespace: int
-
-
-def _pid_namespace() -> int:
-    return Path("/proc/self/ns/pid").stat().st_ino
-
-
 def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[[], None]) -> Shm:
     """Make or fetch the segment of a group and map it. Every rank of the group calls this; ends by the timeout.
 
     ``check`` is called now and then and raises where the group is over.
     """
-    deadline = time.monotonic() + timeout_s
-    if rank == 0:
-        descriptor, handover = _hand_out(store, ranks, deadline, check)
-    else:
-        descriptor, handover = _fetch(store, rank, deadline)
+    handing = Handing(store, rank, ranks, check)
+    descriptor, handover = handing.share("shm", _new_segment, timeout_s)
     pidfds = _pidfds(handover, rank)
     try:
         segment = _core.Segment(descriptor, handover.size, rank, handover.nonce, pidfds)
     finally:
         os.close(descriptor)
     segment.patience(*_patience(ranks))
-    pids = tuple(handover.pids) if handover.namespace == _pid_namespace() else (0,) * ranks
-    return Shm(segment, handover.size, pidfds, pids)
+    pids = tuple(handover.pids) if handover.namespace == pid_namespace() else (0,) * ranks
+    return Shm(segment, handover.size, pidfds, pids, handing)
+
+
+def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
+    size = _core.segment_bytes(ranks, SLOT_BYTES)
+    what = f"the shared memory of a group of {ranks}"
+    require_room(size, what)
+    descriptor = os.memfd_create("allhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        _core.segment_format(descriptor, ranks, SLOT_BYTES, nonce)
+    except OSError as problem:
+        os.close(descriptor)
+        raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
+    return descriptor, size
+
+
+def _new_window(ranks: int, _: bytes, stride: int) -> tuple[int, int]:
+    size = stride * ranks
+    what = f"a shared tensor of {ranks} ranks"
+    require_room(size, what)
+    descriptor = os.memfd_create("allhands-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as problem:
+        os.close(descriptor)
+        raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
+    return descriptor, size
 
 
 def _close(pidfds: tuple[int, ...]) -> None:
@@ -218,86 +236,11 @@ def _patience(ranks: int) -> tuple[int, int]:
     return (2000, 50) if cores >= ranks else (0, 50)
 
 
-def _pidfds(handover: _Handover, rank: int) -> tuple[int, ...]:
+def _pidfds(handover: Handover, rank: int) -> tuple[int, ...]:
     """Return a pidfd for each other rank; -1 where its number means nothing here (another pid namespace)."""
-    if handover.namespace != _pid_namespace():
+    if handover.namespace != pid_namespace():
         return (-1,) * len(handover.pids)
     return tuple(-1 if number == rank or not pid else os.pidfd_open(pid) for number, pid in enumerate(handover.pids))
-
-
-def _hand_out(store: Store, ranks: int, deadline: float, check: Callable[[], None]) -> tuple[int, _Handover]:
-    """Make the segment and give it to every other rank."""
-    size = _core.segment_bytes(ranks, SLOT_BYTES)
-    nonce = secrets.token_bytes(16)
-    descriptor = os.memfd_create("allhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, SLOT_BYTES, nonce)
-    except OSError as problem:
-        os.close(descriptor)
-        raise fail(
-            "shm-too-small",
-            f"there is no room for the {size / 2**20:.0f} MiB of shared memory of a group of {ranks}",
-            who=f"rank 0 of the group ({socket.gethostname()}, pid {os.getpid()})",
-            why=f"the kernel refused the pages: {problem.strerror}",
-            fix="free memory, or raise the memory limit of the container or cgroup",
-            ranks=(0,),
-        ) from problem
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    name = f"allhands-shm-{secrets.token_hex(12)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0" + name)
-        listener.listen(ranks)
-        store.set("shm", name)
-        guests: dict[int, socket.socket] = {}
-        pids = [0] * ranks
-        pids[0] = os.getpid()
-        own = _pid_namespace()
-        try:
-            while len(guests) < ranks - 1:
-                guest = _accept(listener, deadline, check)
-                pid, uid = credentials.peer(guest)
-                if uid not in {os.getuid(), 0}:
-                    guest.close()
-                    continue
-                guest.settimeout(max(0.01, deadline - time.monotonic()))
-                greeting = msgspec.msgpack.decode(guest.recv(256), type=_Greeting)
-                guests[greeting.rank] = guest
-                pids[greeting.rank] = pid if greeting.namespace == own else 0
-            handover = _Handover(size, nonce, pids, own)
-            for guest in guests.values():
-                socket.send_fds(guest, [msgspec.msgpack.encode(handover)], [descriptor])
-        finally:
-            for guest in guests.values():
-                guest.close()
-    return descriptor, handover
-
-
-def _accept(listener: socket.socket, deadline: float, check: Callable[[], None]) -> socket.socket:
-    while True:
-        check()
-        listener.settimeout(max(0.01, min(_LOOK_S, deadline - time.monotonic())))
-        try:
-            return listener.accept()[0]
-        except TimeoutError:
-            if time.monotonic() >= deadline:
-                raise
-
-
-def _fetch(store: Store, rank: int, deadline: float) -> tuple[int, _Handover]:
-    """Get the segment from rank 0 of the group."""
-    name = store.get("shm").decode()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
-        sock.connect("\0" + name)
-        _, uid = credentials.peer(sock)
-        if uid not in {os.getuid(), 0}:
-            raise PermissionError("the segment is offered by another user's process")
-        sock.send(msgspec.msgpack.encode(_Greeting(rank, _pid_namespace())))
-        body, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
-    if not descriptors:
-        raise ConnectionError("rank 0 of the group went away before it handed out the segment")
-    return descriptors[0], msgspec.msgpack.decode(body, type=_Handover)
 
 
 def parts(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

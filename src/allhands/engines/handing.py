@@ -1,0 +1,166 @@
+"""Handing memory without a name from rank 0 of a group to the others, over a Unix socket that checks who they are."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+from torch.distributed.distributed_c10d import Store
+
+from ..control import credentials
+from ..diagnosis import Diagnosis
+from ..errors import AllhandsError, error, fail
+
+__all__ = ["Handing", "Handover", "no_room", "pid_namespace", "require_room"]
+
+# How often to look whether the group is over while waiting for a rank to fetch the memory.
+_LOOK_S = 0.1
+
+# What stands before a diagnosis where otherwise the name of the socket stands.
+_REFUSED = "!"
+
+# Giving a file more pages than the machine has ends some process, and not always ours: so it is not tried when less
+# than this part of the free memory would be left.
+_LEFT = 0.05
+
+
+class _Make(Protocol):
+    """Make memory for ``ranks`` ranks; return its descriptor and size."""
+
+    def __call__(self, ranks: int, nonce: bytes, /) -> tuple[int, int]:
+        """Raise shm-too-small where there is no room."""
+
+
+class _Greeting(msgspec.Struct):
+    """What a rank tells the one that hands out the memory."""
+
+    rank: int
+    namespace: int
+
+
+class Handover(msgspec.Struct):
+    """What comes with the memory: its size, its nonce, and everyone's process as this namespace numbers them."""
+
+    size: int
+    nonce: bytes
+    pids: list[int]
+    namespace: int
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's pid namespace."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def require_room(size: int, what: str) -> None:
+    """Raise shm-too-small where there is plainly no room for ``size`` bytes."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # Not in a cgroup, or one without a limit.
+        here = Path("/sys/fs/cgroup")
+        free = min(free, int((here / "memory.max").read_text()) - int((here / "memory.current").read_text()))
+    if size > free * (1 - _LEFT):
+        raise no_room(size, what, f"{free / 2**20:.0f} MiB are free (observed)")
+
+
+def no_room(size: int, what: str, why: str) -> AllhandsError:
+    """Return shm-too-small."""
+    return fail(
+        "shm-too-small",
+        f"there is no room for {size / 2**20:,.0f} MiB: {what}",
+        who=f"rank 0 of the group ({socket.gethostname()}, pid {os.getpid()})",
+        why=why,
+        fix="free memory, or raise the memory limit of the container or cgroup",
+        ranks=(0,),
+    )
+
+
+class Handing:
+    """How the ranks of one group get memory that they share. Each of them calls `share` with the same key."""
+
+    def __init__(self, store: Store, rank: int, ranks: int, check: Callable[[], None]) -> None:
+        """Meet through ``store``; ``check`` is called now and then and raises where the group is over."""
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._check = check
+
+    def share(self, key: str, make: _Make, timeout_s: float) -> tuple[int, Handover]:
+        """Let rank 0 ``make`` memory and give it to everyone. Return its descriptor, to be closed by the caller.
+
+        What keeps rank 0 from making it is raised on every rank.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._rank == 0:
+            return self._hand_out(key, make, deadline)
+        return self._fetch(key, deadline)
+
+    def _hand_out(self, key: str, make: _Make, deadline: float) -> tuple[int, Handover]:
+        nonce = secrets.token_bytes(16)
+        try:
+            descriptor, size = make(self._ranks, nonce)
+        except AllhandsError as problem:
+            self._store.set(key, _REFUSED + msgspec.json.encode(problem.diagnosis).decode())
+            raise
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        name = f"allhands-shm-{secrets.token_hex(12)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + name)
+            listener.listen(self._ranks)
+            self._store.set(key, name)
+            guests: dict[int, socket.socket] = {}
+            pids = [0] * self._ranks
+            pids[0] = os.getpid()
+            own = pid_namespace()
+            try:
+                while len(guests) < self._ranks - 1:
+                    guest = self._accept(listener, deadline)
+                    pid, uid = credentials.peer(guest)
+                    if uid not in {os.getuid(), 0}:
+                        guest.close()
+                        continue
+                    guest.settimeout(max(0.01, deadline - time.monotonic()))
+                    greeting = msgspec.msgpack.decode(guest.recv(256), type=_Greeting)
+                    guests[greeting.rank] = guest
+                    pids[greeting.rank] = pid if greeting.namespace == own else 0
+                handover = Handover(size, nonce, pids, own)
+                for guest in guests.values():
+                    socket.send_fds(guest, [msgspec.msgpack.encode(handover)], [descriptor])
+            finally:
+                for guest in guests.values():
+                    guest.close()
+        return descriptor, handover
+
+    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
+        while True:
+            self._check()
+            listener.settimeout(max(0.01, min(_LOOK_S, deadline - time.monotonic())))
+            try:
+                return listener.accept()[0]
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+
+    def _fetch(self, key: str, deadline: float) -> tuple[int, Handover]:
+        name = self._store.get(key).decode()
+        if name.startswith(_REFUSED):
+            raise error(msgspec.json.decode(name.removeprefix(_REFUSED), type=Diagnosis))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(max(0.01, deadline - time.monotonic()))
+            sock.connect("\0" + name)
+            _, uid = credentials.peer(sock)
+            if uid not in {os.getuid(), 0}:
+                raise PermissionError("the memory is offered by another user's process")
+            sock.send(msgspec.msgpack.encode(_Greeting(self._rank, pid_namespace())))
+            body, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
+        if not descriptors:
+            raise ConnectionError("rank 0 of the group went away before it handed out the memory")
+        return descriptors[0], msgspec.msgpack.decode(body, type=Handover)
