@@ -28,6 +28,7 @@ TABLE: dict[str, str] = {
     "ALLHANDS_TLS_KEY": "private key (PEM) of that certificate",
     "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
+    "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
 }
 
@@ -45,6 +46,7 @@ class Settings:
     tls_key: str = ""
     tls_ca: str = ""
     destroy_timeout: float = 5.0
+    slot_kib: int = 1024
     mixed_versions: bool = False
 
     def secret(self) -> bytes:

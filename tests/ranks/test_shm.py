@@ -409,3 +409,44 @@ say(counts=counts)
     check(results)
     for result in results:
         assert result["counts"][-1] <= result["counts"][1], result["counts"]
+
+
+@pytest.mark.parametrize("kib", ["64", "4096"])
+def test_the_segment_is_as_large_as_asked(kib: str) -> None:
+    """Rank 0's ALLHANDS_SLOT_KIB sets the size of everyone's segment, and results do not depend on it."""
+    results = harness.launch(
+        FORM
+        + """
+tensor = torch.arange(700_001.0) + rank
+dist.all_reduce(tensor)
+assert torch.equal(tensor, 2 * torch.arange(700_001.0) + 1)
+parts = [torch.full((70_000,), 10.0 * rank + each) for each in range(size)]
+got = [torch.empty(70_000) for _ in range(size)]
+dist.all_to_all(got, parts)
+assert [each[-1].item() for each in got] == [10.0 * each + rank for each in range(size)]
+say(bytes=dist.group.WORLD.engine.size_bytes)
+dist.destroy_process_group()
+""",
+        2,
+        each={0: {"ALLHANDS_SLOT_KIB": kib}},
+    )
+    check(results)
+    slots = 2 * 4 * int(kib) * 1024
+    assert {slots <= result["bytes"] < slots + (4 << 20) for result in results} == {True}
+
+
+def test_a_slot_that_is_too_small_is_refused_on_all_ranks() -> None:
+    """A size that makes no sense is said before anything is shared, on every rank."""
+    results = harness.launch(
+        """
+import allhands as dist
+try:
+    dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
+except dist.ArgumentError as problem:
+    say(text=str(problem))
+""",
+        2,
+        each={0: {"ALLHANDS_SLOT_KIB": "8"}},
+    )
+    check(results)
+    assert all("ALLHANDS_SLOT_KIB=8" in result["text"] for result in results)

@@ -18,18 +18,19 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import ReduceOp, Store
 
-from .. import _core
+from .. import _core, settings
+from ..errors import fail
 from .handing import Handing, Handover, no_room, pid_namespace, require_room
 
 __all__ = [
     "CODES",
     "DTYPES",
     "KINDS",
+    "LEAST_SLOT_KIB",
     "LINEAR",
     "MOST_RANKS",
     "REDUCTIONS",
     "REDUCTION_NAMES",
-    "SLOT_BYTES",
     "Shm",
     "Trouble",
     "dtype_code",
@@ -39,9 +40,8 @@ __all__ = [
     "reduction_code",
 ]
 
-# One slot of one rank; four of them, so a group of n ranks takes 4 n MiB and a little. A tensor up to this size goes
-# in one chunk.
-SLOT_BYTES = 1 << 20
+# The least that a slot may have: room for a line and a size for each of the most ranks.
+LEAST_SLOT_KIB = 64
 
 # Beyond this the segment grows to a gigabyte, and one host hardly has the cores.
 MOST_RANKS = _core.MOST_RANKS
@@ -191,14 +191,27 @@ def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[
     return Shm(segment, handover.size, pidfds, pids, handing)
 
 
+def _slot_bytes() -> int:
+    wanted = settings.read().slot_kib
+    if wanted < LEAST_SLOT_KIB:
+        raise fail(
+            "invalid-argument",
+            f"ALLHANDS_SLOT_KIB={wanted} is too little: a slot has to have {LEAST_SLOT_KIB} KiB at least",
+            who=f"rank 0 of the group (pid {os.getpid()})",
+            fix="raise it, or unset it for 1 MiB",
+        )
+    return wanted * 1024
+
+
 def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
-    size = _core.segment_bytes(ranks, SLOT_BYTES)
+    slot = _slot_bytes()
+    size = _core.segment_bytes(ranks, slot)
     what = f"the shared memory of a group of {ranks}"
     require_room(size, what)
     descriptor = os.memfd_create("allhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, SLOT_BYTES, nonce)
+        _core.segment_format(descriptor, ranks, slot, nonce)
     except OSError as problem:
         os.close(descriptor)
         raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
