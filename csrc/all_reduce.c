@@ -1,7 +1,10 @@
 /* all_reduce and reduce. Each chunk is cut into one slice for each rank: a rank copies in all slices but its own,
  * reduces its own from everyone's slots, and copies the others' results out. Up to three chunks are under way at
  * once. A small tensor goes in one piece instead: everyone reads everyone, with a single meeting. A tensor that lives
- * in a window on every rank is reduced where it is. */
+ * in a window on every rank is reduced where it is.
+ *
+ * No copy goes past the caches: all that is written was read just before, and writing round a cached line takes
+ * longer (64 MiB, 2 ranks: 15.1 against 10.9 ms). */
 #include <stdalign.h>
 
 #include "collective.h"
@@ -15,7 +18,7 @@
 /* Slices begin on lines of their own. */
 #define SLICE_BYTES 64
 
-/* What is reduced from windows at a time: it stays in the first-level cache until it is stored everywhere. */
+/* What is reduced at a time: it stays in the first-level cache until it is stored everywhere. */
 #define BLOCK_BYTES ((size_t)16 << 10)
 
 struct task {
@@ -24,7 +27,6 @@ struct task {
     uint32_t dtype, reduction;
     uint32_t first; /* ticket of the first chunk */
     size_t chunk;
-    int stream;
     int wants; /* whether this rank gets the result */
 };
 
@@ -92,9 +94,15 @@ static int reduce_own(const struct task *task, size_t index)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++)
         sources[rank] = rank == group->rank ? mine : ah_slot(group, rank, ticket) + own;
-    ah_reduce(task->dtype, task->reduction, result, sources, group->ranks, (next - own) / ah_dtype_bytes(task->dtype));
-    if (task->wants)
-        ah_copy(mine, result, next - own, task->stream);
+    for (size_t at = 0; at < next - own; at += BLOCK_BYTES) {
+        size_t some = ah_min(BLOCK_BYTES, next - own - at);
+
+        ah_reduce(task->dtype, task->reduction, result + at, sources, group->ranks, some / ah_dtype_bytes(task->dtype));
+        if (task->wants)
+            ah_copy(mine + at, result + at, some, 0);
+        for (uint32_t rank = 0; rank < group->ranks; rank++)
+            sources[rank] = (const unsigned char *)sources[rank] + some;
+    }
     ah_post(group, AH_REDUCED, ticket + 1);
     return AH_OK;
 }
@@ -114,7 +122,7 @@ static int copy_out(const struct task *task, size_t index)
 
         if (code != AH_OK)
             return code;
-        ah_copy(to + own, ah_slot(group, rank, ticket) + own, next - own, task->stream);
+        ah_copy(to + own, ah_slot(group, rank, ticket) + own, next - own, 0);
     }
     ah_post(group, AH_TAKEN, ticket + 1);
     return AH_OK;
@@ -195,7 +203,7 @@ static int in_window(struct task *task)
         for (uint32_t step = 0; step < group->ranks; step++) {
             uint32_t rank = (group->rank + step) % group->ranks;
 
-            ah_copy(window->base + rank * window->stride + offset + at, block, bytes, task->stream);
+            ah_copy(window->base + rank * window->stride + offset + at, block, bytes, 0);
         }
     }
     group->direct++;
@@ -215,7 +223,6 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
         .first = group->ticket,
         .chunk = data.bytes <= group->head->slot_bytes ? group->head->slot_bytes
                                                        : ah_min(group->head->slot_bytes, AH_CHUNK_BYTES),
-        .stream = data.bytes >= AH_STREAM_BYTES,
         .wants = wants,
     };
     struct ah_call placed = *call;
