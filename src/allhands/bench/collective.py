@@ -1,4 +1,4 @@
-"""Collectives of ours and of others, in turn in the same processes, where all meet the same neighbours. No torch here."""
+"""Collectives, ours and others', in turn in the same processes, where all meet the same neighbours. Needs no torch."""
 
 from __future__ import annotations
 

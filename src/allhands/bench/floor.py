@@ -10,7 +10,8 @@ from .operations import OPERATIONS
 
 __all__ = ["COPIES", "LEAST_JUDGED", "copied", "floor_s", "speed"]
 
-# The two copies that are timed, and whether all ranks make them at the same time (STREAM's way) or rank 0 alone.
+# The two copies that are timed, and whether all ranks that take part make them at the same time (STREAM's way) or
+# rank 0 alone.
 COPIES = {"memcpy": False, "stream": True}
 
 # Below this a copy is mostly the call of it, so its speed is that of a copy of this size, which every core's cache

@@ -80,13 +80,17 @@ class Engines:
         if self._plan.floor and size:
             found = {"move": ctypes.memmove, "count": copied(size)}
             found |= {"to": self._target.data_ptr(), "origin": self._source.data_ptr()}
+            busy = bool(self._text(what.torch))
             for name, everyone in COPIES.items():
-                made[name] = Call("move(to, origin, count)" if everyone or self._rank == 0 else "", found)
+                made[name] = Call("move(to, origin, count)" if (busy if everyone else self._rank == 0) else "", found)
         return made
 
     def _call(self, texts: tuple[str, ...], names: dict[str, Any], group: str) -> Call:
-        text = texts[0] if len(texts) == 1 else (*texts, *[""] * self._plan.ranks)[self._rank]
-        return Call(text.format(group=group), names, OPERATIONS[self._plan.operation].trips)
+        return Call(self._text(texts).format(group=group), names, OPERATIONS[self._plan.operation].trips)
+
+    def _text(self, texts: tuple[str, ...]) -> str:
+        """Return which of ``texts`` is this rank's; "" where it is idle."""
+        return texts[0] if len(texts) == 1 else (*texts, *[""] * self._plan.ranks)[self._rank]
 
     def _mpi_names(self, names: dict[str, Any]) -> dict[str, Any]:
         mpi = self._mpi

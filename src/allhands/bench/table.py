@@ -79,8 +79,10 @@ def _times(value: float) -> str:
 
 def size_words(size: int) -> str:
     """Return ``size`` in the largest unit that divides it."""
+    if not size:
+        return "-"
     for unit, name in _UNITS:
-        if size and size % unit == 0:
+        if size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size:,} B"
 
@@ -90,10 +92,10 @@ def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
     what = OPERATIONS[plan.operation]
     first = rows[0]
     crowded = "more ranks than cores" if plan.ranks > first["cores"] else "a core for each rank"
-    kind = "float32, SUM" if "reduce" in plan.operation else "float32"
+    kind = " of float32, SUM" if "reduce" in plan.operation else " of float32" if what.buffers else ""
     half = ", half of that round trip between ranks 0 and 1" if what.trips == 2 else ""
     lines = [
-        f"{plan.operation} ({kind}), {plan.ranks} ranks, {first['cores']} cores ({crowded}), one thread per rank",
+        f"{plan.operation}{kind}, {plan.ranks} ranks, {first['cores']} cores ({crowded}), one thread per rank",
         f"each call: {what.torch[0].format(group='')}{half}",
         f"median, least: us per call of {plan.rounds} rounds; the engines take turns in the same processes;",
         "  a round's time is that of the slowest rank",
@@ -105,7 +107,7 @@ def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
         lines.append("ratio: the peer's median over allhands' (above 1: allhands is faster)")
     if plan.floor and what.buffers:
         lines += [
-            "memcpy: GB/s that rank 0 moves when it copies S bytes alone; stream: GB/s of each rank when all copy at once",
+            "memcpy: GB/s that rank 0 moves when it copies S bytes alone; stream: GB/s of each rank when all copy",
             "  (a copy of S bytes loads and stores 2 S; below 64 KiB it is one of 64 KiB, in the cache)",
             f"time: the floor in us: {what.staged},",
             "  which is what the busiest rank loads and stores in the staged scheme, over stream",
