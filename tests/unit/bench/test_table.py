@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +88,23 @@ def test_a_picture_is_drawn(tmp_path: Path, plan: Plan) -> None:
     draw(plan, rows(plan), str(target))
     assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert target.stat().st_size > 5000
+
+
+def test_a_bar_on_a_terminal() -> None:
+    """On a terminal a bar shows operation, size and round; it goes to standard error only."""
+    code = (
+        "from allhands.bench.bar import bar\nfrom allhands.bench.plan import Plan\n"
+        "with bar(Plan('all_reduce', 2, (4, 1024), 2)) as notify: notify(1024, 1, 3)"
+    )
+    ours, theirs = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=True
+        )
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert done.stdout == b""
+    assert "all_reduce 1 KiB, round 1 of 2" in shown
+    assert "3/4" in shown
