@@ -64,7 +64,8 @@ class Engines:
 
     def _copies(self) -> tuple[Any, Any]:
         count = copied(max(self._plan.sizes)) // 4 if self._plan.floor else 0
-        return torch.zeros(count), torch.zeros(count)
+        # Written, not zeros as they come: pages that nobody wrote are all the same page, and that one is cached.
+        return torch.ones(count), torch.ones(count)
 
     def calls(self, buffers: Buffers, size: int) -> dict[str, Call]:
         """Return the calls to measure for ``buffers``: engines, and the floor's copies where it is wanted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .floor import LEAST_JUDGED
 from .operations import OPERATIONS
 from .plan import Plan
 from .table import size_words
@@ -27,7 +28,7 @@ def draw(plan: Plan, rows: list[dict[str, Any]], path: str) -> None:
         style = {"marker": "o", "linewidth": 2.5 if name == "allhands" else 1.5, "label": name}
         times.plot(sizes, [values["median_s"] * 1e6 for values in of], **style)
         speeds.plot(sizes, [values["bus_bytes_per_s"] / 1e9 for values in of], **style)
-    floors = [row for row in rows if "floor" in row]
+    floors = [row for row in rows if "floor" in row and row["bytes"] >= LEAST_JUDGED]
     if floors:
         at = [row["bytes"] for row in floors]
         times.plot(at, [row["floor"]["floor_s"] * 1e6 for row in floors], "k--", label="floor")
