@@ -189,7 +189,7 @@ def test_a_rank_that_raises_is_reported() -> None:
 
 @both_ways
 def test_ranks_end_with_the_command(tmp_path: Path, peers: tuple[str, ...]) -> None:
-    """A command that is killed takes its ranks, their coordinator and mpirun with it."""
+    """A command that is killed takes its ranks, their coordinator, mpirun and its files with it."""
     against = ",".join(peers) or "none"
     command = subprocess.Popen(
         [sys.executable, "-m", "allhands", "bench", "all_reduce", "--rounds", "100000", "--against", against],
@@ -209,3 +209,5 @@ def test_ranks_end_with_the_command(tmp_path: Path, peers: tuple[str, ...]) -> N
         command.kill()
         command.wait()
     assert gone(pids)
+    # With mpirun, in /dev/shm: whether anything of ours stays there is looked at after every test.
+    assert list(tmp_path.iterdir()) == []

@@ -34,8 +34,10 @@ _SILENCE_S = 150.0
 # After the first rank has gone the others are given this long to say what they saw.
 _LAST_WORDS_S = 1.5
 
-# How long mpirun may take to end its ranks and remove its files before it is killed.
-_END_S = 5.0
+# How long ranks that are done, or mpirun that was asked to end them, may take on a busy machine before they are killed.
+_END_S = 15.0
+
+_MEMORY = Path("/dev/shm")  # noqa: S108  # not for a file of a known name
 
 # How much of what each rank printed is shown when something went wrong.
 _LINES = 15
@@ -60,7 +62,9 @@ class Crew:
     def __init__(self, plan: Plan, silence_s: float = _SILENCE_S) -> None:
         self._plan = plan
         self._silence_s = silence_s
-        self._folder = Path(tempfile.mkdtemp(prefix="allhands-bench-"))
+        # MPI's shared memory goes into this folder too, so it must be memory: and goes with it, however mpirun ends.
+        memory = str(_MEMORY) if "mpi" in plan.peers and os.access(_MEMORY, os.W_OK) else None
+        self._folder = Path(tempfile.mkdtemp(prefix="allhands-bench-", dir=memory))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -98,8 +102,11 @@ class Crew:
         words = [sys.executable, "-P", "-c", _PROGRAM, root, str(self._folder / "socket"), str(self._folder), order]
         environment = _environment(self._folder.name)
         if "mpi" in self._plan.peers:
-            # The folder of its session too is removed with ours, however mpirun ends.
+            # The folder of its session, and the memory that its ranks share (Open MPI 4 and 5 call it differently).
             environment["TMPDIR"] = str(self._folder)
+            if self._folder.is_relative_to(_MEMORY):
+                for engine in ("vader", "sm"):
+                    environment.setdefault(f"OMPI_MCA_btl_{engine}_backing_directory", str(self._folder))
             self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *words, "-1"], environment)
             return
         for rank in range(self._plan.ranks):
@@ -215,7 +222,7 @@ class Crew:
         deadline = time.monotonic() + _END_S
         mpi = "mpi" in self._plan.peers
         for process in self._processes:
-            # mpirun ends its ranks and removes what they had in /dev/shm; ranks that are done end by themselves.
+            # mpirun ends its ranks; those that are done end by themselves.
             if mpi and not orderly:
                 process.terminate()
             elif not orderly:

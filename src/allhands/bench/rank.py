@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -41,9 +42,13 @@ _MOST = 5_000
 class _Line:
     """The connection to the command."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, folder: str) -> None:
+        self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        try:
+            self._socket.connect(path)
+        except OSError:
+            self._alone()
         self._answers = threading.Semaphore(0)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -51,7 +56,13 @@ class _Line:
         while data := self._socket.recv(64):
             for _ in data:
                 self._answers.release()
-        os._exit(1)  # The command has gone; other threads may be inside an engine that nothing else would end.
+        self._alone()
+
+    def _alone(self) -> NoReturn:
+        """End this process and remove the command's folder: it was killed, so nobody else will."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        # Other threads may be inside an engine that nothing else would end.
+        os._exit(1)
 
     def tell(self, *, wait: bool = False, **words: Any) -> None:
         """Send ``words``; with ``wait``, return when they were dealt with."""
@@ -67,7 +78,7 @@ def main() -> None:
     """
     path, folder, order, number = sys.argv[1:5]
     plan = msgspec.json.decode(order.encode(), type=Plan)
-    line = _Line(path)
+    line = _Line(path, folder)
     rank = int(number)
     try:
         mpi = None
@@ -79,6 +90,8 @@ def main() -> None:
             _print_into(f"{folder}/{rank}")
         line.tell(rank=rank, pid=os.getpid())
         _measure(plan, rank, mpi, line)
+        if mpi is not None:
+            mpi.Finalize()
     except BaseException as problem:  # noqa: BLE001  # reported, whatever it is
         traceback.print_exc()
         line.tell(rank=rank, failed="".join(traceback.format_exception_only(problem)).strip())
