@@ -9,7 +9,7 @@ CORE_FLAGS := -std=c11 -O3 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
 INCLUDE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 FOLDERS := $(wildcard src tests scripts examples setup.py)
 
-.PHONY: help setup demo test lint format bench soak test-sanitize clean
+.PHONY: help setup demo test lint format bench mpi soak test-sanitize clean
 
 help:
 	@echo "make setup          build .venv with allhands and its tools"
@@ -17,7 +17,8 @@ help:
 	@echo "make test           lint, types and tests"
 	@echo "make lint           ruff, mypy and the C compiler's warnings"
 	@echo "make format         put the code into shape"
-	@echo "make bench          measure the roll call"
+	@echo "make bench          measure the roll call, and collectives against Gloo and MPI (minutes)"
+	@echo "make mpi            install Open MPI and mpi4py for the bench, where they are missing"
 	@echo "make soak           the tests that take minutes, and the C core under sanitizers"
 	@echo "make clean          remove all that the other targets made"
 
@@ -56,8 +57,20 @@ format: setup
 	$(BIN)/ruff check --fix-only $(FOLDERS)
 	$(BIN)/ruff format $(FOLDERS)
 
-bench: setup
+# AGAINST=gloo does without MPI; RANKS, SIZES and OPERATIONS choose what is measured.
+AGAINST ?= gloo,mpi
+RANKS ?= 2 4
+SIZES ?= 4,1K,64K,1M,16M,64M,256M
+OPERATIONS ?= all_reduce broadcast all_gather reduce_scatter all_to_all send_recv
+bench: setup $(if $(findstring mpi,$(AGAINST)),mpi)
 	$(BIN)/allhands bench rollcall
+	@set -e; for operation in $(OPERATIONS); do for ranks in $(RANKS); do \
+	  echo; echo "allhands bench $$operation --ranks $$ranks --sizes $(SIZES) --against $(AGAINST) --floor"; \
+	  $(BIN)/allhands bench $$operation --ranks $$ranks --sizes $(SIZES) --against $(AGAINST) --floor; \
+	done; done
+
+mpi: setup
+	$(BIN)/python scripts/install_mpi.py
 
 soak: setup test-sanitize
 	$(BIN)/python -m pytest -m soak

@@ -15,7 +15,7 @@ import click
 
 from ._version import __version__
 
-__all__ = ["main"]
+__all__ = ["COLLECTIVES", "main"]
 
 # Paragraphs wider than this are hard to read, however wide the terminal is.
 _WIDEST = 100
@@ -169,18 +169,52 @@ def _collective(operation: str) -> None:
     """Add ``allhands bench OPERATION``."""
 
     @_bench.command(
-        operation, help=f"Measure {operation} on this host against Gloo.\n\nBoth run in the same processes, in turn."
+        operation,
+        help=f"Measure {operation} on this host.\n\nThe engines run in the same processes, in turn. Prints median, "
+        "least, bus bandwidth and ratio for each size, with a legend. MPI needs mpirun and mpi4py.",
+        short_help=f"Measure {operation} on this host.",
     )
-    @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="How many processes.")
-    @click.option("--sizes", "text", default="4:64M", show_default=True, help="Bytes: a range, or a list with commas.")
+    @click.option("--ranks", type=click.IntRange(2, 256), default=2, show_default=True, help="How many processes.")
+    @click.option(
+        "--sizes", default="4:64M", show_default=True, help="Bytes: a range (each 4 times the last) or a list."
+    )
+    @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
+    @click.option("--floor", is_flag=True, help="Measure plain copies too, and say how far from them we are.")
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-    def run(ranks: int, text: str, rounds: int, as_json: bool) -> None:
-        from .bench.collective import measure, sizes, table
+    @click.option("--plot", default="", metavar="FILE", help="Draw time and bandwidth into FILE (.png, .svg, .pdf).")
+    def run(*, ranks: int, sizes: str, against: str, rounds: int, floor: bool, as_json: bool, plot: str) -> None:
+        from .bench.bar import bar
+        from .bench.collective import measure
+        from .bench.plan import plan
+        from .bench.table import table
 
-        rows = measure(operation, ranks, sizes(text), rounds)
-        click.echo(json.dumps(rows, indent=2) if as_json else table(rows))
+        asked = plan(operation, ranks=ranks, sizes_text=sizes, against=against, rounds=rounds, floor=floor, plot=plot)
+        with bar(asked) as notify:
+            rows = measure(asked, notify)
+        click.echo(json.dumps(rows, indent=2) if as_json else table(asked, rows))
+        if plot:
+            from .bench.plot import draw
+
+            draw(asked, rows, plot)
 
 
-for _name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+# Written out, so that `allhands --help` need not import the bench; a test compares it with bench.operations.
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "send_recv",
+    "barrier",
+)
+
+for _name in COLLECTIVES:
     _collective(_name)

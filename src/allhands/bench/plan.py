@@ -1,0 +1,176 @@
+"""What a bench is asked to do, read from its options and checked before anything is started. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from ..errors import AllhandsError, fail
+from .operations import OPERATIONS
+
+__all__ = ["PEERS", "Plan", "check_memory", "missing_mpi", "need", "peers", "plan", "sizes"]
+
+# Whom we can be measured against, in the order in which they are shown.
+PEERS = ("gloo", "mpi")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+# What a process with torch, Gloo and MPI in it takes before it holds any tensor; measured 250 to 320 MiB.
+_PROCESS_BYTES = 320 << 20
+
+_WHO = "allhands bench"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the ranks are to measure; sizes in bytes, ``peers`` in the order of `PEERS`."""
+
+    operation: str
+    ranks: int
+    sizes: tuple[int, ...]
+    rounds: int
+    peers: tuple[str, ...] = ()
+    floor: bool = False
+
+
+def plan(
+    operation: str, *, ranks: int, sizes_text: str, against: str, rounds: int, floor: bool = False, plot: str = ""
+) -> Plan:
+    """Return the plan that the options ask for.
+
+    Raises invalid-argument for what makes no sense (more memory than there is included), mpi-missing where MPI is
+    asked for and not here.
+    """
+    what = OPERATIONS[operation]
+    # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
+    wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
+    made = Plan(operation, ranks, wanted, rounds, peers(against), floor)
+    check_memory(made)
+    if "mpi" in made.peers:
+        _check_mpi()
+    if plot:
+        _check_plot(plot)
+    return made
+
+
+def sizes(text: str) -> list[int]:
+    """Read ``4:64M`` (each four times the one before) or ``4,1K,1M``, in bytes."""
+    try:
+        given = [_bytes(part) for part in text.split(":" if ":" in text else ",")]
+    except (ValueError, KeyError):
+        given = []
+    if ":" not in text and given:
+        return given
+    if len(given) != 2 or given[0] > given[1]:
+        raise fail(
+            "invalid-argument",
+            f"--sizes {text!r} is not a range of sizes",
+            who=_WHO,
+            fix="write 4:64M (from, to), or 4,1K,1M; the least is 4 bytes",
+        )
+    found = given[:1]
+    while found[-1] * 4 <= given[1]:
+        found.append(found[-1] * 4)
+    return found if found[-1] == given[1] else [*found, given[1]]
+
+
+def _bytes(text: str) -> int:
+    number = text.strip().rstrip("KMGkmg")
+    value = int(number) * _UNITS[text.strip()[len(number) :].upper()]
+    if value < 4:
+        raise ValueError(text)
+    return value
+
+
+def peers(text: str) -> tuple[str, ...]:
+    """Read ``gloo,mpi``; ``none`` means nobody."""
+    given = [name.strip().lower() for name in text.split(",")]
+    for name in given:
+        if name not in PEERS and given != ["none"]:
+            near = get_close_matches(name, PEERS, n=1)
+            raise fail(
+                "invalid-argument",
+                f"--against {text!r}: there is no peer {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                who=_WHO,
+                fix=f"name some of {', '.join(PEERS)}, or none",
+            )
+    return tuple(name for name in PEERS if name in given)
+
+
+def need(asked: Plan) -> int:
+    """Return how many bytes of memory ``asked`` takes in all, roughly and rather too many."""
+    largest = max(asked.sizes)
+    held = OPERATIONS[asked.operation].held(largest, asked.ranks)
+    # Gloo and MPI hold up to as much again while they work; the floor copies from one buffer to another.
+    each = held + (largest if asked.peers else 0) + (2 * largest if asked.floor else 0)
+    return int(asked.ranks * (_PROCESS_BYTES + each))
+
+
+def check_memory(asked: Plan, available: int | None = None) -> None:
+    """Raise invalid-argument where ``asked`` needs more than ``available`` bytes (by default: what there is)."""
+    free = _available() if available is None else available
+    if need(asked) > free:
+        raise fail(
+            "invalid-argument",
+            f"{asked.operation} of up to {max(asked.sizes):,} bytes on {asked.ranks} ranks needs about "
+            f"{need(asked) / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are available",
+            who=_WHO,
+            fix="give a smaller upper end in --sizes, or fewer --ranks" + (", or no --floor" if asked.floor else ""),
+        )
+
+
+def _available() -> int:
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    # A container's own limit; what its page cache holds can be had back and is not known here, so only the limit
+    # itself counts, less what is in use by processes.
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        if limit != "max":
+            free = min(free, int(limit) - int(used["anon"]) - int(used.get("shmem", 0)))
+    except (OSError, KeyError, ValueError):
+        return free  # no cgroup version 2 here, or not at its usual place
+    return max(0, free)
+
+
+def _check_mpi() -> None:
+    missing = [] if shutil.which("mpirun") else ["mpirun"]
+    missing += [name for name in ("mpi4py", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise missing_mpi(f"{' and '.join(missing)} cannot be found")
+
+
+def missing_mpi(why: str) -> AllhandsError:
+    """Return the error that says how to get an MPI."""
+    return fail(
+        "mpi-missing",
+        "--against mpi was asked for, but no MPI can be used here",
+        who=_WHO,
+        why=why,
+        fix="as root `apt-get install openmpi-bin libopenmpi-dev`, then `pip install 'allhands[mpi]'` (mpi4py and "
+        "numpy); in a checkout `make mpi` does both; or measure with --against gloo",
+    )
+
+
+def _check_plot(path: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise fail(
+            "invalid-argument",
+            "--plot needs matplotlib, which is not installed",
+            who=_WHO,
+            fix="pip install matplotlib (or 'allhands[examples]'), or take the figures from --json",
+        )
+    target = Path(path)
+    if target.suffix.lower() not in {".png", ".svg", ".pdf"} or not target.absolute().parent.is_dir():
+        raise fail(
+            "invalid-argument",
+            f"--plot {path!r} is not a file that can be written",
+            who=_WHO,
+            fix="give a name that ends in .png, .svg or .pdf, in a folder that exists",
+        )
