@@ -8,12 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from . import mismatch
 from . import session as _session
 from .engines import shm
 from .errors import fail
+from .flat import when_ready
 from .work import Done, Line
 
 __all__ = ["HostGroup"]
@@ -138,6 +140,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         root = getattr(opts, "rootRank", 0)
         if not 0 <= root < self.size():
             raise self._wrong(name, f"there is no rank {root} in a group of {self.size()}")
+        run = when_ready(run, tensors)
         self._sequence += 1
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))
@@ -151,6 +154,28 @@ class HostGroup(_Base):  # type: ignore[misc]
             raise mismatch.explain(self, trouble, name, site) from None
         finally:
             self.session.leave(before)
+
+    def _sparse(self, name: str, tensors: list[torch.Tensor], opts: Any, *, can: bool = False) -> Any:
+        """Reduce sparse tensors to everyone with Gloo, in their turn and after comparing the calls.
+
+        Nothing else can be done with them: without ``can`` the call is refused.
+        """
+
+        def run() -> None:
+            for tensor in tensors:
+                op = opts.reduceOp if can else None
+                if tensor.layout is not torch.sparse_coo or op != dist.ReduceOp.SUM:
+                    raise self._wrong(name, f"a tensor with the layout {tensor.layout} cannot be passed this way")
+                size, code = tensor.numel() * tensor.element_size(), shm.dtype_code(tensor.dtype)
+                kind = shm.BESIDE + shm.KINDS.index(name)
+                self._call(self._core.agree, kind, shm.reduction_code(op), code, size, -1)
+                self._through(self._gloo.allreduce, [tensor], dist.AllreduceOptions())
+
+        return self._do(name, run, tensors, opts)
+
+    def _through(self, issue: Callable[..., Any], *args: Any) -> None:
+        """Let Gloo do what everyone agreed on."""
+        issue(*args).wait()
 
     def _call(self, function: Callable[..., int], *args: Any) -> None:
         code = function(*args, self._limit_ns)

@@ -28,6 +28,7 @@ TABLE: dict[str, str] = {
     "ALLHANDS_TLS_KEY": "private key (PEM) of that certificate",
     "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
+    "ALLHANDS_ENGINE": "shm or gloo: what moves CPU tensors on one host (default shm); rank 0's setting counts",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
 }
 
@@ -46,6 +47,7 @@ class Settings:
     tls_ca: str = ""
     destroy_timeout: float = 5.0
     mixed_versions: bool = False
+    engine: str = ""
 
     def secret(self) -> bytes:
         """Return the job's token, or b"" where none is configured."""

@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
         "processgroup",
         "session",
         "store",
+        "widegroup",
         "work",
     },
     "training": {"parallel"},

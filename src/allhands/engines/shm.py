@@ -26,6 +26,7 @@ from ..control import credentials
 from ..errors import fail
 
 __all__ = [
+    "BESIDE",
     "CODES",
     "DTYPES",
     "KINDS",
@@ -38,6 +39,7 @@ __all__ = [
     "Trouble",
     "dtype_code",
     "form",
+    "kind_name",
     "parts",
     "reducible",
     "reduction_code",
@@ -96,6 +98,8 @@ KINDS = (
     "reduce_scatter",
     "all_to_all",
 )
+# Above these: the same operation, agreed on here and then done by Gloo. No operation of the core has such a number.
+BESIDE = 64
 CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken")
 
 
@@ -127,6 +131,13 @@ def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
         if op == known:
             return code
     return 0
+
+
+def kind_name(kind: int) -> str:
+    """Return what an operation is called."""
+    if BESIDE < kind < BESIDE + len(KINDS):
+        return f"{KINDS[kind - BESIDE]} through Gloo"
+    return KINDS[kind] if kind < len(KINDS) else f"operation {kind}"
 
 
 class Shm:
