@@ -21,6 +21,9 @@ from .hostgroup import HostGroup
 __all__ = ["Wide"]
 
 
+# How long others may take to hear what this rank has heard already.
+_HEAR_S = 0.1
+
 # As much of a refusal as the others are told.
 _MOST_WORDS = 120
 
@@ -88,6 +91,9 @@ class Wide(HostGroup):
 
         return super()._do(name, described, tensors, opts)
 
+    # What ended a call in the middle, with the frames that hold its tensors: Gloo may still write there.
+    _kept: BaseException | None = None
+
     def _noted(self, name: str, site: str, run: Callable[[], None]) -> None:
         self.session.member.check()
         before = self.session.enter(name, site)
@@ -97,16 +103,16 @@ class Wide(HostGroup):
         except Difference as difference:
             raise self._different(difference, name, site) from None
         except Exception as problem:
-            # Everyone refused alike and is still in step, or this says already what happened.
-            if not self._core.under_way or isinstance(problem, AllhandsError):
-                raise
+            if not self._core.under_way:
+                raise  # Everyone refused alike and is still in step.
+            self._kept = problem
             explained = self.session.explain(problem, name, site, self.ranks)
             if explained is None:
                 self.session.announce(problem)
                 raise
             raise explained from (problem if explained.slug == "engine-failed" else None)
         except BaseException as problem:
-            # A signal's handler raised in the middle. Gloo may still write to memory that these frames hold.
+            # A signal's handler raised in the middle.
             self._kept = problem
             self.session.announce(problem)
             raise
@@ -139,4 +145,5 @@ class Wide(HostGroup):
             fix="make every rank of the group call the same operations in the same order, with tensors that fit",
             ranks=tuple(sorted(self.ranks[index] for index in odd)),
         )
-        return error(member.verdict or member.condemn(found))
+        # Everyone comes to the same judgement. Ending the group cuts connections that some still hear it through.
+        return error(member.wait_for_verdict(_HEAR_S) or member.condemn(found))

@@ -28,11 +28,14 @@ from .fold import fold
 __all__ = ["Difference", "Relay"]
 
 # Data that travels with the record. It costs no message of its own; much more would cost every call its time.
-ROOM = 256
-_SHEET = fingerprint.BYTES + ROOM
+_ROOM = 256
+_SHEET = fingerprint.BYTES + _ROOM
 
 # What is left for Gloo when the deadline is all but there; 0 would mean its own default.
 _LEAST_S = 0.001
+
+# How long Gloo may take to notice that its connections are cut, and how often to look.
+_NOTICE_S, _LOOK_S = 0.2, 0.005
 
 _TYPES = {code: dtype for dtype, code in shm.DTYPES.items()}
 _KINDS = {name: kind for kind, name in enumerate(shm.KINDS)}
@@ -79,6 +82,8 @@ class Relay:
         self._size = len(ranks)
         self._sequence = 0
         self._until = 0.0
+        self._over = False
+        self._waiting = threading.Event()
         # Of the call under way: whether everyone's parts are of one size, and whether nobody has any data.
         self._even = True
         self._empty = False
@@ -231,13 +236,13 @@ class Relay:
         self._begin(limit_ns)
         size = data.numel() if data is not None else max(sizes, default=0)
         uneven = any(each != size for each in sizes)
-        if data is not None and 0 < size <= ROOM:
+        if data is not None and 0 < size <= _ROOM:
             self._sheet[fingerprint.BYTES : fingerprint.BYTES + size].copy_(data)
         calls = self._tell(self._call(_KINDS[name], nbytes=size, uneven=uneven, **what))
         self._even, self._empty = calls is None, calls is None and size == 0
         if calls is not None:
             self._compare_sizes(calls, gives or [size] * self._size, takes or [size] * self._size)
-        if data is None or size > ROOM or not self._even:
+        if data is None or size > _ROOM or not self._even:
             return None
         return self._sheets[:, fingerprint.BYTES : fingerprint.BYTES + size]
 
@@ -271,14 +276,31 @@ class Relay:
     # Gloo --------------------------------------------------------------------------------------------------
 
     def through(self, issue: Any, *args: Any) -> None:
-        """Let Gloo do what everyone agreed on, and wait for it with an ear for signals."""
+        """Let Gloo do what everyone agreed on, and wait for it with an ear for signals and for the group's end.
+
+        Inside torch's own wait a signal's handler would run only at the end of the call. And Gloo does not always
+        notice that a connection ended: a buffer that is just being sent stands in none of the lists that it wakes
+        (gloo/transport/tcp/pair.cc, signalException), and stays until its timeout.
+        """
         work = issue(*args)
-        if threading.current_thread() is threading.main_thread():
-            # Inside torch's own wait a signal's handler would run only at the end of the call.
-            done = threading.Event()
-            work.get_future().add_done_callback(lambda _: done.set())
-            done.wait()
+        self._waiting = done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        try:
+            self._await(work, done)
+        except BaseException:
+            # Never freed: its destructor waits for what is left behind, in whatever thread comes upon it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            raise
         work.wait()
+
+    def _await(self, work: Any, done: threading.Event) -> None:
+        if not self._over:
+            done.wait()
+        until = time.monotonic() + _NOTICE_S
+        while self._over and not work.is_completed():
+            if time.monotonic() >= until:
+                raise RuntimeError("connection closed: the group ended in the middle of this call")
+            time.sleep(_LOOK_S)
 
     def _options(self, kind: Any, **values: Any) -> Any:
         made = kind()
@@ -335,7 +357,10 @@ class Relay:
         data.copy_(whole.view(-1)[: data.numel()])
 
     def end(self, rank: int) -> None:
-        """Nothing: the end of the group cuts Gloo's connections, and whoever waits there wakes."""
+        """The group is over, because of ``rank`` or not: whoever waits wakes."""
+        del rank
+        self._over = True
+        self._waiting.set()
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
