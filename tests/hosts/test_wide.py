@@ -105,7 +105,7 @@ def test_a_mismatch_across_hosts(network: Making, kind: str) -> None:
 
 
 def test_a_killed_rank_across_hosts(network: Making) -> None:
-    """A kill -9 of a rank in the middle of large reductions: the other three raise peer-lost with its host, promptly."""
+    """A kill -9 of a rank amid large reductions: the other three raise peer-lost with its host, promptly."""
     made = network()
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "60"}
     source = """

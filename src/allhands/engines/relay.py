@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,9 @@ _SHEET = fingerprint.BYTES + _ROOM
 # What is left for Gloo when the deadline is all but there; 0 would mean its own default.
 _LEAST_S = 0.001
 
-# How long Gloo may take to notice that its connections are cut, and how often to look.
-_NOTICE_S, _LOOK_S = 0.2, 0.005
+# How long Gloo may take to notice that its connections are cut, and how often to look: a signal waits that long.
+_NOTICE_S = 0.2
+_MOMENT = timedelta(milliseconds=50)
 
 _TYPES = {code: dtype for dtype, code in shm.DTYPES.items()}
 _KINDS = {name: kind for kind, name in enumerate(shm.KINDS)}
@@ -82,8 +82,7 @@ class Relay:
         self._size = len(ranks)
         self._sequence = 0
         self._until = 0.0
-        self._over = False
-        self._waiting = threading.Event()
+        self._over_since: float | None = None
         # Of the call under way: whether everyone's parts are of one size, and whether nobody has any data.
         self._even = True
         self._empty = False
@@ -237,7 +236,7 @@ class Relay:
         size = data.numel() if data is not None else max(sizes, default=0)
         uneven = any(each != size for each in sizes)
         if data is not None and 0 < size <= _ROOM:
-            self._sheet[fingerprint.BYTES : fingerprint.BYTES + size].copy_(data)
+            self._written[fingerprint.BYTES : fingerprint.BYTES + size] = _memory(data)
         calls = self._tell(self._call(_KINDS[name], nbytes=size, uneven=uneven, **what))
         self._even, self._empty = calls is None, calls is None and size == 0
         if calls is not None:
@@ -283,24 +282,29 @@ class Relay:
         (gloo/transport/tcp/pair.cc, signalException), and stays until its timeout.
         """
         work = issue(*args)
-        self._waiting = done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
         try:
-            self._await(work, done)
+            while not self._finished(work):
+                if self._over_since is not None and time.monotonic() - self._over_since > _NOTICE_S:
+                    self._leave_behind()
         except BaseException:
-            # Never freed: its destructor waits for what is left behind, in whatever thread comes upon it.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            if not work.is_completed():
+                # Never freed: its destructor waits for what is left behind, in whatever thread comes upon it.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
             raise
-        work.wait()
 
-    def _await(self, work: Any, done: threading.Event) -> None:
-        if not self._over:
-            done.wait()
-        until = time.monotonic() + _NOTICE_S
-        while self._over and not work.is_completed():
-            if time.monotonic() >= until:
-                raise RuntimeError("connection closed: the group ended in the middle of this call")
-            time.sleep(_LOOK_S)
+    def _finished(self, work: Any) -> bool:
+        """Wait for a moment; raise what Gloo raised, where it is over."""
+        try:
+            work.wait(_MOMENT)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            # It may have come to its end, good or bad, just after the moment had passed.
+            work.wait()
+        return True
+
+    def _leave_behind(self) -> NoReturn:
+        raise RuntimeError("connection closed: the group ended in the middle of this call")
 
     def _options(self, kind: Any, **values: Any) -> Any:
         made = kind()
@@ -357,10 +361,9 @@ class Relay:
         data.copy_(whole.view(-1)[: data.numel()])
 
     def end(self, rank: int) -> None:
-        """The group is over, because of ``rank`` or not: whoever waits wakes."""
+        """The group is over, because of ``rank`` or not: what Gloo does not end by itself is left behind."""
         del rank
-        self._over = True
-        self._waiting.set()
+        self._over_since = self._over_since or time.monotonic()
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
