@@ -64,7 +64,7 @@ for count in (3, 100_003):
 
 @ENGINES
 def test_a_call_waits_for_the_stream_that_it_was_issued_on(engine: str) -> None:
-    """A kernel that is still to run on the caller's stream is waited for; what comes after on any stream sees the sum."""
+    """A kernel that is still to run on the caller's stream is waited for; afterwards every stream sees the sum."""
     run(
         """
 side = torch.cuda.Stream()
