@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import session as _session
 from .diagnosis import Diagnosis
 from .engines.relay import Difference, Relay
 from .errors import AllhandsError, error
@@ -84,20 +86,16 @@ class Wide(HostGroup):
     def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES])
         shapes += f" and {len(tensors) - _MOST_SHAPES} more" * (len(tensors) > _MOST_SHAPES)
-
-        def described() -> None:
-            self._core.shape = shapes
-            run()
-
-        return super()._do(name, described, tensors, opts)
+        told = functools.partial(self._told, name, _session.call_site(), shapes, run)
+        return super()._do(name, told, tensors, opts)
 
     # What ended a call in the middle, with the frames that hold its tensors: Gloo may still write there.
     _kept: BaseException | None = None
 
-    def _noted(self, name: str, site: str, run: Callable[[], None]) -> None:
+    def _told(self, name: str, site: str, shapes: str, run: Callable[[], None]) -> None:
+        """Do ``run`` in its turn, telling the others what it is; raise what its failure means."""
         self.session.member.check()
-        before = self.session.enter(name, site)
-        self._core.site = site
+        self._core.site, self._core.shape = site, shapes
         try:
             self._together(name, run)
         except Difference as difference:
@@ -116,8 +114,6 @@ class Wide(HostGroup):
             self._kept = problem
             self.session.announce(problem)
             raise
-        finally:
-            self.session.leave(before)
 
     def _together(self, name: str, run: Callable[[], None]) -> None:
         """Do ``run``. Where it cannot even begin here, the others are told, who would wait otherwise."""
