@@ -1,16 +1,8 @@
 #include "collective.h"
-#include "wait.h"
 
 int ah_barrier(struct ah_group *group, int64_t timeout_ns)
 {
     const struct ah_call call = {.kind = AH_BARRIER, .root = -1};
-    uint32_t ticket = group->ticket;
-    int code = ah_begin(group, &call, timeout_ns);
 
-    if (code != AH_OK)
-        return code;
-    ah_post(group, AH_ARRIVED, ticket + 1);
-    if ((code = ah_meet(group)) == AH_OK)
-        ah_finish(group, ticket + 1);
-    return code;
+    return ah_agree(group, &call, timeout_ns);
 }

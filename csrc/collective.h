@@ -29,6 +29,9 @@ struct ah_part {
 
 int ah_barrier(struct ah_group *group, int64_t timeout_ns);
 
+/* A barrier that compares `call`, which is then done by other means; its sequence is filled in. */
+int ah_agree(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns);
+
 int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns);
 
 /* The result is in `data` of the root; that of the others stays as it is. */

@@ -103,6 +103,23 @@ static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssiz
     return ended(code);
 }
 
+static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    struct ah_call call = {0};
+    int64_t limit;
+    int code;
+
+    if (count(n, 6) != 0 || as_number(args[0], &call.kind) != 0 || as_number(args[1], &call.reduce) != 0 ||
+        as_number(args[2], &call.dtype) != 0 || as_time(args[5], &limit) != 0)
+        return NULL;
+    call.count = PyLong_AsUnsignedLongLong(args[3]);
+    call.root = (int32_t)PyLong_AsLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    AH_RUN(self, code, ah_agree(&self->group, &call, limit));
+    return ended(code);
+}
+
 static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part data;
@@ -401,6 +418,7 @@ static void unmake(PyObject *object)
 
 static PyMethodDef METHODS[] = {
     METHOD(barrier, "barrier(timeout_ns) -> code"),
+    METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
     METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
     METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
     METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),

@@ -22,6 +22,7 @@ __all__ = [
     "coalescing",
     "default_timeout",
     "forget_failed_groups",
+    "gather_flat",
     "gloo",
     "groups",
     "rendezvous",
@@ -48,6 +49,11 @@ def gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     # torch does this for its own groups; monitored collectives and the flight recorder count on it.
     made._set_sequence_number_for_group()
     return made
+
+
+def gather_flat(gloo: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
+    """Gather into one tensor. Gloo's public way makes a copy for each rank. Seen in 2.11, 2.13."""
+    return gloo._allgather_base(output, tensor, options)
 
 
 def groups() -> list[Any]:

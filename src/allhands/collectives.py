@@ -282,7 +282,7 @@ def _note(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site
         return 0
     tensor = _first_tensor((*args, *kw.values()))
     known = (
-        (str(tensor.dtype).removeprefix("torch."), "", tuple(tensor.shape), tensor.nbytes)
+        (str(tensor.dtype).removeprefix("torch."), "", tuple(tensor.shape), tensor.numel() * tensor.element_size())
         if tensor is not None
         else ("", "", (), 0)
     )

@@ -8,12 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from . import _torch, mismatch, notes
+from . import _core, _torch, mismatch, notes
 from . import session as _session
 from .engines import shm
 from .errors import fail
+from .flat import when_ready
 from .work import Done, Line
 
 __all__ = ["HostGroup"]
@@ -36,19 +38,21 @@ class HostGroup(_Base):  # type: ignore[misc]
     writes_notes = True
 
     def __init__(
-        self, rank: int, ranks: list[int], *, engine: shm.Shm, gloo: Any, session: _session.Session, timeout: timedelta
+        self, rank: int, ranks: list[int], *, engine: Any, gloo: Any, session: _session.Session, timeout: timedelta
     ) -> None:
         super().__init__(rank, len(ranks))
         self.ranks = ranks
-        self.engine = engine
+        self.engine: shm.Shm = engine
         self.session = session
         self._rank = rank
         # Under this name the short way of the core finds it.
         self.segment = engine.segment
-        self._core = engine.segment
+        self._core: _core.Segment = engine.segment
         self._board = notes.own()
         self._gloo = gloo
-        self._line = Line("allhands-group", engine.segment)
+        # Another engine has no short way to keep shut.
+        self._gate = engine.segment if isinstance(engine.segment, _core.Segment) else None
+        self._line = Line("allhands-group", self._gate)
         self._limit_ns = int(timeout.total_seconds() * 1e9)
         self._group_name = ""
         self._group_desc = ""
@@ -142,7 +146,8 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
-        self._core.shut = 1
+        if self._gate is not None:
+            self._gate.shut = 1
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
         self._gloo.shutdown()
@@ -159,6 +164,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         root = getattr(opts, "rootRank", 0)
         if not 0 <= root < self.size():
             raise self._wrong(name, f"there is no rank {root} in a group of {self.size()}")
+        run = when_ready(run, tensors)
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))
         number = self._note(name, tensors, opts, site)
@@ -169,7 +175,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         reduction = shm.REDUCTION_NAMES[shm.reduction_code(opts.reduceOp)] if hasattr(opts, "reduceOp") else ""
         shape = tuple(tensors[0].shape) if tensors else ()
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        size = sum(tensor.nbytes for tensor in tensors)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         root = getattr(opts, "rootRank", -1)
         return self._board.begin(name, self._group_name, dtype, reduction, shape, size, root, site)
 
@@ -195,8 +201,31 @@ class HostGroup(_Base):  # type: ignore[misc]
             self.session.leave(before)
 
     def _introduce(self) -> None:
-        same = self.ranks == list(range(self.size()))
-        self._core.introduce(self._limit_ns, self._group_name, None if same else tuple(self.ranks), self._board)
+        if self._gate is not None:
+            same = self.ranks == list(range(self.size()))
+            self._gate.introduce(self._limit_ns, self._group_name, None if same else tuple(self.ranks), self._board)
+
+    def _sparse(self, name: str, tensors: list[torch.Tensor], opts: Any, *, can: bool = False) -> Any:
+        """Reduce sparse tensors to everyone with Gloo, in their turn and after comparing the calls.
+
+        Nothing else can be done with them: without ``can`` the call is refused.
+        """
+
+        def run() -> None:
+            for tensor in tensors:
+                op = opts.reduceOp if can else None
+                if tensor.layout is not torch.sparse_coo or op != dist.ReduceOp.SUM:
+                    raise self._wrong(name, f"a tensor with the layout {tensor.layout} cannot be passed this way")
+                size, code = tensor.numel() * tensor.element_size(), shm.dtype_code(tensor.dtype)
+                kind = shm.BESIDE + shm.KINDS.index(name)
+                self._call(self._core.agree, kind, shm.reduction_code(op), code, size, -1)
+                self._through(self._gloo.allreduce, [tensor], dist.AllreduceOptions())
+
+        return self._do(name, run, tensors, opts)
+
+    def _through(self, issue: Callable[..., Any], *args: Any) -> None:
+        """Let Gloo do what everyone agreed on."""
+        issue(*args).wait()
 
     def _call(self, function: Callable[..., int], *args: Any) -> None:
         code = function(*args, self._limit_ns)

@@ -38,7 +38,9 @@ def explain(group: HostGroup, trouble: shm.Trouble, name: str, site: str) -> All
             return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
-            return group.session.explain(late, name, site) or error(_lost(culprit, who, "it did not come in time"))
+            return group.session.explain(late, name, site, group.ranks) or error(
+                _lost(culprit, who, "it did not come in time")
+            )
         case "dead":
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
@@ -119,7 +121,7 @@ def _detail(group: HostGroup, index: int, sequence: int) -> str:
 
 def _call(call: tuple[int, ...]) -> str:
     _, kind, reduction, dtype, size, root = call
-    words = [shm.KINDS[kind] if kind < len(shm.KINDS) else f"operation {kind}"]
+    words = [shm.kind_name(kind)]
     names = {code: str(key).removeprefix("torch.") for key, code in shm.DTYPES.items()}
     words.append(f"of {names.get(dtype, 'bytes')}")
     if size:

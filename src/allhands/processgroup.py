@@ -1,7 +1,7 @@
 """The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
 
-On one host, tensors of the CPU go through shared memory. What that engine does not do (point to point, tensors of a
-GPU, sparse tensors) goes through Gloo, and so does everything where ranks are on several hosts.
+On one host, tensors go through shared memory, where ranks are on several hosts over Gloo (`engines.relay`); those of a
+GPU by way of the host's memory. Point to point and sparse tensors are left to Gloo.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from . import _torch, ending, lifecycle
+from . import _torch, ending, lifecycle, settings
 from . import session as _session
 from .engines import shm
+from .engines.relay import Relay
+from .errors import fail
 from .flat import Flat, Flats
 from .hostgroup import HostGroup
+from .widegroup import Wide
 
-__all__ = ["Group", "create"]
+__all__ = ["Group", "WideGroup", "create"]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -42,11 +45,29 @@ def create(options: Any, pg_options: Any) -> Any:
         # torch's own store where torch formed the default group; on ours, connections can be ended.
         store = PrefixStore(f"{options.group_id}/", session.store)
     gloo = _torch.gloo(store, rank, size, options.timeout)
-    if session is None or not session.one_host or size > shm.MOST_RANKS:
+    if session is None:
         return gloo
-    engine = shm.form(store, rank, size, options.timeout.total_seconds(), session.member.check)
     ranks = list(options.global_ranks_in_group) or list(range(size))
+    if not session.one_host or size > shm.MOST_RANKS or _chosen(store, rank) == "gloo":
+        relay = Relay(gloo, rank, ranks)
+        return WideGroup(rank, ranks, engine=relay, gloo=gloo, session=session, timeout=options.timeout)
+    engine = shm.form(store, rank, size, options.timeout.total_seconds(), session.member.check)
     return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout)
+
+
+def _chosen(store: Store, rank: int) -> str:
+    """Return the engine that the group's rank 0 asks for: ranks that went by their own settings might never meet."""
+    if rank == 0:
+        asked = settings.read().engine or "shm"
+        if asked not in {"shm", "gloo"}:
+            raise fail(
+                "invalid-argument",
+                f"ALLHANDS_ENGINE={asked!r} names no engine",
+                who="this process's environment",
+                fix="unset ALLHANDS_ENGINE, or set it to shm or gloo",
+            )
+        store.set("engine", asked)
+    return str(store.get("engine").decode())
 
 
 def _options(kind: Any, **values: Any) -> Any:
@@ -59,8 +80,8 @@ def _options(kind: Any, **values: Any) -> Any:
 
 
 def _dense(*tensors: torch.Tensor) -> bool:
-    """Tell whether the shared-memory engine takes ``tensors``."""
-    return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
+    """Tell whether the engines take ``tensors``; those of a GPU go through the memory of the host."""
+    return all(tensor.layout is torch.strided for tensor in tensors)
 
 
 class Group(HostGroup):
@@ -72,16 +93,15 @@ class Group(HostGroup):
         """Reduce to everyone."""
         if isinstance(tensors, torch.Tensor):
             tensors, opts = [tensors], _options(dist.AllreduceOptions, reduceOp=opts, timeout=timeout)
-        return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceOptions(), self._gloo.allreduce)
+        return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors to everyone."""
-        opts = opts or dist.AllreduceCoalescedOptions()
-        return self._reduce_each("all_reduce", tensors, opts, self._gloo.allreduce_coalesced)
+        return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceCoalescedOptions())
 
-    def _reduce_each(self, name: str, tensors: list[torch.Tensor], opts: Any, other: Any) -> Any:
+    def _reduce_each(self, name: str, tensors: list[torch.Tensor], opts: Any) -> Any:
         if not _dense(*tensors):
-            return other(tensors, opts)
+            return self._sparse(name, tensors, opts, can=True)
 
         def run() -> None:
             for tensor in tensors:
@@ -95,7 +115,7 @@ class Group(HostGroup):
         """Reduce to the root."""
         opts = opts or dist.ReduceOptions()
         if not _dense(*tensors):
-            return self._gloo.reduce(tensors, opts)
+            return self._sparse("reduce", tensors, opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -111,7 +131,7 @@ class Group(HostGroup):
             tensors, opts = [tensors], _options(dist.BroadcastOptions, rootRank=opts, timeout=timeout)
         opts = opts or dist.BroadcastOptions()
         if not _dense(*tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self._sparse("broadcast", tensors, opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -127,7 +147,7 @@ class Group(HostGroup):
             outputs, inputs = [outputs], [inputs]
         opts = opts or _torch.AllgatherOptions()
         if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
-            return self._gloo.allgather(outputs, inputs, opts)
+            return self._sparse("all_gather", inputs, opts)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -150,7 +170,7 @@ class Group(HostGroup):
         """Give several tensors of everyone to everyone, each as one tensor."""
         opts = opts or _torch.AllgatherOptions()
         if not _dense(*outputs, *inputs):
-            return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return self._sparse("all_gather_into_tensor", inputs, opts)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -171,7 +191,7 @@ class Group(HostGroup):
         """Give everyone's tensor to the root."""
         opts = opts or dist.GatherOptions()
         if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
-            return self._gloo.gather(outputs, inputs, opts)
+            return self._sparse("gather", inputs, opts)
 
         def run() -> None:
             code = shm.dtype_code(inputs[0].dtype)
@@ -189,7 +209,7 @@ class Group(HostGroup):
         """Give each rank its tensor of the root's list."""
         opts = opts or dist.ScatterOptions()
         if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
-            return self._gloo.scatter(outputs, inputs, opts)
+            return self._sparse("scatter", outputs, opts)
 
         def run() -> None:
             code = shm.dtype_code(outputs[0].dtype)
@@ -209,7 +229,7 @@ class Group(HostGroup):
             outputs, inputs = [outputs], [inputs]
         opts = opts or dist.ReduceScatterOptions()
         if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
-            return self._gloo.reduce_scatter(outputs, inputs, opts)
+            return self._sparse("reduce_scatter", outputs, opts)
 
         def run() -> None:
             for output, given in zip(outputs, inputs, strict=True):
@@ -235,7 +255,7 @@ class Group(HostGroup):
         """Reduce each part of several tensors to the rank it is for."""
         opts = opts or dist.ReduceScatterOptions()
         if not _dense(*outputs, *inputs):
-            return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return self._sparse("reduce_scatter_tensor", outputs, opts)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -247,7 +267,7 @@ class Group(HostGroup):
         """Give each rank its tensor of the list."""
         opts = opts or dist.AllToAllOptions()
         if not _dense(*outputs, *inputs):
-            return self._gloo.alltoall(outputs, inputs, opts)
+            return self._sparse("all_to_all", outputs, opts)
         self._same_number("all_to_all", outputs)
         self._same_number("all_to_all", inputs)
 
@@ -269,7 +289,7 @@ class Group(HostGroup):
         """Give each rank its part of one tensor; splits are in rows, [] for even ones."""
         opts = opts or dist.AllToAllOptions()
         if not _dense(output, tensor):
-            return self._gloo.alltoall_base(output, tensor, output_splits, input_splits, opts)
+            return self._sparse("all_to_all_single", [output], opts)
 
         def run() -> None:
             with Flat(output) as out, Flat(tensor, back=False) as given:
@@ -303,3 +323,7 @@ class Group(HostGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+class WideGroup(Wide, Group):
+    """The collectives of a group on several hosts."""

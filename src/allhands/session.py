@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -159,8 +159,13 @@ class Session:
         """End what this rank may be waiting in, on its own account."""
         self.wire.cut()
 
-    def explain(self, problem: BaseException, name: str, site: str) -> AllhandsError | None:
-        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake."""
+    def explain(
+        self, problem: BaseException, name: str, site: str, among: Collection[int] | None = None
+    ) -> AllhandsError | None:
+        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake.
+
+        ``among`` are the ranks that had to come, all of them by default.
+        """
         if self.member.verdict is not None:
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
@@ -171,13 +176,13 @@ class Session:
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
-            verdict = self.member.condemn(self._from_census(problem, name, site))
+            verdict = self.member.condemn(self._from_census(problem, name, site, among))
         return error(verdict)
 
-    def _from_census(self, problem: BaseException, name: str, site: str) -> Diagnosis:
+    def _from_census(self, problem: BaseException, name: str, site: str, among: Collection[int] | None) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
-        everyone = self.member.census()
+        everyone = [status for status in self.member.census() if among is None or status.rank in among]
         if self.member.verdict is not None:
             return self.member.verdict
         who = f"rank {self.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"

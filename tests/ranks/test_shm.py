@@ -8,6 +8,9 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
+# The class of the group; `test_relay` runs these tests on the engine for several hosts.
+ENGINE = "Group"
+
 FORM = """
 import torch
 import torch.distributed as torch_dist
@@ -108,7 +111,7 @@ dist.destroy_process_group()
         timeout=90,
     )
     check(results)
-    assert {result["engine"] for result in results} == {"Group"}
+    assert {result["engine"] for result in results} == {ENGINE}
 
 
 def test_every_reduction_on_every_type() -> None:

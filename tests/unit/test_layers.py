@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
         "session",
         "shared",
         "store",
+        "widegroup",
         "work",
     },
     "training": {"parallel"},

@@ -191,6 +191,32 @@ def test_a_mismatch_ends_the_group_for_all() -> None:
         assert views[1].call(1)[4] == 44
 
 
+@pytest.mark.parametrize("odd", [(65, 1, 12, 40, -1), (66, 2, 12, 40, -1), (66, 1, 13, 40, -1), (66, 1, 12, 44, -1)])
+def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None:
+    """`agree` is a barrier for those who say the same, and a mismatch for all where one says something else."""
+    with segments(3) as views:
+        codes = [[-1, -1] for _ in views]
+
+        def work(rank: int) -> None:
+            codes[rank][0] = views[rank].agree(66, 1, 12, 40, -1, LIMIT_NS)
+            codes[rank][1] = views[rank].agree(*(odd if rank == 1 else (66, 1, 12, 40, -1)), LIMIT_NS)
+
+        together(3, work)
+        assert codes == [[0, MISMATCH]] * 3
+
+
+def test_agree_is_no_operation_of_the_core() -> None:
+    """An agreement never meets an operation of the core, whatever it is about."""
+    with segments(2) as views:
+        codes = [0, 0]
+
+        def work(rank: int) -> None:
+            codes[rank] = views[rank].barrier(LIMIT_NS) if rank else views[rank].agree(65, 0, 0, 0, -1, LIMIT_NS)
+
+        together(2, work)
+        assert codes == [MISMATCH] * 2
+
+
 def test_who_does_not_come_is_named_at_the_deadline() -> None:
     """A rank that waits in vain gets the timeout code, with the rank that did not come."""
     with segments(3) as views:

@@ -52,10 +52,17 @@ def test_values_are_typed() -> None:
             "ALLHANDS_BIND": "10.0.0.2",
             "ALLHANDS_DESTROY_TIMEOUT": "0.5",
             "ALLHANDS_MIXED_VERSIONS": "1",
+            "ALLHANDS_ENGINE": "gloo",
         }
     )
     assert found == Settings(
-        token=SECRET, job="night", attempt=2, bind="10.0.0.2", destroy_timeout=0.5, mixed_versions=True
+        token=SECRET,
+        job="night",
+        attempt=2,
+        bind="10.0.0.2",
+        destroy_timeout=0.5,
+        mixed_versions=True,
+        engine="gloo",
     )
 
 

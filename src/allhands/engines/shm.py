@@ -23,6 +23,7 @@ from ..errors import fail
 from .handing import Handing, Handover, no_room, pid_namespace, require_room
 
 __all__ = [
+    "BESIDE",
     "CODES",
     "DTYPES",
     "KINDS",
@@ -35,6 +36,7 @@ __all__ = [
     "Trouble",
     "dtype_code",
     "form",
+    "kind_name",
     "parts",
     "reducible",
     "reduction_code",
@@ -89,6 +91,8 @@ KINDS = (
     "reduce_scatter",
     "all_to_all",
 )
+# Above these: the same operation, agreed on here and then done by Gloo. No operation of the core has such a number.
+BESIDE = 64
 CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken")
 
 
@@ -133,6 +137,13 @@ def _shut_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_shut_in_child)
+
+
+def kind_name(kind: int) -> str:
+    """Return what an operation is called."""
+    if BESIDE < kind < BESIDE + len(KINDS):
+        return f"{KINDS[kind - BESIDE]} through Gloo"
+    return KINDS[kind] if kind < len(KINDS) else f"operation {kind}"
 
 
 class Shm:

@@ -1,0 +1,145 @@
+"""What is different about a group whose ranks are on several hosts: its engine is a `Relay`, and words come with calls.
+
+`processgroup.WideGroup` is this and the collectives of `processgroup.Group`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from . import session as _session
+from .diagnosis import Diagnosis
+from .engines.relay import Difference, Relay
+from .errors import AllhandsError, error
+from .hostgroup import HostGroup
+
+__all__ = ["Wide"]
+
+
+# How long others may take to hear what this rank has heard already.
+_HEAR_S = 0.1
+
+# As much of a refusal as the others are told.
+_MOST_WORDS = 120
+
+# More shapes than this tell a reader no more.
+_MOST_SHAPES = 3
+
+
+class Wide(HostGroup):
+    """How one call of a group on several hosts is done, and what its failures mean."""
+
+    _core: Relay  # type: ignore[assignment]  # it has the methods of a Segment
+
+    # Point to point has nothing to compare, and no order with collectives.
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
+        """Send to one rank."""
+        return self._gloo.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
+        """Receive from one rank."""
+        return self._gloo.recv(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        """Receive from whoever sends first."""
+        return self._gloo.recv_anysource(tensors, tag)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for everyone and name who does not come: all of them, whatever ``wait_all_ranks`` says."""
+        del wait_all_ranks
+        limit_ns = self._limit_ns if timeout is None else int(timeout.total_seconds() * 1e9)
+
+        def run() -> None:
+            self._core.barrier(limit_ns)
+
+        self._do("monitored_barrier", run, [], None).wait()
+
+    def abort(self) -> None:
+        """End the group for everyone, now. It is the end of the job's default group too."""
+        who = f"rank {self.session.member.rank} ({socket.gethostname()}, pid {os.getpid()})"
+        self.session.member.condemn(
+            Diagnosis(
+                "peer-lost",
+                f"rank {self.session.member.rank} ended the group",
+                who=who,
+                why="it called abort()",
+                fix="look at the end of its output for the reason",
+                ranks=(self.session.member.rank,),
+                hosts=(socket.gethostname(),),
+            )
+        )
+
+    def window(self, name: str, size: int) -> None:
+        """Hosts share no memory."""
+        del name, size
+
+    # Inside ------------------------------------------------------------------------------------------------
+
+    def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES])
+        shapes += f" and {len(tensors) - _MOST_SHAPES} more" * (len(tensors) > _MOST_SHAPES)
+        told = functools.partial(self._told, name, _session.call_site(), shapes, run)
+        return super()._do(name, told, tensors, opts)
+
+    # What ended a call in the middle, with the frames that hold its tensors: Gloo may still write there.
+    _kept: BaseException | None = None
+
+    def _told(self, name: str, site: str, shapes: str, run: Callable[[], None]) -> None:
+        """Do ``run`` in its turn, telling the others what it is; raise what its failure means."""
+        self.session.member.check()
+        self._core.site, self._core.shape = site, shapes
+        try:
+            self._together(name, run)
+        except Difference as difference:
+            raise self._different(difference, name, site) from None
+        except Exception as problem:
+            if not self._core.under_way:
+                raise  # Everyone refused alike and is still in step.
+            self._kept = problem
+            explained = self.session.explain(problem, name, site, self.ranks)
+            if explained is None:
+                self.session.announce(problem)
+                raise
+            raise explained from (problem if explained.slug == "engine-failed" else None)
+        except BaseException as problem:
+            # A signal's handler raised in the middle.
+            self._kept = problem
+            self.session.announce(problem)
+            raise
+
+    def _together(self, name: str, run: Callable[[], None]) -> None:
+        """Do ``run``. Where it cannot even begin here, the others are told, who would wait otherwise."""
+        try:
+            run()
+        except Exception as problem:
+            if not self._core.under_way:
+                words = problem.diagnosis.what if isinstance(problem, AllhandsError) else str(problem)
+                self._core.refuse(
+                    name, (words.splitlines() or [type(problem).__name__])[0][:_MOST_WORDS], self._limit_ns
+                )
+            raise
+
+    def _through(self, issue: Callable[..., Any], *args: Any) -> None:
+        self._core.through(issue, *args)
+        self._core.done()
+
+    def _different(self, difference: Difference, name: str, site: str) -> AllhandsError:
+        member, odd = self.session.member, difference.judgement.odd
+        found = Diagnosis(
+            "collective-mismatch",
+            "ranks of one group made different calls",
+            who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}",
+            why="\n".join(difference.judgement.lines),
+            fix="make every rank of the group call the same operations in the same order, with tensors that fit",
+            ranks=tuple(sorted(self.ranks[index] for index in odd)),
+        )
+        # Everyone comes to the same judgement. Ending the group cuts connections that some still hear it through.
+        return error(member.wait_for_verdict(_HEAR_S) or member.condemn(found))
