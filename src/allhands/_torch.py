@@ -5,6 +5,7 @@ Nothing else in allhands touches a private torch name; a test checks that.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,8 @@ __all__ = [
     "forget_failed_groups",
     "gloo",
     "groups",
+    "plain",
+    "premul_factor",
     "rendezvous",
     "set_timeout",
 ]
@@ -74,6 +77,26 @@ def forget_failed_groups() -> None:
     """
     if not dist.is_initialized():
         c10d._world.group_count = 0
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor behind what a functional collective gave, waiting for it; any other as it is.
+
+    torch's own backends are called through its dispatcher, which does this. Seen in 2.11, 2.13.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
+        waited: torch.Tensor = tensor.trigger_wait()
+        return waited
+    return tensor
+
+
+def premul_factor(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM: a number, a tensor, or None. Only its pickled state has it. Seen in 2.13."""
+    state = op.__getstate__()
+    return state[1] if isinstance(state, tuple) and len(state) == 2 else None
 
 
 def set_timeout(timeout: timedelta, group: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from . import headcount
 from . import session as _session
 from .diagnosis import Diagnosis
 from .errors import AllhandsError, NotInitialised, error, fail
@@ -268,7 +269,7 @@ class P2POp(dist.P2POp):
 
 def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
-    function = getattr(dist, name)
+    function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     beside = _beside(function)
 
     @functools.wraps(function)

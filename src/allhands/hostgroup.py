@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from . import mismatch
+from . import _torch, headcount, mismatch
 from . import session as _session
 from .engines import shm
 from .errors import fail
@@ -20,6 +20,9 @@ __all__ = ["HostGroup"]
 
 # How long the end of a group waits for what is still in line.
 _END_S = 2.0
+
+# How much longer than a monitored barrier its caller waits for the words: as long as asking everyone takes.
+_LATE_US = 500_000
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -66,8 +69,22 @@ class HostGroup(_Base):  # type: ignore[misc]
         return self._gloo.recv_anysource(tensors, tag)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for everyone and name who does not come."""
-        self._gloo.monitored_barrier(*(() if timeout is None else (timeout,)), wait_all_ranks=wait_all_ranks)
+        """Wait for everyone, at most ``timeout``, and name who did not come: the first, or all of them.
+
+        Whoever's time is up first ends the group, and every rank raises the same words.
+        """
+        limit_ns = self._limit_ns if timeout is None else int(timeout.total_seconds() * 1e9)
+        site = _session.call_site()
+
+        def run() -> None:
+            code = self._core.barrier(limit_ns)
+            if shm.CODES[code] == "timeout":
+                raise headcount.absent(self, limit_ns / 1e9, site, wait_all_ranks=wait_all_ranks)
+            self.engine.done(code)
+
+        work = self._do("monitored_barrier", run, [], None)
+        # What is in line before it may be what hangs. Its own limit then begins late; the caller's does not.
+        work.wait(timedelta(microseconds=limit_ns / 1e3 + _LATE_US))
 
     # About the group ---------------------------------------------------------------------------------------
 
@@ -157,14 +174,28 @@ class HostGroup(_Base):  # type: ignore[misc]
         if code:
             self.engine.done(code)
 
-    def _reduction(self, name: str, tensor: torch.Tensor, op: Any) -> tuple[int, int]:
-        """Return the core's numbers for reducing ``tensor`` by ``op``; raise where it cannot be done."""
+    def _reduction(self, name: str, tensor: torch.Tensor, op: Any) -> tuple[int, int, complex | None]:
+        """Return the core's numbers for reducing ``tensor`` by ``op``, and what to multiply this rank's part by.
+
+        Raises where it cannot be done.
+        """
         dtype = tensor.dtype
         code = shm.dtype_code(dtype.to_real() if dtype.is_complex else dtype)
         number = shm.reduction_code(op)
         if not shm.reducible(code, number) or (dtype.is_complex and number not in shm.LINEAR):
-            raise self._wrong(name, f"{op} is not defined on {dtype}")
-        return code, number
+            raise self._wrong(name, f"{shm.REDUCTION_NAMES[number] or op} is not defined on {dtype}")
+        return code, number, self._factor(name, dtype, op) if number == shm.PREMUL_SUM else None
+
+    def _factor(self, name: str, dtype: torch.dtype, op: Any) -> complex:
+        """Return the factor of a PREMUL_SUM as a number."""
+        factor = _torch.premul_factor(op)
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1:
+            factor = factor.item()
+        if not isinstance(factor, (int, float, complex)):
+            raise self._wrong(name, f"PREMUL_SUM takes one number as its factor, not {factor}")
+        if isinstance(factor, complex) and not dtype.is_complex:
+            raise self._wrong(name, f"PREMUL_SUM of {dtype} takes no complex factor")
+        return factor
 
     def _equal_parts(self, tensor: torch.Tensor) -> _Tensors:
         """Cut a contiguous tensor into one part for each rank."""

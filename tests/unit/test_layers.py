@@ -25,6 +25,7 @@ LAYERS: dict[str, set[str]] = {
         "ending",
         "flat",
         "forming",
+        "headcount",
         "hostgroup",
         "lifecycle",
         "mismatch",

@@ -31,6 +31,7 @@ __all__ = [
     "KINDS",
     "LINEAR",
     "MOST_RANKS",
+    "PREMUL_SUM",
     "REDUCTIONS",
     "REDUCTION_NAMES",
     "SLOT_BYTES",
@@ -81,7 +82,10 @@ REDUCTIONS = {
     ReduceOp.BXOR: 8,
 }
 
-REDUCTION_NAMES = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+# Not among the others: its factor comes with it, so that it is never known by its name alone.
+PREMUL_SUM = 9
+
+REDUCTION_NAMES = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 # What the C core calls its operations and how they end.
 KINDS = (
@@ -108,7 +112,7 @@ class Trouble(Exception):
 
 
 # Reductions that may be done on the real and imaginary parts of complex numbers by themselves.
-LINEAR = frozenset({1, 2})
+LINEAR = frozenset({1, 2, PREMUL_SUM})
 
 
 def reducible(dtype: int, reduction: int) -> bool:
@@ -126,7 +130,7 @@ def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     for known, code in REDUCTIONS.items():
         if op == known:
             return code
-    return 0
+    return PREMUL_SUM if op == ReduceOp.PREMUL_SUM else 0
 
 
 class Shm:
