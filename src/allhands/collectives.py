@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from . import headcount
+from . import conjugate, headcount
 from . import session as _session
 from .diagnosis import Diagnosis
 from .errors import AllhandsError, NotInitialised, error, fail
@@ -271,6 +271,8 @@ def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
     function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     beside = _beside(function)
+    function = functools.wraps(function)(conjugate.resolving(function))
+    beside = conjugate.resolving(beside) if beside is not None else None
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:

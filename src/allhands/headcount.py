@@ -58,7 +58,7 @@ def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool
     named = missing if wait_all_ranks else missing[:1]
     more = len(missing) - len(named)
     lines = [
-        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
+        f"rank {rank} is {everyone[rank].doing}" + _for(everyone[rank].since_s)
         for rank in named[:16]
         if rank in everyone
     ]
@@ -77,3 +77,7 @@ def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool
             )
         )
     )
+
+
+def _for(since_s: float) -> str:
+    return f" for {duration(since_s)}" if since_s >= 0.1 else ""

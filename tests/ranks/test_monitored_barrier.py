@@ -49,7 +49,8 @@ if rank not in {late}:
         assert found["slug"] == "collective-timeout", found
         assert found["ranks"] == named
         assert "RuntimeError" in found["bases"]
-        assert "script.py:" in found["text"]
+        assert "in monitored_barrier at " in found["text"]
+        assert f"rank {late[0]} is at rankside.py" in found["text"]
         assert found["seconds"] < 1.5
         if len(late) > len(named):
             assert "1 more" in found["text"]

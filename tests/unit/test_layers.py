@@ -22,6 +22,7 @@ LAYERS: dict[str, set[str]] = {
         "board",
         "bootstrap",
         "collectives",
+        "conjugate",
         "ending",
         "flat",
         "forming",
