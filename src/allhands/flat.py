@@ -61,8 +61,8 @@ class Flat(Flats):
 
 
 def _stand_in(tensor: torch.Tensor, factor: complex | None, *, back: bool) -> torch.Tensor:
-    """Return ``tensor`` itself where its memory holds its values in order, else a copy in which it does."""
-    if factor is None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    """Return ``tensor`` itself where its memory is the host's and holds its values in order, else such a copy."""
+    if factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         if tensor.data_ptr() == 0 and tensor.numel():
             raise fail(
                 "invalid-argument",
@@ -74,7 +74,7 @@ def _stand_in(tensor: torch.Tensor, factor: complex | None, *, back: bool) -> to
     if back:
         _check_writable(tensor)
     # A conjugate or negative view has the bits of what it is a view of; copying gives it its own.
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
     return made if factor is None else made.mul_(factor)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -72,10 +73,13 @@ class Queued(dist.Work):
             self._function()
         except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
             self._problem = problem
-            self._finished.set()
-            self._future.set_exception(problem)
+        self._finished.set()
+
+    def tell(self) -> None:
+        """Do what was to be done once it is over. That may call into the group again, and wait there."""
+        if self._problem is not None:
+            self._future.set_exception(self._problem)
         else:
-            self._finished.set()
             self._future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -113,9 +117,10 @@ class Queued(dist.Work):
 
 
 class Line:
-    """Does operations one after the other in the order in which they came, in a thread of its own.
+    """Does operations one after the other in the order in which they came, in threads of its own.
 
-    An operation that its caller waits for anyway is done by the caller, if nothing is before it.
+    An operation that its caller waits for anyway is done by the caller, if nothing is before it. There is one thread,
+    and another only where what follows an operation (a hook of DDP) waits for one that comes after it in line.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,7 +130,11 @@ class Line:
         self.turn = threading.Lock()
         self._counting = threading.Lock()
         self._waiting = 0
-        self._thread: threading.Thread | None = None
+        # Held by the thread that takes the next operation and does it.
+        self._leading = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        # How many of them are busy with what follows an operation.
+        self._telling = 0
         self._closed = False
 
     def do(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
@@ -137,10 +146,8 @@ class Line:
         work = Queued(function, tensors)
         with self._counting:
             self._waiting += 1
-        self._queue.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            self._queue.put(work)
+            self._see_to_it()
         if not later:
             work.wait()
         return work
@@ -152,15 +159,34 @@ class Line:
 
     def close(self, within_s: float) -> None:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
-        if self._thread is not None and not self._closed:
+        if self._threads and not self._closed:
             self._closed = True
             self._queue.put(None)
-            if threading.current_thread() is not self._thread:
-                self._thread.join(within_s)
+            deadline = time.monotonic() + within_s
+            for thread in self._threads:
+                if threading.current_thread() is not thread:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _see_to_it(self) -> None:
+        """Have a thread for what is in line. The count is held."""
+        if self._waiting and self._telling == len(self._threads):
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            with self.turn:
-                work.run()
+        while True:
+            with self._leading:
+                work = self._queue.get()
+                if work is None:
+                    self._queue.put(None)  # for the other threads
+                    return
+                with self.turn:
+                    work.run()
+                with self._counting:
+                    self._waiting -= 1
+                    self._telling += 1
+                    self._see_to_it()
+            work.tell()
             with self._counting:
-                self._waiting -= 1
+                self._telling -= 1
