@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ __all__ = [
     "premul_factor",
     "rendezvous",
     "set_timeout",
+    "untraced",
 ]
 
 # Public names that torch's own annotations hide: it imports them under a condition. They stand here so that the
@@ -102,6 +104,22 @@ def premul_factor(op: Any) -> Any:
 def set_timeout(timeout: timedelta, group: Any) -> None:
     """Set how long collectives of ``group`` may take. The public setter is missing in 2.11; seen in 2.11, 2.13."""
     c10d._set_pg_timeout(timeout, group)
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def untraced(cls: _Class) -> _Class:
+    """Keep torch.compile out of the methods of ``cls``, which torch's C++ code calls in the middle of compiled code.
+
+    The public decorator imports the compiler, which takes seconds, and costs each call a wrapper. Seen in 2.11, 2.13.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in vars(cls).values():
+        if isinstance(function, FunctionType):
+            frames.set_code_exec_strategy(function.__code__, skip)
+    return cls
 
 
 def default_timeout(backend: str) -> timedelta:

@@ -62,6 +62,9 @@ GUARDED: tuple[str, ...] = (
 # Those that have a short way through our own groups.
 QUICK: tuple[str, ...] = ("all_reduce", "barrier", "broadcast")
 
+# Whether torch.compile is reading this function: it knows torch's own and puts them into its graph.
+_compiling = torch.compiler.is_dynamo_compiling
+
 # Where the last group was destroyed, for the message of whoever uses it afterwards.
 _destroyed_at = ""
 
@@ -271,11 +274,13 @@ def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
     function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     beside = _beside(function)
-    function = functools.wraps(function)(conjugate.resolving(function))
+    torchs, function = function, functools.wraps(function)(conjugate.resolving(function))
     beside = conjugate.resolving(beside) if beside is not None else None
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
+        if _compiling():
+            return torchs(*args, **kw)
         session = _session.current()
         if session is None:
             require_group(name)
@@ -306,6 +311,8 @@ def quick(name: str) -> Callable[..., Any]:
     usual = guarded(name)
 
     def own(group: Any) -> Any:
+        if _compiling():
+            return None
         group = group if group is not None else dist.group.WORLD
         return group if getattr(group, "hears_signals", False) else None
 

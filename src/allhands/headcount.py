@@ -31,7 +31,7 @@ def monitored_barrier(
     Every rank of the group calls it. Without ``wait_all_ranks`` the first who is missing is named, with it all of
     them. As torch's, which refuses every backend that is not called "gloo".
     """
-    chosen = group if group is not None else dist.group.WORLD
+    chosen: Any = group if group is not None else dist.group.WORLD
     if chosen is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(chosen) == dist.Backend.GLOO:
         # torch says what it has to say to those who are not in the group, and knows its own default timeout.
         return dist.monitored_barrier(group, timeout, wait_all_ranks)
@@ -45,8 +45,8 @@ def monitored_barrier(
             fix="give a timeout above 0, or none for that of the group",
         )
     if timeout is None:
-        return chosen.monitored_barrier(wait_all_ranks=wait_all_ranks)  # type: ignore[union-attr]
-    return chosen.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[union-attr]
+        return chosen.monitored_barrier(wait_all_ranks=wait_all_ranks)
+    return chosen.monitored_barrier(timeout, wait_all_ranks)
 
 
 def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:

@@ -30,6 +30,7 @@ _Tensors = Sequence[torch.Tensor]
 _Base: Any = ProcessGroup
 
 
+@_torch.untraced
 class HostGroup(_Base):  # type: ignore[misc]
     """What all groups of ranks on one host have in common; `processgroup.Group` adds the collectives."""
 

@@ -69,6 +69,7 @@ def _dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
 
 
+@_torch.untraced
 class Group(HostGroup):
     """The collectives of a group on one host. The methods are those that torch calls; all ranks call the same ones."""
 
@@ -339,9 +340,7 @@ class Group(HostGroup):
         return self._now("barrier", site, self._core.barrier, self._limit_ns)
 
     def _plain(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-        )
+        return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
     def _now(self, name: str, site: str, function: Callable[..., int], *args: Any) -> bool:
         session = self.session

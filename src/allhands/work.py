@@ -16,9 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import _torch
+from .errors import fail
+
 __all__ = ["Done", "Line", "Queued"]
 
 
+@_torch.untraced
 class Done(dist.Work):
     """An operation that was done before it was asked for."""
 
@@ -56,6 +60,7 @@ class Done(dist.Work):
         return future
 
 
+@_torch.untraced
 class Queued(dist.Work):
     """An operation that waits in a `Line` or is being done there."""
 
@@ -77,10 +82,13 @@ class Queued(dist.Work):
 
     def tell(self) -> None:
         """Do what was to be done once it is over. That may call into the group again, and wait there."""
+        self._settle(self._future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
         if self._problem is not None:
-            self._future.set_exception(self._problem)
+            future.set_exception(self._problem)
         else:
-            self._future.set_result(self._tensors)
+            future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; raise what went wrong. A ``timeout`` of its own raises without ending it."""
@@ -113,7 +121,12 @@ class Queued(dist.Work):
 
     def get_future(self) -> Any:
         """Return a future that has its tensors, or raises, once it is done."""
-        return self._future.then(lambda future: future.value())
+        future = self._future
+        if self._finished.is_set() and not future.done():
+            # Whoever has waited for the operation finds its future done, even if those before him are not told yet.
+            future = torch.futures.Future()
+            self._settle(future)
+        return future.then(lambda future: future.value())
 
 
 class Line:
@@ -143,6 +156,8 @@ class Line:
             with self.turn:
                 function()
             return Done(tensors)
+        if self._closed:
+            raise fail("already-destroyed", "an operation was begun on a group that has been shut down")
         work = Queued(function, tensors)
         with self._counting:
             self._waiting += 1
@@ -159,7 +174,7 @@ class Line:
 
     def close(self, within_s: float) -> None:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
-        if self._threads and not self._closed:
+        if not self._closed:
             self._closed = True
             self._queue.put(None)
             deadline = time.monotonic() + within_s
