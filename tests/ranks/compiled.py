@@ -9,6 +9,10 @@ __all__ = ["differences"]
 TRIALS = """import torch.distributed._functional_collectives as functional
 from torch import nn
 
+# What is generated goes with the test; and no pool of compilers, which takes longer to start than this little code.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.environ["GATES"], f"generated-{rank}")
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 def compiled(function, **options):
     torch._dynamo.reset()
     return torch.compile(function, backend={backend!r}, **options)
