@@ -30,6 +30,7 @@ __all__ = [
     "premul_factor",
     "rendezvous",
     "set_timeout",
+    "stand_behind",
     "untraced",
 ]
 
@@ -53,6 +54,15 @@ def gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     # torch does this for its own groups; monitored collectives and the flight recorder count on it.
     made._set_sequence_number_for_group()
     return made
+
+
+def stand_behind(group: Any, backend: Any) -> None:
+    """Let ``backend`` do what torch's C++ code asks ``group`` for without coming to its Python methods.
+
+    Operators of compiled code and of older torch (`all_gather_into_tensor_out`, `c10d::allreduce_`) go to the backend
+    that is registered with the group. No public call registers one. Seen in 2.11, 2.13.
+    """
+    c10d.ProcessGroup._register_backend(group, torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
 
 
 def groups() -> list[Any]:

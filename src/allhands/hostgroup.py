@@ -41,6 +41,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         self, rank: int, ranks: list[int], *, engine: shm.Shm, gloo: Any, session: _session.Session, timeout: timedelta
     ) -> None:
         super().__init__(rank, len(ranks))
+        _torch.stand_behind(self, gloo)
         self.ranks = ranks
         self.engine = engine
         self.session = session

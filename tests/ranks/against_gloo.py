@@ -69,7 +69,7 @@ def compare(script: str, ranks: int, *, close: float = 0.0, timeout: float = 120
     results = harness.launch(DRIVER + script + f"\ncompare({close})\n", ranks, timeout=timeout)
     found: dict[str, str] = {}
     for result in results:
-        assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
+        assert result.returncode == 0, f"rank {result.rank} ({result.returncode}):\n{result.stdout}\n{result.stderr}"
         # A trial that returns nothing compares nothing.
         assert all(result["values"].values()), result["values"]
         for name, difference in result["differences"].items():

@@ -10,8 +10,10 @@ pytestmark = pytest.mark.usefixtures("nursery")
 
 TRIALS = """from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -66,6 +68,21 @@ def try_uneven_inputs():
             ddp(torch.randn(4, 10)).pow(2).mean().backward()
             optimizer.step()
     return list(ddp.state_dict().values())
+
+def try_subgroup_mesh_and_composable():
+    found = []
+    group, mesh = torch_dist.new_group([1, 0]), init_device_mesh("cpu", (size,))
+    for spread in (lambda net: DDP(net, process_group=group), lambda net: DDP(net, device_mesh=mesh), replicate):
+        torch.manual_seed(2)
+        net = spread(nn.Linear(4, 4))
+        net(torch.ones(2, 4) * rank).sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    return found
+
+def try_sparse_gradients():
+    ddp = DDP(nn.Embedding(5, 3, sparse=True))
+    ddp(torch.tensor([rank, 2])).sum().backward()
+    return [p.grad.to_dense() for p in ddp.parameters()]
 
 def hooked(hook, state=None, **kw):
     ddp = DDP(Net())
@@ -132,4 +149,4 @@ def test_data_parallel_training_gives_what_gloo_gives() -> None:
     """DDP with each of its options and hooks, sharded optimisers, joins and averagers: bit for bit with two ranks."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")
-    assert len(found) == 13
+    assert len(found) == 15

@@ -32,6 +32,15 @@ def try_functional():
         functional.wait_tensor(functional.all_reduce(x, "sum", group)),
     ]
 
+def try_operators_that_come_from_compiled_code():
+    x, name, ops = torch.ones(3) * rank, torch_dist.group.WORLD.group_name, torch.ops._c10d_functional
+    summed = ops.wait_tensor(ops.all_reduce_(x, "sum", name))
+    gathered = ops.all_gather_into_tensor_out(torch.ones(3) * rank, size, name, out=torch.empty(3 * size))
+    old = torch.ones(3) * rank
+    _, work = torch.ops.c10d.broadcast_([old], torch_dist.group.WORLD.boxed(), 1, 0, False, -1)
+    torch_dist.Work.unbox(work).wait()
+    return summed, ops.wait_tensor(gathered), old
+
 def try_functional_with_gradients():
     group, found = torch_dist.group.WORLD, []
     for call in (
@@ -131,7 +140,7 @@ def test_other_ways_to_a_collective_give_what_gloo_gives() -> None:
     """What torch offers over the plain collectives: the same values, gradients and objects, bit for bit."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 def test_compiled_code_gives_what_gloo_gives() -> None:
