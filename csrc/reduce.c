@@ -67,11 +67,11 @@ FLOATS(f64, double)
 typedef void (*pair)(void *, const void *, const void *, size_t);
 
 #define ROW_I(suffix) {0, sum_##suffix, 0, product_##suffix, min_##suffix, max_##suffix, and_##suffix, or_##suffix, xor_##suffix}
-#define ROW_F(suffix) {0, sum_##suffix, sum_##suffix, product_##suffix, min_##suffix, max_##suffix, 0, 0, 0}
+#define ROW_F(suffix) {0, sum_##suffix, sum_##suffix, product_##suffix, min_##suffix, max_##suffix, 0, 0, 0, sum_##suffix}
 
 /* By dtype and reduction; 16-bit floats are reduced as the 32-bit ones they are widened to. A bool is 0 or 1, so
  * that "and" and "or" are its product, sum, least and greatest. */
-static const pair PAIRS[AH_RAW + 1][AH_BXOR + 1] = {
+static const pair PAIRS[AH_RAW + 1][AH_PREMUL_SUM + 1] = {
     [AH_U8] = ROW_I(u8),
     [AH_I8] = ROW_I(i8),
     [AH_U16] = ROW_I(u16),
@@ -96,7 +96,7 @@ size_t ah_dtype_bytes(uint32_t dtype)
 
 int ah_reducible(uint32_t dtype, uint32_t reduction)
 {
-    return dtype <= AH_RAW && reduction <= AH_BXOR && PAIRS[dtype][reduction] != 0;
+    return dtype <= AH_RAW && reduction <= AH_PREMUL_SUM && PAIRS[dtype][reduction] != 0;
 }
 
 /* 16-bit floats ------------------------------------------------------------------------------------------- */

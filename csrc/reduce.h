@@ -23,7 +23,8 @@ enum ah_dtype {
     AH_RAW, /* bytes that are only moved */
 };
 
-enum ah_reduction { AH_SUM = 1, AH_AVG, AH_PRODUCT, AH_MIN, AH_MAX, AH_BAND, AH_BOR, AH_BXOR };
+/* PREMUL_SUM is a sum of what the caller has multiplied already; its own number lets ranks tell it from a plain one. */
+enum ah_reduction { AH_SUM = 1, AH_AVG, AH_PRODUCT, AH_MIN, AH_MAX, AH_BAND, AH_BOR, AH_BXOR, AH_PREMUL_SUM };
 
 /* Bytes of one element, 0 for a number that is no dtype. */
 size_t ah_dtype_bytes(uint32_t dtype);

@@ -74,8 +74,8 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
         goto not_plain;
     for (Py_ssize_t dim = 0; dim < PyTuple_Size(plain->shape); dim++)
         elements *= PyLong_AsSize_t(PyTuple_GetItem(plain->shape, dim));
-    /* Only a view of every second number of a complex tensor has a sign to flip: contiguous if it is one number. */
-    if (PyErr_Occurred() || (elements == 1 && is(way, tensor, AH_NAME_IS_NEG, 1)))
+    /* The memory of a view that torch has put off negating holds the opposite of its values. */
+    if (PyErr_Occurred() || is(way, tensor, AH_NAME_IS_NEG, 1))
         goto not_plain;
     address = PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_DATA_PTR], NULL);
     data = address ? PyLong_AsVoidPtr(address) : NULL;

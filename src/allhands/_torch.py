@@ -5,8 +5,10 @@ Nothing else in allhands touches a private torch name; a test checks that.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,13 @@ __all__ = [
     "gather_flat",
     "gloo",
     "groups",
+    "plain",
+    "premul_factor",
     "rendezvous",
     "set_timeout",
+    "stand_behind",
+    "traced_as",
+    "untraced",
 ]
 
 # Public names that torch's own annotations hide: it imports them under a condition. They stand here so that the
@@ -56,6 +63,25 @@ def gather_flat(gloo: Any, output: torch.Tensor, tensor: torch.Tensor, options: 
     return gloo._allgather_base(output, tensor, options)
 
 
+def stand_behind(group: Any, backend: Any) -> None:
+    """Let ``backend`` do what torch's C++ code asks ``group`` for without coming to its Python methods.
+
+    Operators of compiled code and of older torch (`all_gather_into_tensor_out`, `c10d::allreduce_`) go to the backend
+    that is registered with the group. No public call registers one. Seen in 2.11, 2.13.
+    """
+    c10d.ProcessGroup._register_backend(group, torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
+
+
+def traced_as(made: Any, function: Any) -> None:
+    """Let torch.compile read ``function`` where it meets the object ``made``, which is no Python function.
+
+    These are the marks of `torch.jit.script_if_tracing`; the public `torch.compiler.substitute_in_graph` takes only
+    functions, and imports the compiler, which takes a second. Seen in 2.13.
+    """
+    vars(made)["__script_if_tracing_wrapper"] = True
+    vars(made)["__original_fn"] = function
+
+
 def groups() -> list[Any]:
     """Return every process group of this process. No public call lists them. Seen in 2.11, 2.13."""
     return list(c10d._world.pg_map)
@@ -82,9 +108,45 @@ def forget_failed_groups() -> None:
         c10d._world.group_count = 0
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor behind what a functional collective gave, waiting for it; any other as it is.
+
+    torch's own backends are called through its dispatcher, which does this. Seen in 2.11, 2.13.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
+        waited: torch.Tensor = tensor.trigger_wait()
+        return waited
+    return tensor
+
+
+def premul_factor(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM: a number, a tensor, or None. Only its pickled state has it. Seen in 2.13."""
+    state = op.__getstate__()
+    return state[1] if isinstance(state, tuple) and len(state) == 2 else None
+
+
 def set_timeout(timeout: timedelta, group: Any) -> None:
     """Set how long collectives of ``group`` may take. The public setter is missing in 2.11; seen in 2.11, 2.13."""
     c10d._set_pg_timeout(timeout, group)
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def untraced(cls: _Class) -> _Class:
+    """Keep torch.compile out of the methods of ``cls``, which torch's C++ code calls in the middle of compiled code.
+
+    The public decorator imports the compiler, which takes seconds, and costs each call a wrapper. Seen in 2.11, 2.13.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in vars(cls).values():
+        if isinstance(function, FunctionType):
+            frames.set_code_exec_strategy(function.__code__, skip)
+    return cls
 
 
 def default_timeout(backend: str) -> timedelta:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from . import _core, _torch, notes
+from . import _core, _torch, conjugate, headcount, notes
 from . import session as _session
 from .diagnosis import Diagnosis
 from .engines import shm
@@ -60,6 +60,9 @@ GUARDED: tuple[str, ...] = (
     "send_object_list",
     "split_group",
 )
+
+# Whether torch.compile is reading this function: it knows torch's own and puts them into its graph.
+_compiling = torch.compiler.is_dynamo_compiling
 
 # Where the last group was destroyed, for the message of whoever uses it afterwards.
 _destroyed_at = ""
@@ -312,13 +315,17 @@ class P2POp(dist.P2POp):
 
 def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
-    function = getattr(dist, name)
+    function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     beside = _beside(function)
     parameters = list(inspect.signature(function).parameters)
     place = parameters.index("group") if "group" in parameters else len(parameters)
+    torchs, function = function, functools.wraps(function)(conjugate.resolving(function))
+    beside = conjugate.resolving(beside) if beside is not None else None
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
+        if _compiling():
+            return torchs(*args, **kw)
         session = _session.current()
         if session is None:
             require_group(name)
@@ -386,7 +393,7 @@ def _way() -> _core.Way:
     return _core.Way(
         (torch.Tensor, torch.nn.Parameter),
         dict(shm.DTYPES),
-        tuple(known.get(code) for code in range(len(shm.REDUCTION_NAMES))),
+        tuple(known.get(code) for code in range(shm.PREMUL_SUM)),  # which is no object, but one for each factor
         dist.GroupMember,
         _torch.coalescing(),
         _session.call_site,
@@ -401,6 +408,7 @@ def quick(name: str) -> Any:
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
     made = _core.Quick(_way(), guarded(name), name, names, roles, shm.KINDS.index(kind), whole)
+    _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 
 

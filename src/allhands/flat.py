@@ -1,4 +1,4 @@
-"""Tensors as the shared-memory engine takes them: contiguous, for the length of a call."""
+"""Tensors as the shared-memory engine takes them: their values in one piece of memory, for the length of a call."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Self
 
 import torch
 
+from . import _torch
 from .engines import shm
+from .errors import fail
 
 __all__ = ["Flat", "Flats", "when_ready"]
 
 
 class Flats:
-    """Contiguous stand-ins of tensors; with ``back``, what was written to a stand-in is copied back at the end."""
+    """Contiguous stand-ins of tensors; with ``back``, what was written to a stand-in is copied back at the end.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, back: bool = True) -> None:
-        self._given = tensors
+    With a ``factor`` each stand-in has the tensor's values times it, and the tensor itself stays as it is until then.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, back: bool = True, factor: complex | None = None) -> None:
+        self._given = [_torch.plain(tensor) for tensor in tensors]
         self._back = back
-        self.tensors = [_at_hand(tensor).contiguous() for tensor in tensors]
+        self.tensors = [_stand_in(tensor, factor, back=back) for tensor in self._given]
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -33,16 +38,17 @@ class Flats:
         if kind is not None or not self._back:
             return
         for given, tensor in zip(self._given, self.tensors, strict=True):
-            if given is not tensor and given.data_ptr() != tensor.data_ptr():
-                given.copy_(tensor)
+            if given is not tensor:
+                # Detached: the caller's no_grad does not reach the thread that does what is not waited for.
+                given.detach().copy_(tensor)
                 _settle(given)
 
 
 class Flat(Flats):
     """A contiguous stand-in of one tensor."""
 
-    def __init__(self, tensor: torch.Tensor, *, back: bool = True) -> None:
-        super().__init__([tensor], back=back)
+    def __init__(self, tensor: torch.Tensor, *, back: bool = True, factor: complex | None = None) -> None:
+        super().__init__([tensor], back=back, factor=factor)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -53,11 +59,6 @@ class Flat(Flats):
     def place(self) -> tuple[int, ...]:
         """Its address and size."""
         return self.places
-
-
-def _at_hand(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in the host's memory."""
-    return tensor if tensor.is_cpu else tensor.cpu()
 
 
 def _settle(tensor: torch.Tensor) -> None:
@@ -85,3 +86,33 @@ def when_ready(run: Callable[[], None], tensors: Sequence[torch.Tensor]) -> Call
         run()
 
     return later
+
+
+def _stand_in(tensor: torch.Tensor, factor: complex | None, *, back: bool) -> torch.Tensor:
+    """Return ``tensor`` itself where its memory is the host's and holds its values in order, else such a copy."""
+    if factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if tensor.data_ptr() == 0 and tensor.numel():
+            raise fail(
+                "invalid-argument",
+                f"a {type(tensor).__name__} has no memory of its own that could be sent",
+                who="this process",
+                fix="give the tensor inside it, for example to_local() of a DTensor",
+            )
+        return tensor
+    if back:
+        _check_writable(tensor)
+    # A conjugate or negative view has the bits of what it is a view of; copying gives it its own.
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    return made if factor is None else made.mul_(factor)
+
+
+def _check_writable(tensor: torch.Tensor) -> None:
+    """Raise where two elements of ``tensor`` share memory: each rank's result would be whichever came last."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise fail(
+            "invalid-argument",
+            f"a result cannot be written to an expanded tensor of shape {tuple(tensor.shape)}",
+            who="this process",
+            why="several of its elements are the same memory",
+            fix="give a tensor of its own: tensor.clone() or torch.empty(tensor.shape)",
+        )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from . import _core, _torch, mismatch, notes
+from . import _core, _torch, headcount, mismatch, notes
 from . import session as _session
 from .engines import shm
 from .errors import fail
@@ -23,12 +23,16 @@ __all__ = ["HostGroup"]
 # How long the end of a group waits for what is still in line.
 _END_S = 2.0
 
+# How much longer than a monitored barrier its caller waits for the words: as long as asking everyone takes.
+_LATE_US = 500_000
+
 _Tensors = Sequence[torch.Tensor]
 
 # torch's annotations of this class have overloads that no Python method can have; torch itself only looks for names.
 _Base: Any = ProcessGroup
 
 
+@_torch.untraced
 class HostGroup(_Base):  # type: ignore[misc]
     """What all groups of ranks on one host have in common; `processgroup.Group` adds the collectives."""
 
@@ -41,6 +45,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         self, rank: int, ranks: list[int], *, engine: Any, gloo: Any, session: _session.Session, timeout: timedelta
     ) -> None:
         super().__init__(rank, len(ranks))
+        _torch.stand_behind(self, gloo)
         self.ranks = ranks
         self.engine: shm.Shm = engine
         self.session = session
@@ -73,8 +78,22 @@ class HostGroup(_Base):  # type: ignore[misc]
         return self._gloo.recv_anysource(tensors, tag)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for everyone and name who does not come."""
-        self._gloo.monitored_barrier(*(() if timeout is None else (timeout,)), wait_all_ranks=wait_all_ranks)
+        """Wait for everyone, at most ``timeout``, and name who did not come: the first, or all of them.
+
+        Whoever's time is up first ends the group, and every rank raises the same words.
+        """
+        limit_ns = self._limit_ns if timeout is None else int(timeout.total_seconds() * 1e9)
+        site = _session.call_site()
+
+        def run() -> None:
+            code = self._core.barrier(limit_ns)
+            if shm.CODES[code] == "timeout":
+                raise headcount.absent(self, limit_ns / 1e9, site, wait_all_ranks=wait_all_ranks)
+            self.engine.done(code)
+
+        work = self._do("monitored_barrier", run, [], None)
+        # What is in line before it may be what hangs. Its own limit then begins late; the caller's does not.
+        work.wait(timedelta(microseconds=limit_ns / 1e3 + _LATE_US))
 
     # Memory that the ranks share ---------------------------------------------------------------------------
 
@@ -232,14 +251,28 @@ class HostGroup(_Base):  # type: ignore[misc]
         if code:
             self.engine.done(code)
 
-    def _reduction(self, name: str, tensor: torch.Tensor, op: Any) -> tuple[int, int]:
-        """Return the core's numbers for reducing ``tensor`` by ``op``; raise where it cannot be done."""
+    def _reduction(self, name: str, tensor: torch.Tensor, op: Any) -> tuple[int, int, complex | None]:
+        """Return the core's numbers for reducing ``tensor`` by ``op``, and what to multiply this rank's part by.
+
+        Raises where it cannot be done.
+        """
         dtype = tensor.dtype
         code = shm.dtype_code(dtype.to_real() if dtype.is_complex else dtype)
         number = shm.reduction_code(op)
         if not shm.reducible(code, number) or (dtype.is_complex and number not in shm.LINEAR):
-            raise self._wrong(name, f"{op} is not defined on {dtype}")
-        return code, number
+            raise self._wrong(name, f"{shm.REDUCTION_NAMES[number] or op} is not defined on {dtype}")
+        return code, number, self._factor(name, dtype, op) if number == shm.PREMUL_SUM else None
+
+    def _factor(self, name: str, dtype: torch.dtype, op: Any) -> complex:
+        """Return the factor of a PREMUL_SUM as a number."""
+        factor = _torch.premul_factor(op)
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1:
+            factor = factor.item()
+        if not isinstance(factor, (int, float, complex)):
+            raise self._wrong(name, f"PREMUL_SUM takes one number as its factor, not {factor}")
+        if isinstance(factor, complex) and not dtype.is_complex:
+            raise self._wrong(name, f"PREMUL_SUM of {dtype} takes no complex factor")
+        return factor
 
     def _equal_parts(self, tensor: torch.Tensor) -> _Tensors:
         """Cut a contiguous tensor into one part for each rank."""

@@ -84,6 +84,7 @@ def _dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.layout is torch.strided for tensor in tensors)
 
 
+@_torch.untraced
 class Group(HostGroup):
     """The collectives of a group on one host. The methods are those that torch calls; all ranks call the same ones."""
 
@@ -105,8 +106,8 @@ class Group(HostGroup):
 
         def run() -> None:
             for tensor in tensors:
-                dtype, reduction = self._reduction(name, tensor, opts.reduceOp)
-                with Flat(tensor) as flat:
+                dtype, reduction, factor = self._reduction(name, tensor, opts.reduceOp)
+                with Flat(tensor, factor=factor) as flat:
                     self._call(self._core.all_reduce, *flat.place, dtype, reduction)
 
         return self._do(name, run, tensors, opts)
@@ -119,8 +120,8 @@ class Group(HostGroup):
 
         def run() -> None:
             for tensor in tensors:
-                dtype, reduction = self._reduction("reduce", tensor, opts.reduceOp)
-                with Flat(tensor, back=self._rank == opts.rootRank) as flat:
+                dtype, reduction, factor = self._reduction("reduce", tensor, opts.reduceOp)
+                with Flat(tensor, back=self._rank == opts.rootRank, factor=factor) as flat:
                     self._call(self._core.reduce, *flat.place, dtype, reduction, opts.rootRank)
 
         return self._do("reduce", run, tensors, opts)
@@ -239,10 +240,10 @@ class Group(HostGroup):
 
     def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any) -> None:
         self._same_number("reduce_scatter", inputs)
-        dtype, reduction = self._reduction("reduce_scatter", output, op)
+        dtype, reduction, factor = self._reduction("reduce_scatter", output, op)
         if any(tensor.numel() != output.numel() for tensor in inputs):
             raise self._wrong("reduce_scatter", "the tensors of the list and the output differ in size")
-        with Flat(output) as flat, Flats(inputs, back=False) as given:
+        with Flat(output) as flat, Flats(inputs, back=False, factor=factor) as given:
             self._call(self._core.reduce_scatter, given.places, *flat.place, dtype, reduction)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -259,7 +260,8 @@ class Group(HostGroup):
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._reduce_into(output, self._equal_parts(tensor.contiguous()), opts.reduceOp)
+                with Flat(tensor, back=False) as flat:
+                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp)
 
         return self._do("reduce_scatter_tensor", run, outputs, opts)
 

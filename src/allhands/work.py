@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _core
+from . import _core, _torch
+from .errors import fail
 
 __all__ = ["Done", "Line", "Queued"]
 
 
+@_torch.untraced
 class Done(dist.Work):
     """An operation that was done before it was asked for."""
 
@@ -58,6 +61,7 @@ class Done(dist.Work):
         return future
 
 
+@_torch.untraced
 class Queued(dist.Work):
     """An operation that waits in a `Line` or is being done there."""
 
@@ -75,11 +79,17 @@ class Queued(dist.Work):
             self._function()
         except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
             self._problem = problem
-            self._finished.set()
-            self._future.set_exception(problem)
+        self._finished.set()
+
+    def tell(self) -> None:
+        """Do what was to be done once it is over. That may call into the group again, and wait there."""
+        self._settle(self._future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._problem is not None:
+            future.set_exception(self._problem)
         else:
-            self._finished.set()
-            self._future.set_result(self._tensors)
+            future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; raise what went wrong. A ``timeout`` of its own raises without ending it."""
@@ -112,13 +122,19 @@ class Queued(dist.Work):
 
     def get_future(self) -> Any:
         """Return a future that has its tensors, or raises, once it is done."""
-        return self._future.then(lambda future: future.value())
+        future = self._future
+        if self._finished.is_set() and not future.done():
+            # Whoever has waited for the operation finds its future done, even if those before him are not told yet.
+            future = torch.futures.Future()
+            self._settle(future)
+        return future.then(lambda future: future.value())
 
 
 class Line:
-    """Does operations one after the other in the order in which they came, in a thread of its own.
+    """Does operations one after the other in the order in which they came, in threads of its own.
 
-    An operation that its caller waits for anyway is done by the caller, if nothing is before it.
+    An operation that its caller waits for anyway is done by the caller, if nothing is before it. There is one thread,
+    and another only where what follows an operation (a hook of DDP) waits for one that comes after it in line.
     """
 
     def __init__(self, name: str, gate: _core.Segment | None = None) -> None:
@@ -130,7 +146,11 @@ class Line:
         self.turn: AbstractContextManager[Any] = gate if gate is not None else threading.Lock()
         self._counting = threading.Lock()
         self._waiting = 0
-        self._thread: threading.Thread | None = None
+        # Held by the thread that takes the next operation and does it.
+        self._leading = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        # How many of them are busy with what follows an operation.
+        self._telling = 0
         self._closed = False
 
     def do(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
@@ -139,32 +159,53 @@ class Line:
             with self.turn:
                 function()
             return Done(tensors)
+        if self._closed:
+            raise fail("already-destroyed", "an operation was begun on a group that has been shut down")
         work = Queued(function, tensors)
-        self._count(1)
-        self._queue.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        with self._counting:
+            self._count(1)
+            self._queue.put(work)
+            self._see_to_it()
         if not later:
             work.wait()
         return work
 
     def close(self, within_s: float) -> None:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
-        if self._thread is not None and not self._closed:
+        if not self._closed:
             self._closed = True
             self._queue.put(None)
-            if threading.current_thread() is not self._thread:
-                self._thread.join(within_s)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            with self.turn:
-                work.run()
-            self._count(-1)
+            deadline = time.monotonic() + within_s
+            for thread in self._threads:
+                if threading.current_thread() is not thread:
+                    thread.join(max(0.0, deadline - time.monotonic()))
 
     def _count(self, more: int) -> None:
-        with self._counting:
-            self._waiting += more
-            if self._gate is not None:
-                self._gate.queued = self._waiting
+        """Count what is in line, and tell the gate. The count is held."""
+        self._waiting += more
+        if self._gate is not None:
+            self._gate.queued = self._waiting
+
+    def _see_to_it(self) -> None:
+        """Have a thread for what is in line. The count is held."""
+        if self._waiting and self._telling == len(self._threads):
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._leading:
+                work = self._queue.get()
+                if work is None:
+                    self._queue.put(None)  # for the other threads
+                    return
+                with self.turn:
+                    work.run()
+                with self._counting:
+                    self._count(-1)
+                    self._telling += 1
+                    self._see_to_it()
+            work.tell()
+            with self._counting:
+                self._telling -= 1

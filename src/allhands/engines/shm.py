@@ -30,6 +30,7 @@ __all__ = [
     "LEAST_SLOT_KIB",
     "LINEAR",
     "MOST_RANKS",
+    "PREMUL_SUM",
     "REDUCTIONS",
     "REDUCTION_NAMES",
     "Shm",
@@ -76,7 +77,10 @@ REDUCTIONS = {
     ReduceOp.BXOR: 8,
 }
 
-REDUCTION_NAMES = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+# Not among the others: its factor comes with it, so that it is never known by its name alone.
+PREMUL_SUM = 9
+
+REDUCTION_NAMES = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 # What the C core calls its operations and how they end.
 KINDS = (
@@ -105,7 +109,7 @@ class Trouble(Exception):
 
 
 # Reductions that may be done on the real and imaginary parts of complex numbers by themselves.
-LINEAR = frozenset({1, 2})
+LINEAR = frozenset({1, 2, PREMUL_SUM})
 
 
 def reducible(dtype: int, reduction: int) -> bool:
@@ -123,7 +127,7 @@ def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     for known, code in REDUCTIONS.items():
         if op == known:
             return code
-    return 0
+    return PREMUL_SUM if op == ReduceOp.PREMUL_SUM else 0
 
 
 # A forked child has its parent's segments and must not be taken for it: the short way is shut there. The long one

@@ -1,0 +1,19 @@
+"""Compiled code that communicates, through the compiler that generates C++."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from ranks.compiled import differences
+
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+def test_generated_code_gives_what_gloo_gives() -> None:
+    """What inductor makes of functional collectives and of DDP gives on our backend what it gives on Gloo."""
+    found = differences("inductor", 400)
+    assert found == dict.fromkeys(found, "")
+    assert len(found) == 3
