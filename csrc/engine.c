@@ -375,6 +375,11 @@ static PyType_Spec SPEC = {
     .slots = SLOTS,
 };
 
+struct ah_group *ah_group_of(PyObject *segment)
+{
+    return &((struct segment *)segment)->group;
+}
+
 PyObject *ah_segment_type(void)
 {
     return PyType_FromSpec(&SPEC);

@@ -6,6 +6,7 @@
 #include <errno.h>
 
 #include "engine.h"
+#include "post.h"
 #include "process.h"
 
 static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *args)
@@ -57,6 +58,11 @@ static int fill(PyObject *module)
     int code = type ? PyModule_AddObjectRef(module, "Segment", type) : -1;
 
     Py_XDECREF(type);
+    if (code == 0) {
+        type = ah_mail_type(module);
+        code = type ? PyModule_AddObjectRef(module, "Mail", type) : -1;
+        Py_XDECREF(type);
+    }
     return code;
 }
 

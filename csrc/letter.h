@@ -1,0 +1,92 @@
+/* The state of one process's mail, shared by the files that move it (mail.c) and wait for it (courier.c). */
+#ifndef ALLHANDS_LETTER_H
+#define ALLHANDS_LETTER_H
+
+#include <poll.h>
+#include <pthread.h>
+
+#include "inbox.h"
+#include "mail.h"
+
+enum ah_state {
+    AH_WAITS,    /* a receive that nothing fits yet; a send for which the target's box has no room yet */
+    AH_OFFERED,  /* a large send: the target knows of it */
+    AH_MATCHED,  /* a large receive: its message was offered, it has no lane yet */
+    AH_GRANTED,  /* it has a lane, the sender does not know it yet */
+    AH_STREAMS,  /* bytes go through the lane */
+    AH_OVER,
+};
+
+/* A list through letters; a letter is in one at a time. */
+struct ah_list {
+    struct ah_letter *first;
+    struct ah_letter *last;
+};
+
+/* A message under way, as its own rank sees it; or one that came before anyone asked for it (then `stored`). */
+struct ah_letter {
+    struct ah_letter *next, *previous;
+    struct ah_list *list;
+    /* All that are under way, for their deadlines. */
+    struct ah_letter *later, *earlier;
+    struct ah_message message;
+    enum ah_state state;
+    size_t moved;
+    int64_t deadline_ns;
+    uint64_t order; /* of posting, or of arrival */
+    uint64_t key;
+    uint32_t kind;   /* of a stray: an ah_envelope_kind */
+    uint32_t id;     /* the sender's */
+    uint32_t lane;   /* first block */
+    uint32_t blocks; /* how many */
+    int posted;      /* its end is to be told by `ah_mail_serve`, if nobody waits for it */
+    struct ah_outcome outcome;
+    _Atomic int over; /* `outcome` is whole */
+    unsigned char stored[];
+};
+
+struct ah_mail {
+    struct ah_group *group;
+    struct ah_box *box;
+    pthread_mutex_t lock;
+    uint64_t head; /* of our box */
+    uint64_t order;
+    uint32_t id;
+    uint32_t blocks; /* a bit for each of our blocks that is lent */
+    struct ah_letter *latest; /* of all that are under way */
+    struct ah_list *receives; /* for each source, and after them those from anyone */
+    struct ah_list *strays;   /* for each source: came before anyone asked */
+    struct ah_list *unsent;   /* for each target */
+    size_t waiting_sends;     /* in `unsent` */
+    struct ah_list offered;
+    struct ah_list matched; /* and those granted */
+    struct ah_list outgoing;
+    struct ah_list incoming;
+    struct ah_list finished; /* posted, over, not yet told */
+    size_t posted_sends;
+    size_t posted;
+    /* Waiting (courier.c). */
+    _Atomic uint32_t drivers; /* threads that wait, and so move things on */
+    uint64_t shifts;          /* how often one began */
+    pthread_cond_t work;      /* for the server */
+    int cold;                 /* it sleeps until told */
+    int stopped;
+    int64_t tended_ns;
+    struct pollfd *looks;
+};
+
+/* Everything below is called with the lock held. */
+
+/* Add a letter and take its first step. */
+void ah_letter_add(struct ah_mail *mail, struct ah_letter *letter);
+
+/* Take it out of whatever it is in. */
+void ah_letter_remove(struct ah_mail *mail, struct ah_letter *letter);
+
+/* It is over. */
+void ah_letter_end(struct ah_mail *mail, struct ah_letter *letter, int code, uint32_t peer);
+
+/* One pass over the box and over all that is under way; how many things moved. */
+size_t ah_mail_pass(struct ah_mail *mail);
+
+#endif
