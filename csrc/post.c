@@ -7,6 +7,7 @@
 #include "post.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "engine.h"
 #include "inbox.h"
@@ -22,6 +23,7 @@ struct post {
     PyObject *segment;
     struct ah_group *group;
     struct ah_mail *mail;
+    pid_t process;
 };
 
 struct request {
@@ -108,9 +110,14 @@ static void drop(PyObject *capsule)
 {
     struct request *request = PyCapsule_GetPointer(capsule, REQUEST);
 
+    const struct post *self;
+
     if (!request)
         return;
-    ah_mail_drop(((struct post *)request->post)->mail, request->letter);
+    self = (struct post *)request->post;
+    /* A forked child has copies of its parent's requests, and nothing to say in its group. */
+    if (self->process == getpid())
+        ah_mail_drop(self->mail, request->letter);
     Py_DECREF(request->post);
     free(request);
 }
@@ -289,6 +296,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->segment = segment;
     Py_INCREF(segment);
     self->group = ah_group_of(segment);
+    self->process = getpid();
     self->mail = ah_mail_open(self->group);
     if (!self->mail) {
         Py_DECREF((PyObject *)self);

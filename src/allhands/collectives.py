@@ -248,6 +248,13 @@ def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
 
 
+def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Tell whether a message goes through shared memory, where waiting hears signals and the group's end itself."""
+    tensor = args[0] if args else kw.get("tensor")
+    group = (args[2] if len(args) > 2 else kw.get("group")) or dist.group.WORLD
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "hears_signals", False)
+
+
 def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
     behind: Callable[..., Any] = getattr(op, "__wrapped__", op)
@@ -283,8 +290,9 @@ def guarded(name: str) -> Callable[..., Any]:
         if not dist.is_initialized():
             require_group(name)
         site = _session.call_site()
-        patient = _from_anyone(name, args, kw)
-        if name in {"send", "recv"} and (patient or _must_listen()):
+        alert = _hears(args, kw)
+        patient = not alert and _from_anyone(name, args, kw)
+        if name in {"send", "recv"} and not alert and (patient or _must_listen()):
             work = _interruptible(session, function)
         else:
             work = beside if beside is not None and _must_listen() else function

@@ -10,7 +10,12 @@ import torch
 
 from .engines import shm
 
-__all__ = ["Flat", "Flats"]
+__all__ = ["Flat", "Flats", "dense"]
+
+
+def dense(*tensors: torch.Tensor) -> bool:
+    """Tell whether the shared-memory engine takes ``tensors``."""
+    return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
 
 
 class Flats:

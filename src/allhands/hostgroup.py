@@ -14,6 +14,8 @@ from . import mismatch
 from . import session as _session
 from .engines import shm
 from .errors import fail
+from .flat import dense
+from .mail import Mail
 from .work import Done, Line
 
 __all__ = ["HostGroup"]
@@ -44,6 +46,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._core = engine.segment
         self._gloo = gloo
         self._line = Line("allhands-group")
+        self.mail = Mail(self)
         self._limit_ns = int(timeout.total_seconds() * 1e9)
         self._group_name = ""
         self._group_desc = ""
@@ -55,15 +58,21 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
         """Send to one rank."""
-        return self._gloo.send(tensors, rank, tag)
+        if not dense(*tensors):
+            return self._gloo.send(tensors, rank, tag)
+        return self.mail.send(tensors, rank, tag, self._limit_ns)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
         """Receive from one rank."""
-        return self._gloo.recv(tensors, rank, tag)
+        if not dense(*tensors):
+            return self._gloo.recv(tensors, rank, tag)
+        return self.mail.recv(tensors, rank, tag, self._limit_ns)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         """Receive from whoever sends first."""
-        return self._gloo.recv_anysource(tensors, tag)
+        if not dense(*tensors):
+            return self._gloo.recv_anysource(tensors, tag)
+        return self.mail.recv(tensors, None, tag, self._limit_ns)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for everyone and name who does not come."""
@@ -118,12 +127,14 @@ class HostGroup(_Base):  # type: ignore[misc]
     def abort(self) -> None:
         """End the group for everyone, now."""
         self._core.end(self._rank)
+        self.engine.mail.ring()
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
         self._closed = True
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
+        self.mail.close(_END_S)
         self._gloo.shutdown()
 
     # Inside ------------------------------------------------------------------------------------------------
@@ -131,6 +142,7 @@ class HostGroup(_Base):  # type: ignore[misc]
     def _end(self, _: Any) -> None:
         """The coordinator says that the group is over: whoever waits in the segment wakes."""
         self._core.end(self._rank)
+        self.engine.mail.ring()
 
     def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
         # A forked child has the segment too, and would be taken for its parent.

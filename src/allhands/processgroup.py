@@ -1,7 +1,7 @@
 """The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
 
-On one host, tensors of the CPU go through shared memory. What that engine does not do (point to point, tensors of a
-GPU, sparse tensors) goes through Gloo, and so does everything where ranks are on several hosts.
+On one host, tensors of the CPU go through shared memory. What that engine does not do (tensors of a GPU, sparse
+tensors) goes through Gloo, and so does everything where ranks are on several hosts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from . import _torch, ending, lifecycle, mismatch
 from . import session as _session
 from .engines import shm
 from .flat import Flat, Flats
+from .flat import dense as _dense
 from .hostgroup import HostGroup
 
 __all__ = ["Group", "create"]
@@ -62,11 +63,6 @@ def _options(kind: Any, **values: Any) -> Any:
         if value is not None:
             setattr(made, name, value)
     return made
-
-
-def _dense(*tensors: torch.Tensor) -> bool:
-    """Tell whether the shared-memory engine takes ``tensors``."""
-    return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
 
 
 class Group(HostGroup):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -154,8 +154,13 @@ class Session:
         """End what this rank may be waiting in, on its own account."""
         self.wire.cut()
 
-    def explain(self, problem: BaseException, name: str, site: str) -> AllhandsError | None:
-        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake."""
+    def explain(
+        self, problem: BaseException, name: str, site: str, peers: Collection[int] | None = None
+    ) -> AllhandsError | None:
+        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake.
+
+        ``peers`` are the ranks that were waited for, where that is not everyone.
+        """
         if self.member.verdict is not None:
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
@@ -166,15 +171,19 @@ class Session:
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
-            verdict = self.member.condemn(self._from_census(problem, name, site))
+            verdict = self.member.condemn(self._from_census(problem, name, site, peers))
         return error(verdict)
 
-    def _from_census(self, problem: BaseException, name: str, site: str) -> Diagnosis:
+    def _from_census(
+        self, problem: BaseException, name: str, site: str, peers: Collection[int] | None = None
+    ) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
         everyone = self.member.census()
         if self.member.verdict is not None:
             return self.member.verdict
+        if peers is not None:
+            everyone = [status for status in everyone if status.rank in {*peers, self.member.rank}]
         who = f"rank {self.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
         mine = self.member.rank
         silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
@@ -225,8 +234,11 @@ class Session:
                 fix="look at the network between the hosts, and at the messages of the other ranks",
                 ranks=(mine,),
             )
+        # Two that wait for a message from each other are both in the same call, and neither has come to the other.
         elsewhere = [
-            status for status in everyone if not status.doing.startswith(f"in {name} ") and status.rank != mine
+            status
+            for status in everyone
+            if (peers is not None or not status.doing.startswith(f"in {name} ")) and status.rank != mine
         ]
         return Diagnosis(
             "collective-timeout",

@@ -27,6 +27,7 @@ LAYERS: dict[str, set[str]] = {
         "forming",
         "hostgroup",
         "lifecycle",
+        "mail",
         "mismatch",
         "processgroup",
         "session",

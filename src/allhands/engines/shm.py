@@ -134,6 +134,7 @@ class Shm:
 
     def __init__(self, segment: _core.Segment, size_bytes: int, pidfds: tuple[int, ...]) -> None:
         self.segment = segment
+        self.mail = _core.Mail(segment)
         self.size_bytes = size_bytes
         # The core looks at them as long as this lives; at exit the kernel closes them.
         weakref.finalize(self, _close, pidfds).atexit = False
