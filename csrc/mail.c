@@ -1,4 +1,4 @@
-/* Matching and moving messages. */
+/* Matching messages and receives, and one pass over all that is under way. */
 #define _GNU_SOURCE
 #include "mail.h"
 
@@ -6,80 +6,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "collective.h"
-#include "copy.h"
 #include "letter.h"
 #include "wait.h"
-
-/* Bytes that go into a lane at a time: sender and receiver copy different chunks at the same time. */
-#define CHUNK_BYTES ((size_t)64 << 10)
-
-/* Blocks that one message may have at most, so that others find some. */
-#define MOST_BLOCKS 4
-
-static void append(struct ah_list *list, struct ah_letter *letter)
-{
-    letter->list = list;
-    letter->next = NULL;
-    letter->previous = list->last;
-    if (list->last)
-        list->last->next = letter;
-    else
-        list->first = letter;
-    list->last = letter;
-}
-
-static void take_out(struct ah_letter *letter)
-{
-    struct ah_list *list = letter->list;
-
-    if (!list)
-        return;
-    if (letter->previous)
-        letter->previous->next = letter->next;
-    else
-        list->first = letter->next;
-    if (letter->next)
-        letter->next->previous = letter->previous;
-    else
-        list->last = letter->previous;
-    letter->list = NULL;
-}
-
-static void move_to(struct ah_list *list, struct ah_letter *letter)
-{
-    take_out(letter);
-    append(list, letter);
-}
-
-void ah_letter_remove(struct ah_mail *mail, struct ah_letter *letter)
-{
-    if (letter->list && letter->message.sends && letter->state == AH_WAITS)
-        mail->waiting_sends--;
-    take_out(letter);
-    if (letter->later)
-        letter->later->earlier = letter->earlier;
-    else if (mail->latest == letter)
-        mail->latest = letter->earlier;
-    if (letter->earlier)
-        letter->earlier->later = letter->later;
-    letter->later = letter->earlier = NULL;
-}
-
-void ah_letter_end(struct ah_mail *mail, struct ah_letter *letter, int code, uint32_t peer)
-{
-    ah_letter_remove(mail, letter);
-    letter->state = AH_OVER;
-    letter->outcome = (struct ah_outcome){.code = code, .peer = peer};
-    if (letter->posted) {
-        mail->posted--;
-        mail->posted_sends -= (size_t)letter->message.sends;
-        append(&mail->finished, letter);
-    }
-    atomic_store_explicit(&letter->over, 1, memory_order_release);
-    /* A thread of our own may sleep until this one is over. */
-    ah_ring(mail->group, mail->group->rank);
-}
 
 /* Receiving ----------------------------------------------------------------------------------------------- */
 
@@ -120,7 +48,7 @@ static void meet(struct ah_mail *mail, struct ah_letter *letter, const struct ah
     letter->state = AH_MATCHED;
     letter->message.peer = came->source;
     letter->id = came->id;
-    move_to(&mail->matched, letter);
+    ah_list_move(&mail->matched, letter);
 }
 
 static struct ah_letter *first_with(const struct ah_list *list, uint64_t tag)
@@ -148,7 +76,7 @@ static int store(struct ah_mail *mail, const struct ah_cover *came, const void *
     stray->order = mail->order++;
     if (bytes != 0)
         memcpy(stray->stored, payload, bytes);
-    append(&mail->strays[came->source], stray);
+    ah_list_append(&mail->strays[came->source], stray);
     return 1;
 }
 
@@ -160,7 +88,7 @@ static void granted(struct ah_mail *mail, const struct ah_cover *came)
             letter->lane = (uint32_t)came->tag;
             letter->blocks = (uint32_t)came->bytes;
             letter->state = AH_STREAMS;
-            move_to(&mail->outgoing, letter);
+            ah_list_move(&mail->outgoing, letter);
             return;
         }
     }
@@ -235,92 +163,12 @@ static void add_receive(struct ah_mail *mail, struct ah_letter *letter)
                                       .kind = stray->kind,
                                       .id = stray->id};
 
-        take_out(stray);
+        ah_list_take_out(stray);
         meet(mail, letter, &came, stray->stored);
         free(stray);
         return;
     }
-    append(&mail->receives[message->peer == AH_ANYONE ? mail->group->ranks : message->peer], letter);
-}
-
-/* Find a run of free blocks for `bytes`; 0 where all are lent. */
-static int lend(struct ah_mail *mail, struct ah_letter *letter)
-{
-    uint32_t want = (uint32_t)ah_min(MOST_BLOCKS, (letter->message.bytes + AH_BLOCK_BYTES - 1) / AH_BLOCK_BYTES);
-
-    for (; want > 0; want--) {
-        uint32_t run = (1u << want) - 1;
-
-        for (uint32_t first = 0; first + want <= AH_BLOCKS; first++) {
-            if ((mail->blocks & run << first) == 0) {
-                mail->blocks |= run << first;
-                letter->lane = first;
-                letter->blocks = want;
-                return 1;
-            }
-        }
-    }
-    return 0;
-}
-
-/* Lend lanes to those who wait for one, in their order, and tell the senders. */
-static size_t grant(struct ah_mail *mail)
-{
-    size_t moved = 0;
-
-    for (struct ah_letter *letter = mail->matched.first, *next; letter; letter = next) {
-        struct ah_cover answer = {.source = mail->group->rank, .kind = AH_GRANT, .id = letter->id};
-
-        next = letter->next;
-        if (letter->state == AH_MATCHED) {
-            struct ah_lane *lane;
-
-            if (!lend(mail, letter))
-                break;
-            lane = &mail->box->lanes[letter->lane];
-            atomic_store_explicit(&lane->filled, 0, memory_order_relaxed);
-            atomic_store_explicit(&lane->drained, 0, memory_order_relaxed);
-            letter->state = AH_GRANTED;
-        }
-        answer.tag = letter->lane;
-        answer.bytes = letter->blocks;
-        if (!ah_inbox_put(mail->group, letter->message.peer, &answer, NULL))
-            continue;
-        letter->state = AH_STREAMS;
-        move_to(&mail->incoming, letter);
-        moved++;
-    }
-    return moved;
-}
-
-/* Take the next chunk of each message that streams in. */
-static size_t take(struct ah_mail *mail)
-{
-    size_t moved = 0;
-
-    for (struct ah_letter *letter = mail->incoming.first, *next; letter; letter = next) {
-        struct ah_lane *lane = &mail->box->lanes[letter->lane];
-        size_t room = letter->blocks * AH_BLOCK_BYTES, at = letter->moved % room;
-        size_t there = atomic_load_explicit(&lane->filled, memory_order_acquire) - letter->moved;
-        size_t bytes = ah_min(ah_min(there, room - at), CHUNK_BYTES);
-
-        next = letter->next;
-        if (bytes == 0)
-            continue;
-        ah_copy(letter->message.data + letter->moved, ah_block_of(mail->group, mail->group->rank, letter->lane) + at,
-                bytes, letter->message.bytes >= AH_STREAM_BYTES);
-        letter->moved += bytes;
-        moved++;
-        if (letter->moved == letter->message.bytes) {
-            /* The sender has nothing more to put in, so it does not ask for room. */
-            mail->blocks &= ~(((1u << letter->blocks) - 1) << letter->lane);
-            ah_letter_end(mail, letter, AH_OK, letter->message.peer);
-            continue;
-        }
-        atomic_store_explicit(&lane->drained, letter->moved, memory_order_release);
-        ah_ring(mail->group, letter->message.peer);
-    }
-    return moved;
+    ah_list_append(&mail->receives[message->peer == AH_ANYONE ? mail->group->ranks : message->peer], letter);
 }
 
 /* Sending ------------------------------------------------------------------------------------------------- */
@@ -343,7 +191,7 @@ static int offer(struct ah_mail *mail, struct ah_letter *letter)
         return 1;
     }
     letter->state = AH_OFFERED;
-    move_to(&mail->offered, letter);
+    ah_list_move(&mail->offered, letter);
     return 1;
 }
 
@@ -353,7 +201,7 @@ static void add_send(struct ah_mail *mail, struct ah_letter *letter)
 
     letter->id = mail->id++;
     if (before->first || !offer(mail, letter)) {
-        append(before, letter);
+        ah_list_append(before, letter);
         mail->waiting_sends++;
     }
 }
@@ -367,7 +215,7 @@ static size_t retry(struct ah_mail *mail)
 
         while ((letter = mail->unsent[rank].first) != NULL) {
             /* What `offer` does with it takes it out of the list; it is counted there only while it waits. */
-            take_out(letter);
+            ah_list_take_out(letter);
             mail->waiting_sends--;
             if (!offer(mail, letter)) {
                 struct ah_list *list = &mail->unsent[rank];
@@ -385,32 +233,6 @@ static size_t retry(struct ah_mail *mail)
             }
             moved++;
         }
-    }
-    return moved;
-}
-
-/* Give the next chunk of each message that streams out. */
-static size_t give(struct ah_mail *mail)
-{
-    size_t moved = 0;
-
-    for (struct ah_letter *letter = mail->outgoing.first, *next; letter; letter = next) {
-        const struct ah_message *message = &letter->message;
-        struct ah_lane *lane = &ah_box_of(mail->group, message->peer)->lanes[letter->lane];
-        size_t room = letter->blocks * AH_BLOCK_BYTES, at = letter->moved % room;
-        size_t empty = room - (letter->moved - atomic_load_explicit(&lane->drained, memory_order_acquire));
-        size_t bytes = ah_min(ah_min(message->bytes - letter->moved, CHUNK_BYTES), ah_min(empty, room - at));
-
-        next = letter->next;
-        if (bytes == 0)
-            continue;
-        ah_copy(ah_block_of(mail->group, message->peer, letter->lane) + at, message->data + letter->moved, bytes, 0);
-        letter->moved += bytes;
-        atomic_store_explicit(&lane->filled, letter->moved, memory_order_release);
-        ah_ring(mail->group, message->peer);
-        moved++;
-        if (letter->moved == message->bytes)
-            ah_letter_end(mail, letter, AH_OK, message->peer);
     }
     return moved;
 }
@@ -437,11 +259,11 @@ size_t ah_mail_pass(struct ah_mail *mail)
     if (mail->waiting_sends != 0)
         moved += retry(mail);
     if (mail->matched.first)
-        moved += grant(mail);
+        moved += ah_mail_grant(mail);
     if (mail->outgoing.first)
-        moved += give(mail);
+        moved += ah_mail_give(mail);
     if (mail->incoming.first)
-        moved += take(mail);
+        moved += ah_mail_take(mail);
     return moved;
 }
 
@@ -475,7 +297,7 @@ void ah_mail_free(struct ah_mail *mail)
         struct ah_letter *stray;
 
         while ((stray = mail->strays[rank].first) != NULL) {
-            take_out(stray);
+            ah_list_take_out(stray);
             free(stray);
         }
     }

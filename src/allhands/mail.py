@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._core import Request
     from .hostgroup import HostGroup
 
-__all__ = ["Mail", "Message", "Sent"]
+__all__ = ["Call", "Mail", "Message", "Sent"]
 
 # How often the end of a group looks whether the last sends are on their way.
 _LOOK_S = 0.002

@@ -249,6 +249,25 @@ def test_served_messages_need_nobody_who_waits() -> None:
         assert np.array_equal(back, got)
 
 
+def test_a_thread_that_waits_keeps_nobody_untold() -> None:
+    """A posted message that is over is told of although another thread of the rank waits for something else."""
+    with mails(2) as (one, two), served(one) as keys:
+        never, got = np.zeros(8, "u1"), np.zeros(8, "u1")
+        outcomes: list[int] = []
+        blocked = threading.Thread(target=lambda: outcomes.append(one.recv(*place(never), U1, 1, 1, LIMIT_NS)))
+        blocked.start()
+        time.sleep(0.05)
+        for tag in (2, 3):
+            request = one.post_recv(*place(got), U1, 1, tag, LIMIT_NS, tag)
+            assert two.send(*place(never), U1, 0, tag, LIMIT_NS) == 0
+            until(lambda tag=tag: tag in keys)  # type: ignore[misc]
+            assert one.look(request) == 1 << 8
+        assert outcomes == []
+        assert two.send(*place(never), U1, 0, 1, LIMIT_NS) == 0
+        blocked.join()
+        assert outcomes == [1 << 8]
+
+
 def test_threads_share_one_mail() -> None:
     """Several threads of one rank, each with a tag of its own, do not take or hold up each other's messages."""
     with mails(2) as found:
