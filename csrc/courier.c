@@ -117,7 +117,15 @@ static void prepare(struct ah_letter *letter, const struct ah_message *message, 
 {
     memset(letter, 0, sizeof *letter);
     letter->message = *message;
-    letter->deadline_ns = timeout_ns < 0 ? INT64_MAX : ah_now_ns() + timeout_ns;
+    letter->timeout_ns = timeout_ns;
+    letter->deadline_ns = INT64_MAX;
+}
+
+/* Its time begins to run. */
+static void start_clock(struct ah_letter *letter)
+{
+    if (letter->timeout_ns >= 0 && letter->deadline_ns == INT64_MAX)
+        letter->deadline_ns = ah_now_ns() + letter->timeout_ns;
 }
 
 /* Forget a letter whose memory goes. */
@@ -153,6 +161,7 @@ struct ah_outcome ah_mail_do(struct ah_mail *mail, const struct ah_message *mess
         int heard;
 
         begin_shift(mail);
+        start_clock(&letter);
         pthread_mutex_unlock(&mail->lock);
         heard = drive(mail, &letter, INT64_MAX, ear);
         pthread_mutex_lock(&mail->lock);
@@ -243,6 +252,9 @@ struct ah_outcome ah_mail_wait(struct ah_mail *mail, struct ah_letter *letter, i
     if (!ah_is_over(letter)) {
         begin_shift(mail);
         letter->awaited++;
+        /* A limit of the caller's own is not the group's. */
+        if (limit_ns < 0)
+            start_clock(letter);
         pthread_mutex_unlock(&mail->lock);
         heard = drive(mail, letter, limit_ns < 0 ? INT64_MAX : ah_now_ns() + limit_ns, ear);
         pthread_mutex_lock(&mail->lock);
@@ -272,6 +284,13 @@ struct ah_outcome ah_mail_look(struct ah_mail *mail, struct ah_letter *letter)
     outcome = outcome_of(mail, letter);
     pthread_mutex_unlock(&mail->lock);
     return outcome;
+}
+
+void ah_mail_due(struct ah_mail *mail, struct ah_letter *letter)
+{
+    pthread_mutex_lock(&mail->lock);
+    start_clock(letter);
+    pthread_mutex_unlock(&mail->lock);
 }
 
 void ah_mail_drop(struct ah_mail *mail, struct ah_letter *letter)

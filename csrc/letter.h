@@ -33,6 +33,7 @@ struct ah_letter {
     struct ah_message message;
     enum ah_state state;
     size_t moved;
+    int64_t timeout_ns; /* of a posted one, from the first wait for it */
     int64_t deadline_ns;
     uint64_t order; /* of posting, or of arrival */
     uint64_t key;

@@ -53,13 +53,17 @@ struct ah_outcome ah_mail_do(struct ah_mail *mail, const struct ah_message *mess
 int ah_mail_try(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome);
 
 /* Begin to send or receive. Where it is over at once, `letter` is NULL; otherwise it is to be dropped. The caller keeps
- * the memory of the message until it is over. `key` is what `ah_mail_serve` calls it by. */
+ * the memory of the message until it is over. `key` is what `ah_mail_serve` calls it by. The timeout runs from the
+ * first wait without a limit, or `ah_mail_due`: a receive may be posted long before anyone counts on it. */
 struct ah_outcome ah_mail_post(struct ah_mail *mail, const struct ah_message *message, int64_t timeout_ns,
                                uint64_t key, struct ah_letter **letter);
 
 /* Wait for the end of a letter at most `limit_ns` (negative: as long as it takes); AH_UNDER_WAY after that. */
 struct ah_outcome ah_mail_wait(struct ah_mail *mail, struct ah_letter *letter, int64_t limit_ns,
                                const struct ah_ear *ear);
+
+/* Someone waits for the letter by other means. */
+void ah_mail_due(struct ah_mail *mail, struct ah_letter *letter);
 
 /* Move things on once and tell how a letter is. */
 struct ah_outcome ah_mail_look(struct ah_mail *mail, struct ah_letter *letter);

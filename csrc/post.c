@@ -198,6 +198,16 @@ static PyObject *wait(struct post *self, PyObject *const *args, Py_ssize_t n)
     return told(outcome);
 }
 
+static PyObject *due(struct post *self, PyObject *const *args, Py_ssize_t n)
+{
+    struct ah_letter *letter;
+
+    if (count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
+        return NULL;
+    ah_mail_due(self->mail, letter);
+    Py_RETURN_NONE;
+}
+
 static PyObject *look(struct post *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_letter *letter;
@@ -327,6 +337,7 @@ static PyMethodDef METHODS[] = {
     FAST(post_send, "post_send(address, bytes, dtype, dest, tag, timeout_ns, key) -> outcome or request"),
     FAST(post_recv, "post_recv(address, bytes, dtype, source, tag, timeout_ns, key) -> outcome or request"),
     FAST(wait, "wait(request, limit_ns) -> outcome, or -1 where it is still under way"),
+    FAST(due, "due(request): its timeout begins now, as in a wait without a limit"),
     FAST(look, "look(request) -> outcome, or -1 where it is still under way"),
     BARE(serve, "serve() -> keys of posted messages that are over; none once stopped"),
     BARE(stop, "stop(): end all that this rank has under way"),

@@ -88,15 +88,18 @@ class Mail:
     def post_send(
         self, address: int, size: int, dtype: int, dest: int, tag: int, timeout_ns: int, key: int, /
     ) -> int | Request:
-        """Begin to send; return the outcome where it is over at once."""
+        """Begin to send; return the outcome where it is over at once. The timeout runs from the first wait."""
 
     def post_recv(
         self, address: int, size: int, dtype: int, source: int, tag: int, timeout_ns: int, key: int, /
     ) -> int | Request:
-        """Begin to receive; return the outcome where it is over at once."""
+        """Begin to receive; return the outcome where it is over at once. The timeout runs from the first wait."""
 
     def wait(self, request: Request, limit_ns: int, /) -> int:
         """Wait for the end of a posted message (negative: without a limit); -1 where it is still under way."""
+
+    def due(self, request: Request, /) -> None:
+        """Let the timeout of a posted message begin now, as a wait without a limit does."""
 
     def look(self, request: Request, /) -> int:
         """Return the outcome of a posted message, -1 where it is still under way."""

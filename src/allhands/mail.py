@@ -87,7 +87,7 @@ class Message(dist.Work):
         """Return the core's word for how it went."""
         while self.request is None:
             time.sleep(0)  # Posted a moment ago: whoever posted it is about to say.
-        return self._mail.core.look(self.request)
+        return self._mail.look(self.request)
 
     def finish(self, outcome: int) -> None:
         """Take the core's word for how it went; nothing where it is still under way, or was told before."""
@@ -116,7 +116,7 @@ class Message(dist.Work):
     def is_completed(self) -> bool:
         """Tell whether it is over, after moving it on."""
         if not self._over and self.request is not None:
-            self.finish(self._mail.core.look(self.request))
+            self.finish(self._mail.look(self.request))
         return self._over
 
     def is_success(self) -> bool:
@@ -152,6 +152,8 @@ class Message(dist.Work):
                 future = self._future
         if over:
             self._settle(future)
+        elif self.request is not None:
+            self._mail.core.due(self.request)
         # A failed future handed over as it is ends the process in torch's C++ code; one made so raises.
         return future.then(lambda done: done.value())
 
@@ -221,11 +223,17 @@ class Mail:
     def wait(self, call: Call, request: Any, limit_ns: int) -> int:
         """Wait for a posted message, and let others know that this rank does."""
         session = self._group.session
+        session.member.check_process()
         before = session.enter(call.name, call.site)
         try:
             return self.core.wait(request, limit_ns)
         finally:
             session.leave(before)
+
+    def look(self, request: Any) -> int:
+        """Move things on and return how a posted message is."""
+        self._group.session.member.check_process()
+        return self.core.look(request)
 
     def outcome(self, call: Call, outcome: int) -> int:
         """Return the rank that a message came from or went to; raise where it did neither."""

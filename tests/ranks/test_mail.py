@@ -20,6 +20,15 @@ torch.set_num_threads(1)
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 """
 
+# Forming a group may take longer than a test can wait for a message in vain.
+BRIEF = (
+    FORM
+    + """
+from datetime import timedelta
+dist.group.WORLD.set_timeout(timedelta(seconds=2))
+"""
+)
+
 
 def check(results: list[harness.Result]) -> None:
     """Fail with a rank's own words where it did not end well."""
@@ -428,7 +437,7 @@ say(found=found)
 def test_a_rank_that_does_not_send_is_named_with_what_it_does() -> None:
     """At the timeout the rank that was waited for is named, with the line it is at; the others are not blamed."""
     results = harness.launch(
-        FORM.replace("timeout=20", "timeout=2")
+        BRIEF
         + """
 import time
 x = torch.ones(10)
@@ -452,7 +461,7 @@ else:
 def test_a_stopped_rank_is_named_at_the_deadline(call: str) -> None:
     """A rank that was stopped (SIGSTOP) is not dead: it is named as silent when the time is up."""
     with harness.running(
-        FORM.replace("timeout=20", "timeout=2")
+        BRIEF
         + f"""
 import os, signal, time
 x, big = torch.ones(10), torch.ones(1_000_000)
@@ -492,6 +501,36 @@ dist.barrier()
         2,
     )
     check(results)
+
+
+def test_the_time_of_a_message_begins_with_waiting_for_it() -> None:
+    """A receive may be posted long before its message; once someone waits, or has a future, its time runs."""
+    results = harness.launch(
+        BRIEF
+        + """
+import threading, time
+x = torch.zeros(3)
+if rank == 0:
+    early = dist.irecv(x, 1, tag=1)
+    time.sleep(3)
+    gate("early")
+    assert early.wait() and x.tolist() == [1.0] * 3
+    told = threading.Event()
+    dist.irecv(x, 1, tag=2).get_future().add_done_callback(lambda future: told.set())
+    started = time.monotonic()
+    assert told.wait(10) and time.monotonic() - started > 1
+    found = attempt(dist.barrier)
+    say(found=found)
+else:
+    gate("early")
+    dist.send(x + 1, 0, tag=1)
+    time.sleep(5)
+""",
+        2,
+    )
+    assert results[0].returncode == 0, results[0].stderr
+    assert results[0]["found"]["slug"] == "collective-timeout"
+    assert results[0]["found"]["ranks"] == [1]
 
 
 @pytest.mark.parametrize("call", ["dist.recv(x, 1)", "torch_dist.recv(x, 1)", "dist.irecv(x, 1).wait()"])
@@ -541,6 +580,7 @@ reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     slugs = [attempt(lambda: lib.send(torch.ones(3), 1 - rank)).get("slug") for lib in (dist, torch_dist)]
+    slugs += [attempt(call).get("slug") for call in (pending.wait, pending.is_completed)]
     os.write(writer, repr(slugs).encode())
     del pending
     raise SystemExit(0)
@@ -557,7 +597,7 @@ assert (x == 1).all()
     )
     check(results)
     for result in results:
-        assert result["child"] == "['forked-process', 'forked-process']"
+        assert result["child"] == str(["forked-process"] * 4)
 
 
 def test_destroying_a_group_ends_what_is_under_way() -> None:
