@@ -60,10 +60,10 @@ class Sent(Done):
 class Message(dist.Work):
     """A message under way. Whoever waits for it moves it on."""
 
-    def __init__(self, mail: Mail, call: Call, key: int) -> None:
+    def __init__(self, mail: Mail, call: Call, key: int, request: Request | None) -> None:
         super().__init__()
         self.key = key
-        self.request: Request | None = None
+        self._request = request
         self._mail = mail
         self._call = call
         self._lock = threading.Lock()
@@ -76,18 +76,12 @@ class Message(dist.Work):
         """Wait until it is over; raise what went wrong. A ``timeout`` of its own raises without ending it."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         if not self._over:
-            self.finish(self._mail.wait(self._call, self.request, -1 if limit is None else int(limit * 1e9)))
+            self.finish(self._mail.wait(self._call, self._request, -1 if limit is None else int(limit * 1e9)))
         if not self._over:
             raise RuntimeError(f"Operation timed out: {self._call.name} was not done within {limit} s")
         if self._problem is not None:
             raise self._problem
         return True
-
-    def ended(self) -> int:
-        """Return the core's word for how it went."""
-        while self.request is None:
-            time.sleep(0)  # Posted a moment ago: whoever posted it is about to say.
-        return self._mail.look(self.request)
 
     def finish(self, outcome: int) -> None:
         """Take the core's word for how it went; nothing where it is still under way, or was told before."""
@@ -115,8 +109,8 @@ class Message(dist.Work):
 
     def is_completed(self) -> bool:
         """Tell whether it is over, after moving it on."""
-        if not self._over and self.request is not None:
-            self.finish(self._mail.look(self.request))
+        if not self._over and self._request is not None:
+            self.finish(self._mail.look(self._request))
         return self._over
 
     def is_success(self) -> bool:
@@ -152,8 +146,8 @@ class Message(dist.Work):
                 future = self._future
         if over:
             self._settle(future)
-        elif self.request is not None:
-            self._mail.core.due(self.request)
+        elif self._request is not None:
+            self._mail.core.due(self._request)
         # A failed future handed over as it is ends the process in torch's C++ code; one made so raises.
         return future.then(lambda done: done.value())
 
@@ -190,7 +184,7 @@ class Mail:
         self._group = group
         self._keys = itertools.count()
         # Kept until they are over: torch's callers may forget both the Work and the tensor.
-        self._pending: dict[int, Message] = {}
+        self._pending: dict[int, Message | None] = {}
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -216,7 +210,8 @@ class Mail:
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(within_s)
         for message in list(self._pending.values()):
-            message.is_completed()
+            if message is not None:
+                message.is_completed()
 
     # For Message -------------------------------------------------------------------------------------------
 
@@ -267,8 +262,8 @@ class Mail:
         wrong = ""
         if len(tensors) != 1:
             wrong = f"a message is one tensor, not {len(tensors)}"
-        elif rank is not None and not 0 <= rank < group.size():
-            wrong = f"there is no rank {rank} in a group of {group.size()}"
+        elif rank is not None and not 0 <= rank < len(group.ranks):
+            wrong = f"there is no rank {rank} in a group of {len(group.ranks)}"
         elif not 0 <= tag < 1 << 64:
             wrong = f"a tag is a number from 0 on, not {tag}"
         if wrong:
@@ -287,15 +282,27 @@ class Mail:
                 session.leave(before)
             call.bring_back()
             return Sent(call.tensors, found)
-        message = Message(self, call, next(self._keys))
-        self._pending[message.key] = message
-        posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, message.key)
+        key = next(self._keys)
+        # The thread may hear of it before we do.
+        self._pending[key] = None
+        posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
         if isinstance(posted, int):
-            message.finish(posted)
-        else:
-            message.request = posted
+            del self._pending[key]
+            return self._at_once(call, posted)
+        message = Message(self, call, key, posted)
+        self._pending[key] = message
+        if self._thread is None:
             self._start()
         return message
+
+    def _at_once(self, call: Call, outcome: int) -> dist.Work:
+        """Return what was over when it was begun. What went wrong is raised where it is waited for."""
+        if outcome & 255:
+            message = Message(self, call, -1, None)
+            message.finish(outcome)
+            return message
+        call.bring_back()
+        return Sent(call.tensors, outcome >> 8)
 
     def _start(self) -> None:
         """Have a thread move on what nobody waits for."""
@@ -308,8 +315,11 @@ class Mail:
         while keys := self.core.serve():
             for key in keys:
                 message = self._pending.get(key)
+                while message is None and key in self._pending:
+                    time.sleep(0)  # Whoever posted it is about to say.
+                    message = self._pending.get(key)
                 if message is not None:
-                    message.finish(message.ended())
+                    message.is_completed()
 
 
 def _waited_for() -> bool:
