@@ -9,6 +9,10 @@
 #define CHUNK_BYTES ((size_t)32 << 10)
 #define LEAST_CHUNK_BYTES ((size_t)8 << 10)
 
+/* Whoever sleeps is woken when half a lane is there for it, and not by each chunk: where there is no core for both, each
+ * waking takes the core from the one that copies. Nobody stops before half: a sender stops at a full lane or at its end,
+ * a receiver at an empty lane. */
+
 /* Blocks that one message may have at most, so that others find some. */
 #define MOST_BLOCKS 4
 
@@ -87,7 +91,8 @@ size_t ah_mail_take(struct ah_mail *mail)
             continue;
         }
         atomic_store_explicit(&lane->drained, letter->moved, memory_order_release);
-        ah_ring(mail->group, letter->message.peer);
+        if (there - bytes <= room / 2)
+            ah_ring(mail->group, letter->message.peer);
     }
     return moved;
 }
@@ -120,7 +125,8 @@ size_t ah_mail_give(struct ah_mail *mail)
         ah_copy(ah_block_of(mail->group, message->peer, letter->lane) + at, message->data + letter->moved, bytes, 0);
         letter->moved += bytes;
         atomic_store_explicit(&lane->filled, letter->moved, memory_order_release);
-        ah_ring(mail->group, message->peer);
+        if (letter->moved == message->bytes || empty - bytes <= room / 2)
+            ah_ring(mail->group, message->peer);
         moved++;
         if (letter->moved == message->bytes)
             ah_letter_end(mail, letter, AH_OK, message->peer);
