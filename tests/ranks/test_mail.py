@@ -573,16 +573,19 @@ def test_a_forked_child_is_refused_and_does_no_harm() -> None:
     results = harness.launch(
         FORM
         + """
-import os
+import gc, os
 x = torch.zeros(200_000)
 pending = dist.irecv(x, 1 - rank)
+offered = dist.isend(torch.ones(200_000), 1 - rank, tag=9)
 reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     slugs = [attempt(lambda: lib.send(torch.ones(3), 1 - rank)).get("slug") for lib in (dist, torch_dist)]
     slugs += [attempt(call).get("slug") for call in (pending.wait, pending.is_completed)]
     os.write(writer, repr(slugs).encode())
-    del pending
+    dist.group.WORLD.mail._pending.clear()
+    del pending, offered
+    gc.collect()
     raise SystemExit(0)
 os.waitpid(child, 0)
 say(child=os.read(reader, 1000).decode())
@@ -592,6 +595,8 @@ pending.wait() if rank == 1 else None
 dist.send(torch.ones(200_000), 0) if rank == 1 else None
 pending.wait() if rank == 0 else None
 assert (x == 1).all()
+dist.recv(x.zero_(), 1 - rank, tag=9)
+assert offered.wait() and (x == 1).all()
 """,
         2,
     )
