@@ -88,7 +88,8 @@ test-sanitize: setup
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 	  PYTHONPATH=$(SANITIZE) $(BIN)/python -c 'import allhands._core as core; assert "sanitize" in core.__file__'
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-	  PYTHONPATH=$(SANITIZE) $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_core.py tests/unit/test_segment.py
+	  PYTHONPATH=$(SANITIZE) $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_core.py tests/unit/test_mail.py \
+	  tests/unit/test_segment.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

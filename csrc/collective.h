@@ -15,6 +15,9 @@ enum ah_kind {
     AH_SCATTER,
     AH_REDUCE_SCATTER,
     AH_ALL_TO_ALL,
+    /* Between two ranks only: they stand in no call record. */
+    AH_SEND,
+    AH_RECV,
 };
 
 /* A source for each rank; more ranks on one host are refused when the group is made. */

@@ -22,6 +22,7 @@ struct ah_segment {
     int shut;                /* not 0: no more calls of the short way */
     int64_t limit_ns;        /* of a call of the short way */
     PyObject *ranks;         /* a tuple of the global rank of each rank; NULL where they are the same */
+    struct ah_mail *mail; /* of its Mail, NULL before there is one */
     PyObject *board;
     struct ah_notice *notice; /* the same */
     char name[AH_GROUP_NAME];

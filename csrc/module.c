@@ -7,6 +7,7 @@
 
 #include "engine.h"
 #include "notice.h"
+#include "post.h"
 #include "process.h"
 #include "quick.h"
 #include "way.h"
@@ -75,7 +76,7 @@ static int fill(PyObject *module)
 {
     if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
         add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
-        add(module, "Window", ah_window_type()) != 0)
+        add(module, "Window", ah_window_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0)
         return -1;
     return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
 }

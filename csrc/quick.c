@@ -9,6 +9,7 @@
 #include <string.h>
 #include <structmember.h>
 
+#include "mail.h"
 #include "reduce.h"
 #include "way.h"
 #include "window.h"
@@ -41,6 +42,7 @@ struct call {
     struct ah_note *note;
     uint64_t number;
     int whole;
+    long answer; /* the rank that a message came from */
     struct ah_part out[AH_MOST_RANKS], in[AH_MOST_RANKS];
 };
 
@@ -112,14 +114,12 @@ static int peer(const struct call *call, int fallback, uint32_t *rank)
     return value >= 0 && value < (long)call->segment->group.ranks ? DONE : NOT_OURS;
 }
 
-/* Take the turn and write the note. */
-static int begin(struct call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
+/* Write the note. */
+static int announce(struct call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
 {
     struct ah_segment *segment = call->segment;
     struct ah_note *note;
 
-    if (!PyThread_acquire_lock(segment->turn, NOWAIT_LOCK))
-        return NOT_OURS;
     note = ah_note_begin(&segment->notice->board);
     ah_note_text(note->operation, sizeof note->operation, call->name);
     memcpy(note->group, segment->name, sizeof note->group);
@@ -132,7 +132,6 @@ static int begin(struct call *call, const struct ah_plain *shown, uint32_t reduc
     note->dims = 0;
     if (ah_place(call->way, note->site, sizeof note->site) != 0 || (shown && ah_note_shape(note, shown->shape) != 0)) {
         ah_note_set(note, AH_NOTE_FAILED);
-        PyThread_release_lock(segment->turn);
         return RAISED;
     }
     ah_note_set(note, AH_NOTE_RUNNING);
@@ -141,8 +140,21 @@ static int begin(struct call *call, const struct ah_plain *shown, uint32_t reduc
     return DONE;
 }
 
-/* Close the note, give the turn back, and let the group raise what went wrong. */
-static int finish(struct call *call, int code)
+/* Take the turn and write the note. */
+static int begin(struct call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
+{
+    int code;
+
+    if (!PyThread_acquire_lock(call->segment->turn, NOWAIT_LOCK))
+        return NOT_OURS;
+    code = announce(call, shown, reduction, root);
+    if (code != DONE)
+        PyThread_release_lock(call->segment->turn);
+    return code;
+}
+
+/* Close the note and let the group raise what went wrong; `peer` is that of a message, -1 for a collective. */
+static int conclude(struct call *call, int code, uint32_t culprit, int peer)
 {
     char site[sizeof call->note->site];
     PyObject *raised;
@@ -151,17 +163,24 @@ static int finish(struct call *call, int code)
     /* With more under way than there are places, the note may be another's by now. */
     if (call->note->number == call->number)
         ah_note_set(call->note, code == AH_OK ? AH_NOTE_DONE : AH_NOTE_FAILED);
-    PyThread_release_lock(call->segment->turn);
     if (code == AH_OK)
         return DONE;
     if (code != AH_INTERRUPTED) {
-        raised = PyObject_CallMethod(call->group, "failed", "iIss", code, (unsigned int)call->segment->group.culprit,
-                                     call->name, site);
+        raised = PyObject_CallMethod(call->group, "failed", "iIssi", code, (unsigned int)culprit, call->name, site, peer);
         Py_XDECREF(raised);
         if (raised)
             PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");
     }
     return RAISED;
+}
+
+/* Give the turn back. */
+static int finish(struct call *call, int code)
+{
+    uint32_t culprit = call->segment->group.culprit;
+
+    PyThread_release_lock(call->segment->turn);
+    return conclude(call, code, culprit, -1);
 }
 
 #define RUN(call, code, expression)                          \
@@ -390,12 +409,71 @@ static int all_to_all(struct call *call)
     return code;
 }
 
+/* Let the handlers of signals run; `context` is the thread's state, which changes hands. */
+static int pulse(void *context)
+{
+    PyThreadState **thread = context;
+    int raised;
+
+    PyEval_RestoreThread(*thread);
+    raised = PyErr_CheckSignals();
+    *thread = PyEval_SaveThread();
+    return raised;
+}
+
+static int message(struct call *call, int sends)
+{
+    struct ah_message message = {.sends = sends};
+    struct ah_outcome outcome;
+    struct ah_plain tensor;
+    PyThreadState *thread;
+    uint32_t rank;
+    int code;
+
+    if (!call->segment->mail || peer(call, -1, &rank) != DONE || rank == call->segment->group.rank)
+        return NOT_OURS;
+    if (call->given[TAG] && (!PyLong_CheckExact(call->given[TAG]) || PyLong_AsLong(call->given[TAG]) < 0)) {
+        PyErr_Clear();
+        return NOT_OURS;
+    }
+    if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+        return NOT_OURS;
+    message.data = tensor.part.data;
+    message.bytes = tensor.part.bytes;
+    message.dtype = tensor.dtype;
+    message.peer = rank;
+    message.tag = call->given[TAG] ? (uint64_t)PyLong_AsLong(call->given[TAG]) : 0;
+    code = announce(call, &tensor, 0, (int32_t)rank);
+    Py_DECREF(tensor.shape);
+    if (code != DONE)
+        return code;
+    if (!ah_mail_try(call->segment->mail, &message, &outcome)) {
+        thread = PyEval_SaveThread();
+        outcome = ah_mail_do(call->segment->mail, &message, call->segment->limit_ns,
+                             &(struct ah_ear){.pulse = pulse, .context = &thread});
+        PyEval_RestoreThread(thread);
+    }
+    call->answer = call->segment->ranks ? PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, rank)) : (long)rank;
+    return conclude(call, outcome.code, outcome.peer, (int)rank);
+}
+
+static int send(struct call *call)
+{
+    return message(call, 1);
+}
+
+static int recv(struct call *call)
+{
+    return message(call, 0);
+}
+
 typedef int (*operation)(struct call *);
 
 static const operation OPERATIONS[] = {
     [AH_BARRIER] = barrier,       [AH_ALL_REDUCE] = all_reduce,         [AH_REDUCE] = reduce,
     [AH_BROADCAST] = broadcast,   [AH_ALL_GATHER] = all_gather,         [AH_GATHER] = gather,
     [AH_SCATTER] = scatter,       [AH_REDUCE_SCATTER] = reduce_scatter, [AH_ALL_TO_ALL] = all_to_all,
+    [AH_SEND] = send,             [AH_RECV] = recv,
 };
 
 /* The type ------------------------------------------------------------------------------------------------- */
@@ -422,6 +500,8 @@ static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
         return PyObject_Call(self->usual, args, keywords);
     if (outcome == RAISED)
         return NULL;
+    if (self->kind == AH_RECV)
+        return PyLong_FromLong(call.answer);
     Py_RETURN_NONE;
 }
 

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "inbox.h"
+
 #define PAGE 4096u
 
 static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
@@ -17,9 +19,14 @@ static size_t slots_offset(uint32_t ranks)
     return pages(sizeof(struct ah_header)) + pages(ranks * sizeof(struct ah_member));
 }
 
-size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes)
+static size_t mail_offset(uint32_t ranks, size_t slot_bytes)
 {
     return slots_offset(ranks) + (size_t)ranks * AH_DEPTH * (pages(slot_bytes) + PAGE);
+}
+
+size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes)
+{
+    return mail_offset(ranks, slot_bytes) + ah_inbox_bytes(ranks);
 }
 
 void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, const unsigned char nonce[16])
@@ -50,6 +57,7 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
     group->head = head;
     group->members = (struct ah_member *)((unsigned char *)memory + pages(sizeof *head));
     group->slots = (unsigned char *)memory + slots_offset(head->ranks);
+    group->mail = (unsigned char *)memory + mail_offset(head->ranks, head->slot_bytes);
     group->rank = rank;
     group->ranks = head->ranks;
     group->pidfds = pidfds;

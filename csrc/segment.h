@@ -1,6 +1,6 @@
 /* The shared segment of one group on one host: its layout, and a process's view of it.
  *
- *   header | member 0 … member n-1 | slots of member 0 … slots of member n-1
+ *   header | member 0 … member n-1 | slots of member 0 … slots of member n-1 | mail (inbox.h)
  *
  * A member writes only its own part (but for `waiters`), everyone reads all of it. Data moves in chunks that
  * carry a running number, the ticket; every rank takes the same tickets in the same order, because every rank
@@ -91,6 +91,7 @@ struct ah_group {
     struct ah_header *head;
     struct ah_member *members;
     unsigned char *slots;
+    unsigned char *mail;
     uint32_t rank;
     uint32_t ranks;
     uint32_t ticket;

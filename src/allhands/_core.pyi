@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NewType, Self
+
+Request = NewType("Request", object)
 
 def set_parent_death_signal(signal: int, /) -> int:
     """Ask the kernel to send ``signal`` to this process when its parent ends (0: no longer ask).
@@ -154,3 +156,56 @@ class Segment:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
     def culprit(self) -> int:
         """Return the rank that the last bad end is about."""
+
+class Mail:
+    """One rank's messages to and from single ranks, beside its collectives. Any number of threads may call.
+
+    Peers are ranks of the group, a source of -1 is anyone. An outcome is one number, ``peer << 8 | code``: with code 0
+    the other rank, with any other the rank that it is about. Whoever posts keeps the memory until the message is over.
+    """
+
+    def __new__(cls, segment: Segment, /) -> Self:
+        """Only one for each Segment."""
+
+    def send(self, address: int, size: int, dtype: int, dest: int, tag: int, timeout_ns: int, /) -> int:
+        """Send and wait until the message is on its way: in the other rank's box, or wholly in blocks."""
+
+    def recv(self, address: int, size: int, dtype: int, source: int, tag: int, timeout_ns: int, /) -> int:
+        """Receive and wait until it is there."""
+
+    def post_send(
+        self, address: int, size: int, dtype: int, dest: int, tag: int, timeout_ns: int, key: int, /
+    ) -> int | Request:
+        """Begin to send; return the outcome where it is over at once. The timeout runs from the first wait."""
+
+    def post_recv(
+        self, address: int, size: int, dtype: int, source: int, tag: int, timeout_ns: int, key: int, /
+    ) -> int | Request:
+        """Begin to receive; return the outcome where it is over at once. The timeout runs from the first wait."""
+
+    def wait(self, request: Request, limit_ns: int, /) -> int:
+        """Wait for the end of a posted message (negative: without a limit); -1 where it is still under way."""
+
+    def due(self, request: Request, /) -> None:
+        """Let the timeout of a posted message begin now, as a wait without a limit does."""
+
+    def look(self, request: Request, /) -> int:
+        """Return the outcome of a posted message, -1 where it is still under way."""
+
+    def serve(self) -> list[int]:
+        """Move posted messages on until some are over that nobody waited for; return their keys, none once stopped."""
+
+    def stop(self) -> None:
+        """End `serve` and all that this rank has under way; other ranks are not told."""
+
+    def ring(self) -> None:
+        """Wake everyone who sleeps, to look whether the group is over."""
+
+    def unsent(self) -> int:
+        """Return how many posted sends are under way."""
+
+    def odd(self) -> tuple[int, int, int, int, int, int, int] | None:
+        """Return the first message of the group that did not fit its receive.
+
+        (source, target, tag, dtype and bytes as sent, dtype and bytes as expected)
+        """

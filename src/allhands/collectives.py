@@ -295,10 +295,21 @@ def _note(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site
     return number
 
 
+def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Tell whether a message goes through shared memory, where waiting hears signals and the group's end itself."""
+    tensor = args[0] if args else kw.get("tensor")
+    group = (args[2] if len(args) > 2 else kw.get("group")) or dist.group.WORLD
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "hears_signals", False)
+
+
 def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
-    behind: Callable[..., Any] = getattr(op, "__wrapped__", op)
-    return behind if behind in {dist.isend, dist.irecv} else op
+    behind = op
+    while behind not in {dist.isend, dist.irecv}:
+        if not hasattr(behind, "__wrapped__"):
+            return op
+        behind = behind.__wrapped__
+    return behind
 
 
 class P2POp(dist.P2POp):
@@ -336,8 +347,9 @@ def guarded(name: str) -> Callable[..., Any]:
         if not dist.is_initialized():
             require_group(name)
         site = _session.call_site()
-        patient = _from_anyone(name, args, kw)
-        if name in {"send", "recv"} and (patient or _must_listen()):
+        alert = _hears(args, kw)
+        patient = not alert and _from_anyone(name, args, kw)
+        if name in {"send", "recv"} and not alert and (patient or _must_listen()):
             work = _interruptible(session, function)
         else:
             work = beside if beside is not None and _must_listen() else function
@@ -377,10 +389,12 @@ _SHORT: dict[str, tuple[str, bool, dict[str, int]]] = {
     "barrier": ("barrier", False, {}),
     "broadcast": ("broadcast", False, _ONE),
     "gather": ("gather", False, {"tensor": _IN, "gather_list": _OUT, **_PEERS}),
+    "recv": ("recv", False, _ONE),
     "reduce": ("reduce", False, _ONE),
     "reduce_scatter": ("reduce_scatter", False, {"output": _OUT, "input_list": _IN}),
     "reduce_scatter_single": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
     "reduce_scatter_tensor": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
+    "send": ("send", False, _ONE),
     "scatter": ("scatter", False, {"tensor": _OUT, "scatter_list": _IN, **_PEERS}),
 }
 QUICK: tuple[str, ...] = tuple(_SHORT)

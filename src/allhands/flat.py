@@ -12,7 +12,12 @@ from . import _torch
 from .engines import shm
 from .errors import fail
 
-__all__ = ["Flat", "Flats", "when_ready"]
+__all__ = ["Flat", "Flats", "dense", "when_ready"]
+
+
+def dense(*tensors: torch.Tensor) -> bool:
+    """Tell whether ``tensors`` are ordinary ones; those of a GPU go through the memory of the host."""
+    return all(tensor.layout is torch.strided for tensor in tensors)
 
 
 class Flats:

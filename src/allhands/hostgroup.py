@@ -15,7 +15,8 @@ from . import _core, _torch, headcount, mismatch, notes
 from . import session as _session
 from .engines import shm
 from .errors import fail
-from .flat import when_ready
+from .flat import dense, when_ready
+from .mail import Mail
 from .work import Done, Line
 
 __all__ = ["HostGroup"]
@@ -30,6 +31,11 @@ _Tensors = Sequence[torch.Tensor]
 
 # torch's annotations of this class have overloads that no Python method can have; torch itself only looks for names.
 _Base: Any = ProcessGroup
+
+
+def _lies_here(tensors: _Tensors) -> bool:
+    """Tell whether messages of ``tensors`` can go through shared memory."""
+    return dense(*tensors) and all(tensor.is_cpu for tensor in tensors)
 
 
 @_torch.untraced
@@ -55,9 +61,10 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._core: _core.Segment = engine.segment
         self._board = notes.own()
         self._gloo = gloo
-        # Another engine has no short way to keep shut.
+        # Another engine has no short way to keep shut, and no mail.
         self._gate = engine.segment if isinstance(engine.segment, _core.Segment) else None
         self._line = Line("allhands-group", self._gate)
+        self.mail = Mail(self) if self._gate is not None else None
         self._limit_ns = int(timeout.total_seconds() * 1e9)
         self._group_name = ""
         self._group_desc = ""
@@ -67,15 +74,21 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
         """Send to one rank."""
-        return self._gloo.send(tensors, rank, tag)
+        if self.mail is None or not _lies_here(tensors):
+            return self._gloo.send(tensors, rank, tag)
+        return self.mail.send(tensors, rank, tag, self._limit_ns)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
         """Receive from one rank."""
-        return self._gloo.recv(tensors, rank, tag)
+        if self.mail is None or not _lies_here(tensors):
+            return self._gloo.recv(tensors, rank, tag)
+        return self.mail.recv(tensors, rank, tag, self._limit_ns)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         """Receive from whoever sends first."""
-        return self._gloo.recv_anysource(tensors, tag)
+        if self.mail is None or not _lies_here(tensors):
+            return self._gloo.recv_anysource(tensors, tag)
+        return self.mail.recv(tensors, None, tag, self._limit_ns)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for everyone, at most ``timeout``, and name who did not come: the first, or all of them.
@@ -162,6 +175,8 @@ class HostGroup(_Base):  # type: ignore[misc]
     def abort(self) -> None:
         """End the group for everyone, now."""
         self._core.end(self._rank)
+        if self.mail is not None:
+            self.mail.core.ring()
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
@@ -169,6 +184,8 @@ class HostGroup(_Base):  # type: ignore[misc]
             self._gate.shut = 1
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
+        if self.mail is not None:
+            self.mail.close(_END_S)
         self._gloo.shutdown()
 
     # Inside ------------------------------------------------------------------------------------------------
@@ -176,6 +193,8 @@ class HostGroup(_Base):  # type: ignore[misc]
     def _end(self, _: Any) -> None:
         """The coordinator says that the group is over: whoever waits in the segment wakes."""
         self._core.end(self._rank)
+        if self.mail is not None:
+            self.mail.core.ring()
 
     def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
         # A forked child has the segment too, and would be taken for its parent.
@@ -211,11 +230,12 @@ class HostGroup(_Base):  # type: ignore[misc]
             self._board.end(number, well)
             self.session.leave(before)
 
-    def failed(self, code: int, culprit: int, name: str, site: str) -> None:
-        """Raise what became of a call on the short way; the core calls this."""
+    def failed(self, code: int, culprit: int, name: str, site: str, peer: int) -> None:
+        """Raise what became of a call on the short way; the core calls this. A ``peer`` of -1 is everyone."""
         before = self.session.enter(name, site)
+        peers = None if peer < 0 else [self.ranks[peer]]
         try:
-            raise mismatch.explain(self, shm.Trouble(shm.CODES[code], culprit), name, site)
+            raise mismatch.explain(self, shm.Trouble(shm.CODES[code], culprit), name, site, peers)
         finally:
             self.session.leave(before)
 

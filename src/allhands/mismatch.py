@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,19 @@ _NOT_COME = 2**64 - 1
 _VERDICT_S = 1.0
 
 
-def explain(group: HostGroup, trouble: shm.Trouble, name: str, site: str) -> AllhandsError:
-    """Return the exception for ``trouble`` in the call ``name`` at ``site``; the same on every rank where possible."""
+def explain(
+    group: HostGroup, trouble: shm.Trouble, name: str, site: str, peers: Collection[int] | None = None
+) -> AllhandsError:
+    """Return the exception for ``trouble`` in the call ``name`` at ``site``; the same on every rank where possible.
+
+    ``peers`` are the ranks that a message was to come from or go to; collectives are about everyone.
+    """
     member = group.session.member
     culprit = group.ranks[trouble.culprit]
     who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
     match trouble.how:
+        case "mismatch" if (odd := group.engine.mail.odd()) is not None:
+            return error(member.wait_for_verdict(0) or member.condemn(_misfit(group, odd, who)))
         case "mismatch":
             # Who came after the others had found out has nothing of its own to show; it hears from them.
             came = group.engine.segment.call(group.rank())[0] != _NOT_COME
@@ -38,9 +46,11 @@ def explain(group: HostGroup, trouble: shm.Trouble, name: str, site: str) -> All
             return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
-            return group.session.explain(late, name, site, group.ranks) or error(
-                _lost(culprit, who, "it did not come in time")
-            )
+            return (
+                group.session.explain(late, name, site, group.ranks)
+                if peers is None
+                else group.session.explain(late, name, site, peers, blamed=True)
+            ) or error(_lost(culprit, who, "it did not come in time"))
         case "dead":
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
@@ -117,6 +127,36 @@ def _detail(group: HostGroup, index: int, sequence: int) -> str:
         return ""
     shape = f" (shape [{', '.join(map(str, note.shape))}])" if note.dtype else ""
     return f"{shape} at {note.site}"
+
+
+def _misfit(group: HostGroup, odd: tuple[int, ...], who: str) -> Diagnosis:
+    """Say which message did not fit the receive that it came to."""
+    source, target = (group.ranks[rank] for rank in odd[:2])
+    tag, sent, sent_bytes, wanted, wanted_bytes = odd[2:]
+    everyone = {status.rank: status for status in group.session.member.census()}
+    lines = [
+        f"rank {source} sent {_elements(sent, sent_bytes)} with tag {tag} to rank {target}",
+        f"rank {target} expected {_elements(wanted, wanted_bytes)}",
+    ]
+    lines += [
+        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
+        for rank in dict.fromkeys((source, target))
+        if rank in everyone
+    ]
+    return Diagnosis(
+        "collective-mismatch",
+        f"rank {target} did not expect what rank {source} sent to it",
+        who=who,
+        why="\n".join(lines),
+        fix="receive into a tensor of the type and size that is sent; messages with one tag arrive in their order",
+        ranks=tuple(dict.fromkeys((source, target))),
+        hosts=(socket.gethostname(),),
+    )
+
+
+def _elements(dtype: int, size: int) -> str:
+    names = {code: str(key).removeprefix("torch.") for key, code in shm.DTYPES.items()}
+    return f"{names.get(dtype, 'bytes')} x {size // max(1, _bytes(dtype))}"
 
 
 def _call(call: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
 
 On one host, tensors go through shared memory, where ranks are on several hosts over Gloo (`engines.relay`); those of a
-GPU by way of the host's memory. Point to point and sparse tensors are left to Gloo.
+GPU by way of the host's memory. Sparse tensors are left to Gloo.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .engines import shm
 from .engines.relay import Relay
 from .errors import fail
 from .flat import Flat, Flats
+from .flat import dense as _dense
 from .hostgroup import HostGroup
 from .widegroup import Wide
 
@@ -77,11 +78,6 @@ def _options(kind: Any, **values: Any) -> Any:
         if value is not None:
             setattr(made, name, value)
     return made
-
-
-def _dense(*tensors: torch.Tensor) -> bool:
-    """Tell whether the engines take ``tensors``; those of a GPU go through the memory of the host."""
-    return all(tensor.layout is torch.strided for tensor in tensors)
 
 
 @_torch.untraced

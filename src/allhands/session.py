@@ -160,11 +160,17 @@ class Session:
         self.wire.cut()
 
     def explain(
-        self, problem: BaseException, name: str, site: str, among: Collection[int] | None = None
+        self,
+        problem: BaseException,
+        name: str,
+        site: str,
+        among: Collection[int] | None = None,
+        *,
+        blamed: bool = False,
     ) -> AllhandsError | None:
         """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake.
 
-        ``among`` are the ranks that had to come, all of them by default.
+        ``among`` are the ranks that had to come, all of them by default; ``blamed`` whatever they do.
         """
         if self.member.verdict is not None:
             return error(self.member.verdict)
@@ -176,13 +182,19 @@ class Session:
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
-            verdict = self.member.condemn(self._from_census(problem, name, site, among))
+            verdict = self.member.condemn(self._from_census(problem, name, site, among, blamed=blamed))
         return error(verdict)
 
-    def _from_census(self, problem: BaseException, name: str, site: str, among: Collection[int] | None) -> Diagnosis:
+    def _from_census(
+        self, problem: BaseException, name: str, site: str, among: Collection[int] | None, *, blamed: bool
+    ) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
-        everyone = [status for status in self.member.census() if among is None or status.rank in among]
+        everyone = [
+            status
+            for status in self.member.census()
+            if among is None or status.rank in among or status.rank == self.member.rank
+        ]
         if self.member.verdict is not None:
             return self.member.verdict
         who = f"rank {self.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
@@ -235,8 +247,11 @@ class Session:
                 fix="look at the network between the hosts, and at the messages of the other ranks",
                 ranks=(mine,),
             )
+        # Two that wait for a message from each other are both in the same call, and neither has come to the other.
         elsewhere = [
-            status for status in everyone if not status.doing.startswith(f"in {name} ") and status.rank != mine
+            status
+            for status in everyone
+            if (blamed or not status.doing.startswith(f"in {name} ")) and status.rank != mine
         ]
         return Diagnosis(
             "collective-timeout",

@@ -38,20 +38,6 @@ class Wide(HostGroup):
 
     _core: Relay  # type: ignore[assignment]  # it has the methods of a Segment
 
-    # Point to point has nothing to compare, and no order with collectives.
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        """Send to one rank."""
-        return self._gloo.send(tensors, rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        """Receive from one rank."""
-        return self._gloo.recv(tensors, rank, tag)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
-        """Receive from whoever sends first."""
-        return self._gloo.recv_anysource(tensors, tag)
-
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for everyone and name who does not come: all of them, whatever ``wait_all_ranks`` says."""
         del wait_all_ranks

@@ -28,6 +28,7 @@ LAYERS: dict[str, set[str]] = {
         "headcount",
         "hostgroup",
         "lifecycle",
+        "mail",
         "mismatch",
         "processgroup",
         "session",

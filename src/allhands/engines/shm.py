@@ -94,6 +94,8 @@ KINDS = (
     "scatter",
     "reduce_scatter",
     "all_to_all",
+    "send",
+    "recv",
 )
 # Above these: the same operation, agreed on here and then done by Gloo. No operation of the core has such a number.
 BESIDE = 64
@@ -162,6 +164,7 @@ class Shm:
         handing: Handing,
     ) -> None:
         self.segment = segment
+        self.mail = _core.Mail(segment)
         self.size_bytes = size_bytes
         # Of each rank, 0 where it means nothing here.
         self.pids = pids

@@ -1,0 +1,138 @@
+/* The mail of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at
+ * once while a server moves on what nobody waits for. Prints "ok" and ends with 0, or says what is wrong.
+ *
+ *   cc -std=c11 -g -O1 -fsanitize=thread -Wno-tsan -Icsrc tests/native/mail_stress.c -lpthread \
+ *     csrc/{copy,courier,inbox,letter,mail,segment,server,stream,tend,wait}.c
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "mail.h"
+
+#define RANKS 3
+#define WORKERS 2
+#define STEPS 150
+#define MOST 300000
+
+static const size_t SIZES[] = {0, 8, 4096, 4097, 20000, 131072, MOST};
+
+struct rank {
+    struct ah_group group;
+    struct ah_mail *mail;
+    /* One for each worker: how many of its messages the server has told of. */
+    _Atomic int told[WORKERS];
+};
+
+struct worker {
+    struct rank *rank;
+    int number;
+};
+
+static void fail(const char *what)
+{
+    fprintf(stderr, "%s\n", what);
+    abort();
+}
+
+static void *serve(void *context)
+{
+    struct rank *self = context;
+    uint64_t keys[4];
+    size_t number;
+
+    while ((number = ah_mail_serve(self->mail, keys, 4)) != 0) {
+        for (size_t index = 0; index < number; index++)
+            atomic_fetch_add(&self->told[keys[index]], 1);
+    }
+    return NULL;
+}
+
+static void *work(void *context)
+{
+    struct worker *self = context;
+    struct rank *rank = self->rank;
+    unsigned char *out = malloc(MOST), *in = malloc(MOST);
+
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t shift = (uint32_t)step % RANKS, mine = rank->group.rank;
+        size_t bytes = SIZES[(step * 5 + self->number) % (sizeof SIZES / sizeof *SIZES)];
+        struct ah_message send = {.data = out, .bytes = bytes, .tag = (uint64_t)self->number, .dtype = 1,
+                                  .peer = (mine + shift) % RANKS, .sends = 1};
+        struct ah_message receive = {.data = in, .bytes = bytes, .tag = send.tag, .dtype = 1,
+                                     .peer = (mine + RANKS - shift) % RANKS};
+        struct ah_letter *letter;
+        struct ah_outcome outcome;
+        int leave = step % 3 == 0;
+
+        memset(out, (int)mine * 50 + step % 50, bytes);
+        memset(in, 255, bytes);
+        atomic_store(&rank->told[self->number], 0);
+        outcome = ah_mail_post(rank->mail, &receive, -1, (uint64_t)self->number, &letter);
+        if (ah_mail_do(rank->mail, &send, -1, NULL).code != AH_OK)
+            fail("a send did not end well");
+        if (letter && leave) {
+            /* Nobody waits: the server must bring it. */
+            while (atomic_load(&rank->told[self->number]) == 0)
+                sched_yield();
+            outcome = ah_mail_look(rank->mail, letter);
+        } else if (letter) {
+            outcome = ah_mail_wait(rank->mail, letter, -1, NULL);
+        }
+        if (letter)
+            ah_mail_drop(rank->mail, letter);
+        if (outcome.code != AH_OK || outcome.peer != receive.peer)
+            fail("a receive did not end well");
+        for (size_t at = 0; at < bytes; at++) {
+            if (in[at] != (unsigned char)(receive.peer * 50 + (unsigned)step % 50))
+                fail("wrong bytes");
+        }
+    }
+    free(out);
+    free(in);
+    return NULL;
+}
+
+int main(void)
+{
+    static struct rank ranks[RANKS];
+    static struct worker workers[RANKS][WORKERS];
+    const unsigned char nonce[16] = {1};
+    int pidfds[RANKS] = {-1, -1, -1};
+    size_t bytes = ah_segment_bytes(RANKS, 4096);
+    pthread_t servers[RANKS], threads[RANKS][WORKERS];
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+
+    if (memory == MAP_FAILED)
+        fail("no memory");
+    ah_segment_format(memory, RANKS, 4096, nonce);
+    for (uint32_t rank = 0; rank < RANKS; rank++) {
+        if (ah_segment_open(&ranks[rank].group, memory, bytes, rank, nonce, pidfds) != AH_OK)
+            fail("not a segment");
+        ranks[rank].group.yields = 20;
+        ranks[rank].mail = ah_mail_open(&ranks[rank].group);
+        pthread_create(&servers[rank], NULL, serve, &ranks[rank]);
+    }
+    for (int rank = 0; rank < RANKS; rank++) {
+        for (int number = 0; number < WORKERS; number++) {
+            workers[rank][number] = (struct worker){.rank = &ranks[rank], .number = number};
+            pthread_create(&threads[rank][number], NULL, work, &workers[rank][number]);
+        }
+    }
+    for (int rank = 0; rank < RANKS; rank++) {
+        for (int number = 0; number < WORKERS; number++)
+            pthread_join(threads[rank][number], NULL);
+    }
+    for (int rank = 0; rank < RANKS; rank++) {
+        ah_mail_stop(ranks[rank].mail);
+        pthread_join(servers[rank], NULL);
+        ah_mail_free(ranks[rank].mail);
+    }
+    munmap(memory, bytes);
+    puts("ok");
+    return 0;
+}

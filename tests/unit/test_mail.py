@@ -1,0 +1,442 @@
+"""Messages through shared memory, with threads as ranks: so they also run under sanitizers."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allhands import _core
+
+LIMIT_NS = 20_000_000_000
+U1, F4 = 1, 12
+OK, TIMEOUT, DEAD, ABORTED, MISMATCH, BROKEN = range(6)
+UNDER_WAY = -1
+EAGER = 4096
+
+
+@contextmanager
+def mails(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[_core.Mail]]:
+    """Yield the mail of each rank of a fresh segment."""
+    with posts(ranks, pidfds) as found:
+        yield [mail for mail, _ in found]
+
+
+@contextmanager
+def posts(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[tuple[_core.Mail, _core.Segment]]]:
+    """Yield the mail and the segment of each rank."""
+    size, nonce = _core.segment_bytes(ranks, 4096), os.urandom(16)
+    descriptor = os.memfd_create("test")
+    try:
+        os.ftruncate(descriptor, size)
+        _core.segment_format(descriptor, ranks, 4096, nonce)
+        views = [_core.Segment(descriptor, size, rank, nonce, pidfds or (-1,) * ranks) for rank in range(ranks)]
+    finally:
+        os.close(descriptor)
+    for view in views:
+        view.patience(0, 50)
+    yield [(_core.Mail(view), view) for view in views]
+
+
+@contextmanager
+def served(mail: _core.Mail) -> Iterator[list[int]]:
+    """Serve ``mail`` in a thread; yield the list that the keys of finished messages go to."""
+    keys: list[int] = []
+
+    def run() -> None:
+        while found := mail.serve():
+            keys.extend(found)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield keys
+    finally:
+        mail.stop()
+        thread.join()
+
+
+def together(ranks: int, work: Callable[[int], None]) -> None:
+    """Run ``work`` once per rank, each in a thread; raise what the first of them raised."""
+    problems: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as problem:  # noqa: BLE001  # raised below
+            problems.append(problem)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def place(array: Any) -> tuple[int, int]:
+    """Return address and bytes."""
+    return array.ctypes.data, array.nbytes
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until ``true``; a test's own deadline."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def pattern(source: int, target: int, tag: int, number: int, size: int) -> Any:
+    """Return the bytes of one message: no two messages have the same."""
+    return np.random.default_rng([source, target, tag, number]).integers(0, 256, size, dtype="u1")
+
+
+SIZES = (0, 1, 7, 100, EAGER, EAGER + 1, 20_000, 131_072, 131_073, 600_001, 1_500_000)
+
+
+@pytest.mark.parametrize(("ranks", "anyone"), [(1, False), (2, False), (3, False), (4, True)])
+def test_random_messages_agree_with_a_model(ranks: int, anyone: bool) -> None:
+    """Messages of all sizes, posted in any order, with few tags, arrive once, whole, and in order for each tag."""
+    choose = random.Random(ranks)  # noqa: S311  # the same plan for all
+    plan: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    counts: dict[tuple[int, int, int], int] = defaultdict(int)
+    for _ in range(40 * ranks):
+        source, target, tag = choose.randrange(ranks), choose.randrange(ranks), choose.randrange(3)
+        # Where anyone may be the source, a receive cannot know the size by the source.
+        size = SIZES[tag * 4] if anyone else choose.choice(SIZES)
+        plan[source, target].append((tag, counts[source, target, tag], size))
+        counts[source, target, tag] += 1
+
+    def work(rank: int) -> None:
+        mail, got = found[rank], []
+        sends = [(target, *each) for target in range(ranks) for each in plan[rank, target]]
+        receives = [(source, *each) for source in range(ranks) for each in plan[source, rank]]
+        for step, (sending, peer, tag, number, size) in enumerate(merge(random.Random(rank), sends, receives)):  # noqa: S311
+            if sending:
+                data = pattern(rank, peer, tag, number, size)
+                request = mail.post_send(*place(data), U1, peer, tag, LIMIT_NS, step)
+            else:
+                data = np.full(size, 255, "u1")
+                request = mail.post_recv(*place(data), U1, -1 if anyone else peer, tag, LIMIT_NS, step)
+            got.append((request, sending, peer, tag, number, data))
+            if not sending and step % 7 == 0:
+                mail.wait(request, 0) if not isinstance(request, int) else None
+        # Receives with one tag are filled in the order in which they were posted.
+        seen: dict[tuple[int, int], int] = defaultdict(int)
+        for request, sending, peer, tag, number, data in got:
+            outcome = request if isinstance(request, int) else mail.wait(request, LIMIT_NS)
+            who, code = divmod(outcome, 256)
+            assert (code, outcome >= 0) == (OK, True)
+            if not sending:
+                assert who == peer or anyone
+                expected = pattern(who, rank, tag, seen[who, tag] if anyone else number, data.nbytes)
+                assert np.array_equal(data, expected), (who, tag, number)
+                seen[who, tag] += 1
+
+    with mails(ranks) as found:
+        together(ranks, work)
+
+
+def merge(choose: random.Random, sends: list[Any], receives: list[Any]) -> list[Any]:
+    """Mix two lists, each in its own order."""
+    sends, receives, mixed = sends[::-1], receives[::-1], []
+    while sends or receives:
+        sending = bool(sends) and (not receives or choose.random() < 0.5)
+        mixed.append((sending, *(sends if sending else receives).pop()))
+    return mixed
+
+
+def test_a_large_message_lets_a_small_one_pass() -> None:
+    """Receiving in another order than sending works, however large what waits is; so do sends to each other."""
+    huge = np.random.default_rng(1).integers(0, 256, 5_000_000, dtype="u1")
+
+    def work(rank: int) -> None:
+        mail, other = found[rank], 1 - rank
+        first = mail.post_send(*place(huge), U1, other, 1, LIMIT_NS, 1)
+        small = np.full(10, rank, "u1")
+        second = mail.post_send(*place(small), U1, other, 2, LIMIT_NS, 2)
+        assert second == other << 8
+        got, large = np.zeros(10, "u1"), np.zeros_like(huge)
+        assert mail.recv(*place(got), U1, other, 2, LIMIT_NS) == other << 8
+        assert mail.recv(*place(large), U1, other, 1, LIMIT_NS) == other << 8
+        assert mail.wait(first, LIMIT_NS) == other << 8
+        assert np.array_equal(got, np.full(10, other))
+        assert np.array_equal(large, huge)
+
+    with mails(2) as found:
+        together(2, work)
+
+
+def test_more_offers_than_blocks() -> None:
+    """Messages that nobody wants yet hold no block: a hundred large ones do not keep a hundred and first away."""
+    large = [np.full(200_000, number, "u1") for number in range(100)]
+    with mails(2) as (one, two):
+        requests = [one.post_send(*place(data), U1, 1, number, LIMIT_NS, 0) for number, data in enumerate(large)]
+
+        def work(rank: int) -> None:
+            if rank == 0:
+                for request in requests:
+                    assert one.wait(request, LIMIT_NS) == 1 << 8
+                return
+            for number in reversed(range(100)):
+                got = np.zeros(200_000, "u1")
+                assert two.recv(*place(got), U1, 0, number, LIMIT_NS) == 0
+                assert (got == number).all()
+
+        together(2, work)
+
+
+def test_many_small_messages_before_the_one_that_is_wanted() -> None:
+    """Far more messages than a box holds wait for a busy receiver, and are not lost when it asks for the last first."""
+    with mails(2) as (one, two):
+
+        def work(rank: int) -> None:
+            data = np.zeros(500, "u1")
+            for number in range(1000):
+                if rank == 0:
+                    data.fill(number % 251)
+                    assert one.send(*place(data), U1, 1, 5, LIMIT_NS) == 1 << 8
+                    if number == 999:
+                        assert one.send(*place(data), U1, 1, 6, LIMIT_NS) == 1 << 8
+                else:
+                    if number == 0:
+                        time.sleep(0.05)
+                        assert two.recv(*place(data), U1, 0, 6, LIMIT_NS) == 0
+                    assert two.recv(*place(data), U1, 0, 5, LIMIT_NS) == 0
+                    assert (data == number % 251).all()
+
+        together(2, work)
+
+
+def test_anyone_takes_what_came_first() -> None:
+    """A receive from anyone takes the earliest message with its tag, and says who sent it."""
+    with mails(4) as found:
+        for source in (2, 1, 3):
+            data = np.full(3, source, "u1")
+            assert found[source].send(*place(data), U1, 0, 9, LIMIT_NS) == 0
+        got = np.zeros(3, "u1")
+        assert [found[0].recv(*place(got), U1, -1, 9, LIMIT_NS) for _ in range(3)] == [2 << 8, 1 << 8, 3 << 8]
+        assert got.tolist() == [3] * 3
+
+
+def test_served_messages_need_nobody_who_waits() -> None:
+    """Large messages move while both ranks do something else, and those who posted them are told by their keys."""
+    data, got = np.arange(3_000_000, dtype="u4"), np.zeros(3_000_000, "u4")
+    with mails(2) as (one, two), served(one) as sent, served(two) as received:
+        first = two.post_recv(*place(got), F4, 0, 0, LIMIT_NS, 17)
+        second = one.post_send(*place(data), F4, 1, 0, LIMIT_NS, 18)
+        until(lambda: received == [17] and sent == [18])
+        assert np.array_equal(data, got)
+        assert (two.look(first), one.look(second)) == (0, 1 << 8)
+        # The thread goes cold and is woken again.
+        time.sleep(0.05)
+        third = two.post_recv(*place(got), F4, 0, 0, LIMIT_NS, 19)
+        assert one.unsent() == 0
+        back = data[::-1].copy()
+        fourth = one.post_send(*place(back), F4, 1, 0, LIMIT_NS, 20)
+        assert two.wait(third, LIMIT_NS) == 0
+        assert one.wait(fourth, LIMIT_NS) == 1 << 8
+        assert np.array_equal(back, got)
+
+
+def test_a_thread_that_waits_keeps_nobody_untold() -> None:
+    """A posted message that is over is told of although another thread of the rank waits for something else."""
+    with mails(2) as (one, two), served(one) as keys:
+        never, got = np.zeros(8, "u1"), np.zeros(8, "u1")
+        outcomes: list[int] = []
+        blocked = threading.Thread(target=lambda: outcomes.append(one.recv(*place(never), U1, 1, 1, LIMIT_NS)))
+        blocked.start()
+        time.sleep(0.05)
+        for tag in (2, 3):
+            request = one.post_recv(*place(got), U1, 1, tag, LIMIT_NS, tag)
+            assert two.send(*place(never), U1, 0, tag, LIMIT_NS) == 0
+            until(lambda tag=tag: tag in keys)  # type: ignore[misc]
+            assert one.look(request) == 1 << 8
+        assert outcomes == []
+        assert two.send(*place(never), U1, 0, 1, LIMIT_NS) == 0
+        blocked.join()
+        assert outcomes == [1 << 8]
+
+
+def test_threads_share_one_mail() -> None:
+    """Several threads of one rank, each with a tag of its own, do not take or hold up each other's messages."""
+    with mails(2) as found:
+
+        def work(number: int) -> None:
+            rank, tag = number % 2, number // 2
+            mail, other, choose = found[rank], 1 - rank, random.Random(tag)  # noqa: S311
+            for step in range(60):
+                size = choose.choice(SIZES[:9])
+                data = pattern(tag, tag, tag, step, size)
+                if (step + rank) % 2:
+                    assert mail.send(*place(data), U1, other, tag, LIMIT_NS) == other << 8
+                else:
+                    got = np.zeros(size, "u1")
+                    assert mail.recv(*place(got), U1, other, tag, LIMIT_NS) == other << 8
+                    assert np.array_equal(got, data)
+
+        together(8, work)
+
+
+@pytest.mark.parametrize("size", [40, 40_000])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> None:
+    """Another size or type than the receive expects: both ranks get the mismatch, nothing is written, all is noted."""
+    for wanted, dtype in ((size + 4, F4), (size, U1), (0, F4)):
+        with posts(2) as ((one, _), (two, view)):
+            codes = [0, 0]
+            got = np.full(wanted, 7, "u1")
+
+            def work(rank: int, got: Any = got, dtype: int = dtype, codes: list[int] = codes, **mail: Any) -> None:
+                if rank == 0:
+                    if late:
+                        time.sleep(0.05)
+                    data = np.zeros(size, "u1")
+                    codes[0] = mail["one"].send(*place(data), F4, 1, 3, LIMIT_NS) % 256
+                    # A small message is sent when it stands in the box: the next call tells.
+                    until(lambda: mail["two"].odd() is not None)
+                    codes[0] = codes[0] or mail["one"].send(*place(data), F4, 1, 3, LIMIT_NS) % 256
+                else:
+                    codes[1] = mail["two"].recv(*place(got), dtype, 0, 3, LIMIT_NS)
+
+            together(2, lambda rank, work=work, one=one, two=two: work(rank, one=one, two=two))  # type: ignore[misc]
+            assert codes == [MISMATCH, MISMATCH]
+            assert (got == 7).all()
+            assert one.odd() == (0, 1, 3, F4, size, dtype, wanted)
+            assert view.barrier(LIMIT_NS) == MISMATCH
+
+
+def test_who_does_not_send_is_named_at_the_deadline() -> None:
+    """A receive and a large send that nobody answers end at their deadline, with the rank they waited for."""
+    with mails(3) as found:
+        data = np.zeros(100_000, "u1")
+        started = time.monotonic()
+        assert found[0].recv(*place(data), U1, 2, 0, 200_000_000) == 2 << 8 | TIMEOUT
+        assert 0.2 <= time.monotonic() - started < 10
+        # Nobody knew of that receive: the group lives on.
+        assert found[0].recv(*place(data), U1, -1, 0, 50_000_000) % 256 == TIMEOUT
+        assert found[2].send(*place(data[:5]), U1, 0, 4, LIMIT_NS) == 0
+        assert found[0].recv(*place(data[:5]), U1, 2, 4, LIMIT_NS) == 2 << 8
+        assert found[0].send(*place(data), U1, 1, 0, 200_000_000) == 1 << 8 | TIMEOUT
+        # That send had been offered; its data is gone.
+        assert found[1].recv(*place(data), U1, 0, 0, LIMIT_NS) % 256 == TIMEOUT
+        with served(found[2]) as keys:
+            assert found[2].post_recv(*place(data), U1, 1, 0, LIMIT_NS, 4) % 256 == TIMEOUT
+            assert keys == []
+
+
+def test_waiting_may_have_a_limit_of_its_own() -> None:
+    """A wait that runs out leaves its message under way; a wait later, or the server, still gets it."""
+    with mails(2) as (one, two), served(one) as keys:
+        got = np.zeros(8, "u1")
+        request = one.post_recv(*place(got), U1, 1, 0, LIMIT_NS, 5)
+        assert one.wait(request, 30_000_000) == UNDER_WAY
+        assert one.look(request) == UNDER_WAY
+        assert two.send(*place(np.arange(8, dtype="u1")), U1, 0, 0, LIMIT_NS) == 0
+        until(lambda: keys == [5])
+        assert one.wait(request, 0) == 1 << 8
+        assert got.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("size", [8, 1_000_000])
+def test_an_end_wakes_whoever_waits(size: int) -> None:
+    """`end` with `ring` reaches a rank that sleeps in a send or a receive at once, and posted messages too."""
+    with posts(3) as ((one, _), (two, view), (three, _)), served(three) as keys:
+        data, large = np.zeros(size, "u1"), np.zeros(1_000_000, "u1")
+        posted = three.post_recv(*place(data), U1, 0, 0, LIMIT_NS, 6)
+        other = three.post_send(*place(large), U1, 0, 0, LIMIT_NS, 7)
+
+        def end() -> None:
+            view.end(1)
+            two.ring()
+
+        timer = threading.Timer(0.1, end)
+        timer.start()
+        assert one.recv(*place(data), U1, 1, 0, LIMIT_NS) == 1 << 8 | ABORTED
+        assert one.send(*place(data), U1, 1, 0, LIMIT_NS) == 1 << 8 | ABORTED
+        until(lambda: sorted(keys) == [6, 7])
+        assert three.wait(posted, LIMIT_NS) == three.look(other) == 1 << 8 | ABORTED
+        timer.join()
+
+
+def test_stopping_ends_what_is_under_way_here_only() -> None:
+    """`stop` ends the server and this rank's own messages; the other rank is not told."""
+    with mails(2) as (one, two):
+        got = np.zeros(8, "u1")
+        request = one.post_recv(*place(got), U1, 1, 0, LIMIT_NS, 1)
+        with served(one):
+            pass
+        assert one.wait(request, LIMIT_NS) == ABORTED
+        assert one.recv(*place(got), U1, 1, 0, LIMIT_NS) == ABORTED
+        assert two.send(*place(got), U1, 0, 0, LIMIT_NS) == 0
+
+
+def test_dropping_a_request_is_safe() -> None:
+    """A receive that nothing was sent to goes without a trace; a send under way takes the group with it."""
+    with posts(2) as ((one, _), (two, view)):
+        got = np.zeros(100_000, "u1")
+        request = one.post_recv(*place(got[:8]), U1, 1, 0, LIMIT_NS, 1)
+        del request
+        assert two.send(*place(np.ones(8, "u1")), U1, 0, 0, LIMIT_NS) == 0
+        assert one.recv(*place(got[8:16]), U1, 1, 0, LIMIT_NS) == 1 << 8
+        assert got[:16].tolist() == [0] * 8 + [1] * 8
+        request = one.post_send(*place(got), U1, 1, 0, LIMIT_NS, 1)
+        del request
+        assert two.recv(*place(got), U1, 0, 0, LIMIT_NS) % 256 == ABORTED
+        assert view.barrier(LIMIT_NS) == ABORTED
+
+
+def test_a_dead_process_is_noticed() -> None:
+    """A rank whose process ended is noticed through its pidfd; what it had sent before still arrives."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    pidfd = os.pidfd_open(child)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    for source in (1, -1):
+        with mails(2, (-1, pidfd)) as (one, two):
+            data = np.full(8, 3, "u1")
+            assert two.send(*place(data), U1, 0, 0, LIMIT_NS) == 0
+            got = np.zeros(8, "u1")
+            assert one.recv(*place(got), U1, source, 0, LIMIT_NS) == 1 << 8
+            assert got.tolist() == [3] * 8
+            assert one.recv(*place(got), U1, source, 0, LIMIT_NS) == 1 << 8 | DEAD
+    with mails(3, (-1, pidfd, -1)) as (one, _, three):
+        # Someone else may still send.
+        request = one.post_recv(*place(got), U1, -1, 0, LIMIT_NS, 1)
+        assert one.wait(request, 200_000_000) == UNDER_WAY
+        assert three.send(*place(data), U1, 0, 0, LIMIT_NS) == 0
+        assert one.wait(request, LIMIT_NS) == 2 << 8
+        assert one.send(*place(np.zeros(10_000, "u1")), U1, 1, 0, LIMIT_NS) == 1 << 8 | DEAD
+    os.waitpid(child, 0)
+    os.close(pidfd)
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    """A rank outside the group is a code; what is no Segment, no request or another's request raises."""
+    data = np.zeros(8, "u1")
+    with mails(2) as (one, two):
+        assert one.send(*place(data), U1, 2, 0, LIMIT_NS) % 256 == BROKEN
+        assert one.send(*place(data), U1, -1, 0, LIMIT_NS) % 256 == BROKEN
+        assert one.recv(*place(data), U1, 2, 0, LIMIT_NS) % 256 == BROKEN
+        request = one.post_recv(*place(data), U1, 1, 0, LIMIT_NS, 1)
+        with pytest.raises(ValueError, match="another Mail"):
+            two.wait(request, 0)
+        with pytest.raises(ValueError, match="PyCapsule"):
+            one.wait(3, 0)
+        with pytest.raises(TypeError, match="arguments"):
+            one.send(1)  # type: ignore[call-arg]
+        with pytest.raises(OverflowError):
+            one.send(*place(data), U1, 1, -1, LIMIT_NS)
+    with pytest.raises(TypeError, match="Segment"):
+        _core.Mail(3)  # type: ignore[arg-type]
