@@ -263,8 +263,10 @@ static PyObject *culprit(struct segment *self, PyObject *Py_UNUSED(none))
 /* (sequence, kind, reduction, dtype, bytes, root) of the last call of a rank. */
 static PyObject *call(struct segment *self, PyObject *const *args, Py_ssize_t n)
 {
+    const struct ah_member *member;
     struct ah_call theirs;
     uint32_t rank;
+    int came;
 
     if (count(n, 1) != 0 || as_number(args[0], &rank) != 0)
         return NULL;
@@ -272,12 +274,17 @@ static PyObject *call(struct segment *self, PyObject *const *args, Py_ssize_t n)
         PyErr_SetString(PyExc_IndexError, "no such rank");
         return NULL;
     }
-    theirs = self->group.members[rank].calls[self->group.call.sequence % AH_CALLS];
-    /* What it writes is whole once it has arrived; before that it has not come. */
-    if ((int32_t)(atomic_load(&self->group.members[rank].arrived) - (self->group.ticket + 1)) < 0)
+    member = &self->group.members[rank];
+    /* Another's call is looked at once it is whole, and we ourselves came if we got as far as arriving. */
+    if (rank == self->group.rank)
+        came = (int32_t)(atomic_load(&member->arrived) - (self->group.ticket + 1)) >= 0;
+    else
+        came = atomic_load(&member->noted) > self->group.call.sequence;
+    theirs = member->calls[self->group.call.sequence % AH_CALLS];
+    if (!came)
         theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
-        theirs.count = atomic_load(&self->group.members[rank].largest[self->group.call.sequence % AH_CALLS]);
+        theirs.count = atomic_load(&member->largest[self->group.call.sequence % AH_CALLS]);
     return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
                          (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
                          (int)theirs.root);

@@ -179,5 +179,11 @@ class HostGroup(_Base):  # type: ignore[misc]
         if len(tensors) != self.size():
             raise self._wrong(name, f"a list of {len(tensors)} tensors in a group of {self.size()}")
 
+    def _same_type(self, name: str, *tensors: torch.Tensor) -> None:
+        """Refuse what torch's functions for single tensors let through: bytes of one type taken for another's."""
+        kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+        if len(kinds) > 1:
+            raise self._wrong(name, f"tensors of different types: {' and '.join(sorted(kinds))}")
+
     def _wrong(self, name: str, why: str) -> Exception:
         return fail("invalid-argument", f"{name}: {why}", who=f"rank {self.ranks[self._rank]}", fix="see the call")

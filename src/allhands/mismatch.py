@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +21,13 @@ __all__ = ["explain"]
 
 # The sequence number of a rank that has not come to a call yet.
 _NOT_COME = 2**64 - 1
+
+# Operations whose sizes may differ between ranks, by the core's numbers.
+_UNEVEN = frozenset(shm.KINDS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
+
+# How long to wait for more ranks to come to a call that some made differently: two that differ do not say which of
+# them is the odd one. Everyone is to be told within a second.
+_COME_S, _LOOK_S = 0.3, 0.002
 
 # How long the coordinator may take to say who it was that fell.
 _VERDICT_S = 1.0
@@ -37,7 +46,8 @@ def explain(group: HostGroup, trouble: shm.Trouble, name: str, site: str) -> All
             return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
-            return group.session.explain(late, name, site) or error(_lost(culprit, who, "it did not come in time"))
+            told = group.session.explain(late, name, site, culprit)
+            return told or error(_lost(culprit, who, "it did not come in time"))
         case "dead":
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
@@ -59,18 +69,16 @@ def _lost(culprit: int, who: str, why: str) -> Diagnosis:
 
 def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
     everyone = {status.rank: status for status in group.session.member.census()}
-    calls: dict[str, list[int]] = {}
-    absent: list[int] = []
-    sequence = group.engine.segment.call(group.rank())[0]
-    for index, rank in enumerate(group.ranks):
-        theirs = group.engine.segment.call(index)
-        if theirs[0] == sequence:
-            calls.setdefault(_call(theirs), []).append(rank)
-        else:
-            absent.append(rank)
-    ordered = sorted(calls.items(), key=lambda item: (-len(item[1]), min(item[1])))
-    odd = sorted(rank for _, members in ordered[1:] for rank in members) or [culprit]
-    lines = [f"{ranks(members)} called {call}" for call, members in ordered]
+    came = _wait_for_calls(group)
+    absent = [rank for rank in group.ranks if rank not in came]
+    odd = sorted(rank for members in _parties(came)[1:] for rank in members) or [culprit]
+    words: dict[str, list[int]] = {}
+    for rank, call in came.items():
+        words.setdefault(_call(call), []).append(rank)
+    lines = [
+        f"{ranks(members)} called {call}"
+        for call, members in sorted(words.items(), key=lambda item: (-len(item[1]), item[1]))
+    ]
     if absent:
         lines.append(f"{ranks(absent)} had not come to this call yet")
     lines += [
@@ -87,6 +95,34 @@ def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
         ranks=tuple(odd),
         hosts=(socket.gethostname(),),
     )
+
+
+def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
+    """Return what the ranks called that have come, once it is clear what most of them call, or after _COME_S."""
+    deadline = time.monotonic() + _COME_S
+    segment = group.engine.segment
+    while True:
+        sequence = segment.call(group.rank())[0]
+        made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
+        came = {rank: call for rank, call in made.items() if call[0] == sequence}
+        most = max(map(len, _parties(came)), default=0)
+        if most * 2 > len(made) or len(came) == len(made) or time.monotonic() >= deadline:
+            return came
+        time.sleep(_LOOK_S)
+
+
+def _parties(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    """Return the ranks that made the same call together, the most of them first."""
+
+    def by(key: Callable[[tuple[int, ...]], object]) -> list[list[int]]:
+        found: dict[object, list[int]] = {}
+        for rank, call in calls.items():
+            found.setdefault(key(call), []).append(rank)
+        return sorted(found.values(), key=lambda members: (-len(members), members))
+
+    # Where sizes may differ, they are what is wrong only if nothing else is.
+    parties = by(lambda call: (*call[1:4], call[5], 0 if call[1] in _UNEVEN else call[4]))
+    return parties if len(parties) > 1 else by(lambda call: call[4])
 
 
 def _call(call: tuple[int, ...]) -> str:

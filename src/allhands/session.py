@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from . import _torch
 from .control import Member, Seat
@@ -46,7 +47,14 @@ _TRANSPORT = re.compile(
 _TIMEOUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
 
 # Frames that are not the user's; compared with co_filename, which is a string.
-_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__, threading.__file__)
+_NOT_THE_USERS = (
+    str(Path(__file__).parent),
+    str(Path(torch.__file__).parent),
+    contextlib.__file__,
+    threading.__file__,
+    # torch wraps the functions that it has newer names for in its `deprecated`.
+    typing_extensions.__file__,
+)
 
 # A message of Gloo is a page of C++; the exception it becomes keeps its first line.
 _MOST_MESSAGE = 300
@@ -154,8 +162,13 @@ class Session:
         """End what this rank may be waiting in, on its own account."""
         self.wire.cut()
 
-    def explain(self, problem: BaseException, name: str, site: str) -> AllhandsError | None:
-        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake."""
+    def explain(
+        self, problem: BaseException, name: str, site: str, late_rank: int | None = None
+    ) -> AllhandsError | None:
+        """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake.
+
+        ``late_rank`` is who an engine waited for in vain, where it knows.
+        """
         if self.member.verdict is not None:
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
@@ -166,10 +179,10 @@ class Session:
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
-            verdict = self.member.condemn(self._from_census(problem, name, site))
+            verdict = self.member.condemn(self._from_census(problem, name, site, late_rank))
         return error(verdict)
 
-    def _from_census(self, problem: BaseException, name: str, site: str) -> Diagnosis:
+    def _from_census(self, problem: BaseException, name: str, site: str, late_rank: int | None) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
         everyone = self.member.census()
@@ -228,6 +241,9 @@ class Session:
         elsewhere = [
             status for status in everyone if not status.doing.startswith(f"in {name} ") and status.rank != mine
         ]
+        if not elsewhere:
+            # Everyone is in a call of this name; whoever did not come is in it in another group.
+            elsewhere = [status for status in everyone if status.rank == late_rank]
         return Diagnosis(
             "collective-timeout",
             f"{name} did not finish within {waited}"

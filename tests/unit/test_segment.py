@@ -214,6 +214,15 @@ def test_an_end_wakes_whoever_waits() -> None:
         timer.join()
 
 
+def test_the_first_end_stands() -> None:
+    """Whoever ends a group that is over already changes neither how it ended nor whom that is about."""
+    with segments(3) as views:
+        views[1].end(1)
+        views[0].end(0)
+        assert views[2].barrier(LIMIT_NS) == ABORTED
+        assert views[2].culprit() == 1
+
+
 def test_a_dead_process_is_noticed() -> None:
     """A rank whose process ends is noticed through its pidfd, without help from anyone."""
     child = os.fork()
