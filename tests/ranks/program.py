@@ -102,7 +102,9 @@ def _reduced(op: Op, everyone: list[Any]) -> Any:
     for other in everyone[1:]:
         total = fold(total, other)
     if op.reduction == "AVG":
-        total = total / total.real.dtype.type(len(everyone))
+        # Real and imaginary parts by themselves: a division by a complex number rounds otherwise.
+        parts = total.view(total.real.dtype)
+        total = (parts / parts.dtype.type(len(everyone))).view(total.dtype)
     return total
 
 
@@ -122,9 +124,8 @@ def _tensor(op: Op, numbers: Any) -> torch.Tensor:
     else:
         plain = flat
     if op.layout == "transposed" and plain.dim() > 1:
-        turned = torch.empty_strided(
-            plain.shape, tuple(reversed(_strides(tuple(reversed(plain.shape))))), dtype=flat.dtype
-        )
+        strides = tuple(reversed(_strides(tuple(reversed(plain.shape)))))
+        turned = torch.empty_strided(plain.shape, strides, dtype=flat.dtype)
         return turned.copy_(plain)
     if op.layout == "strided" and plain.dim():
         wide = torch.zeros(*plain.shape[:-1], plain.shape[-1] * 2, dtype=flat.dtype)

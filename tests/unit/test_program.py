@@ -115,7 +115,7 @@ def store(kind: str, wide: Any) -> Any:
 
 
 def values(op: Op, source: int, to: int, count: int) -> Any:
-    """Return what ``source`` has for ``to``: floats small and whole so that every order gives the same, integers any."""
+    """Return what ``source`` has for ``to``: any integers; floats small and whole, so that no order rounds."""
     made = np.random.default_rng((op.seed, source, to))
     if op.kind[0] in "ui":
         limits = np.iinfo(op.kind)
