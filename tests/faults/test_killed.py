@@ -127,7 +127,7 @@ def fall(name: str, how: str, *, early: bool = False) -> float:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_that_is_killed_in_the_middle_ends_it_for_all(name: str) -> None:
-    """One of four ranks is killed (kill -9) in the middle of large operations: the others get peer-lost with its rank."""
+    """One of four ranks is killed (kill -9) in the middle of large operations: the others get peer-lost with it."""
     fall(name, "kill")
 
 
