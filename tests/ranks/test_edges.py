@@ -1,4 +1,4 @@
-"""Where sizes, threads and groups are at their least and most: nothing to move, one number, many at once, many in a row."""
+"""Where sizes, threads and groups are least or most: nothing to move, one number, many at once or in a row."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ for library in (dist, torch_dist):
 
 
 def test_many_threads_use_many_groups_at_once() -> None:
-    """Five threads of each rank, each with its own group of the same or overlapping ranks, do not disturb each other."""
+    """Five threads of each rank, each with a group of the same or overlapping ranks, do not disturb each other."""
     results = harness.launch(
         FORM
         + """
