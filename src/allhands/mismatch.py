@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
 from .diagnosis import Diagnosis, duration, ranks
 from .engines import shm
 from .errors import AllhandsError, error
@@ -128,17 +126,13 @@ def _parties(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
 def _call(call: tuple[int, ...]) -> str:
     _, kind, reduction, dtype, size, root = call
     words = [shm.KINDS[kind] if kind < len(shm.KINDS) else f"operation {kind}"]
-    names = {code: str(key).removeprefix("torch.") for key, code in shm.DTYPES.items()}
-    words.append(f"of {names.get(dtype, 'bytes')}")
+    of = shm.dtype_of(dtype)
+    if dtype:
+        words.append(f"of {str(of).removeprefix('torch.') if of else 'bytes'}")
     if size:
-        words.append(f"x {size // max(1, _bytes(dtype))}")
+        words.append(f"x {size // (of.itemsize if of else 1)}")
     if reduction:
         words.append(f"by {shm.REDUCTION_NAMES[reduction]}")
     if root >= 0:
         words.append(f"with root {root}")
     return " ".join(words)
-
-
-def _bytes(dtype: int) -> int:
-    sizes = {code: torch.empty(0, dtype=key).element_size() for key, code in shm.DTYPES.items()}
-    return sizes.get(dtype, 1)

@@ -53,6 +53,9 @@ def differences() -> list[tuple[Call, Call]]:
                 (Call(name, count=300_000), Call(name, count=12)),  # many chunks against one
                 (Call(name), Call(name, count=0)),
             ]
+        if name not in (*REDUCING, "barrier"):
+            # Types that the engine only moves.
+            found.append((Call(name, dtype="float8_e4m3fn"), Call(name, dtype="float8_e5m2")))
         if name in ROOTED:
             found.append((Call(name), Call(name, root=1)))
         if name in REDUCING:

@@ -37,6 +37,7 @@ __all__ = [
     "Shm",
     "Trouble",
     "dtype_code",
+    "dtype_of",
     "form",
     "parts",
     "reducible",
@@ -69,6 +70,24 @@ DTYPES: dict[torch.dtype, int] = {
     torch.float64: 13,
 }
 _RAW = 14
+# Types that are bytes to the core, by numbers that it only compares.
+_MOVED = {
+    kind: _RAW + 1 + index
+    for index, kind in enumerate(
+        getattr(torch, name)
+        for name in (
+            "complex32",
+            "complex64",
+            "complex128",
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        )
+        if hasattr(torch, name)
+    )
+}
 
 REDUCTIONS = {
     ReduceOp.SUM: 1,
@@ -118,7 +137,12 @@ def reducible(dtype: int, reduction: int) -> bool:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the core's number for ``dtype``; those it cannot reduce are bytes to it."""
-    return DTYPES.get(dtype, _RAW)
+    return DTYPES.get(dtype) or _MOVED.get(dtype, _RAW)
+
+
+def dtype_of(code: int) -> torch.dtype | None:
+    """Return the type that `dtype_code` has a number for, None for one without a number of its own."""
+    return next((kind for kind, known in (DTYPES | _MOVED).items() if known == code), None)
 
 
 def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
