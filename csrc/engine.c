@@ -69,6 +69,7 @@ static int as_parts(const struct segment *self, PyObject *given, struct ah_part 
     for (uint32_t rank = 0; rank < ranks; rank++) {
         if (as_part(PyTuple_GetItem(given, 2 * rank), PyTuple_GetItem(given, 2 * rank + 1), &(*parts)[rank]) != 0) {
             free(*parts);
+            *parts = NULL; /* the caller frees what it has */
             return -1;
         }
     }
@@ -247,6 +248,12 @@ static PyObject *end(struct segment *self, PyObject *const *args, Py_ssize_t n)
     Py_RETURN_NONE;
 }
 
+static PyObject *depart(struct segment *self, PyObject *Py_UNUSED(none))
+{
+    ah_depart(&self->group);
+    Py_RETURN_NONE;
+}
+
 static PyObject *patience(struct segment *self, PyObject *const *args, Py_ssize_t n)
 {
     if (count(n, 2) != 0 || as_number(args[0], &self->group.spins) != 0 ||
@@ -362,6 +369,7 @@ static PyMethodDef METHODS[] = {
     METHOD(end, "end(rank): the group is over because of rank"),
     METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
+    {"depart", (PyCFunction)(void (*)(void))depart, METH_NOARGS, "depart(): this rank makes no further call"},
     {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
     {NULL, NULL, 0, NULL},
 };

@@ -44,6 +44,7 @@ struct ah_member {
     alignas(AH_LINE) _Atomic uint32_t arrived;
     _Atomic uint32_t reduced;
     _Atomic uint32_t taken;
+    _Atomic uint32_t departed; /* not 0: it makes no further call */
     /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_LINE) _Atomic uint32_t waiters;
     _Atomic uint32_t bell;
@@ -76,6 +77,7 @@ enum ah_code {
     AH_MISMATCH = 4, /* `culprit` called something else */
     AH_BROKEN = 5,   /* not a segment of ours, or an argument that makes no sense */
     AH_INTERRUPTED = 6, /* `pulse` said so: a signal's handler raised */
+    AH_DEPARTED = 7,    /* `culprit` left the group in good order */
 };
 
 struct ah_group {

@@ -74,6 +74,14 @@ void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank)
         wake(&group->members[each]);
 }
 
+void ah_depart(struct ah_group *group)
+{
+    struct ah_member *self = &group->members[group->rank];
+
+    atomic_store_explicit(&self->departed, 1, memory_order_release);
+    wake(self);
+}
+
 static int ended(struct ah_group *group)
 {
     uint32_t code = atomic_load_explicit(&group->head->ended, memory_order_acquire);
@@ -137,6 +145,10 @@ int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint3
         }
         if (is_dead(group, rank)) {
             last_look = AH_DEAD;
+            continue;
+        }
+        if (atomic_load_explicit(&member->departed, memory_order_acquire) != 0) {
+            last_look = AH_DEPARTED;
             continue;
         }
         if (group->pulse && group->pulse(group->context) != 0) {

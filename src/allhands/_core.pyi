@@ -64,5 +64,8 @@ class Segment:
         The sequence is the largest number there is where it has not come to that call yet.
         """
 
+    def depart(self) -> None:
+        """Say that this rank makes no further call."""
+
     def culprit(self) -> int:
         """Return the rank that the last bad end is about."""

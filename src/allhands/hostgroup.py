@@ -124,6 +124,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._closed = True
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
+        self._core.depart()
         self._gloo.shutdown()
 
     # Inside ------------------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ def explain(group: HostGroup, trouble: shm.Trouble, name: str, site: str) -> All
         case "dead":
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
+        case "departed":
+            return error(member.wait_for_verdict(0) or member.condemn(_departed(culprit, who, name)))
         case _:
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or _lost(culprit, who, "it ended the group"))
@@ -61,6 +63,17 @@ def _lost(culprit: int, who: str, why: str) -> Diagnosis:
         who=who,
         why=why,
         fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg)",
+        ranks=(culprit,),
+    )
+
+
+def _departed(culprit: int, who: str, name: str) -> Diagnosis:
+    return Diagnosis(
+        "peer-lost",
+        f"{name} cannot finish: rank {culprit} left the group",
+        who=who,
+        why=f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call",
+        fix="see that every rank makes the same calls; a rank that is done early still has to take part",
         ranks=(culprit,),
     )
 

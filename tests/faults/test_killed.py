@@ -142,3 +142,33 @@ def test_a_rank_that_exits_or_raises_in_the_middle_ends_it_for_all(name: str, ho
 def test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline(name: str) -> None:
     """SIGSTOP proves nothing until the timeout has passed; then the rank that does not answer is named."""
     fall(name, "stop")
+
+
+@pytest.mark.parametrize("sub", [False, True])
+def test_a_rank_that_leaves_in_good_order_keeps_nobody_waiting(sub: bool) -> None:
+    """Whoever waits for a rank that destroyed the group is told so, long before the timeout."""
+    results = harness.launch(
+        f"""
+import time
+import torch
+import torch.distributed as torch_dist
+import allhands as dist
+
+dist.init_process_group("allhands", rank=rank, world_size=size, timeout=30)
+group = dist.new_group([0, 1, 2]) if {sub} else None
+dist.barrier(group=group)
+if rank == 1:
+    torch_dist.destroy_process_group(group) if {sub} else dist.destroy_process_group()
+    gate("told", size)
+else:
+    say(found=attempt(lambda: dist.all_reduce(torch.ones(5), group=group)))
+    gate("told", 1)
+""",
+        3,
+        {"ALLHANDS_DESTROY_TIMEOUT": "0.2"},
+    )
+    for result in (results[0], results[2]):
+        assert result["found"]["slug"] == "peer-lost", result["found"]
+        assert list(result["found"]["ranks"]) == [1]
+        assert "left the group" in result["found"]["text"]
+        assert result["found"]["seconds"] < MOST_S

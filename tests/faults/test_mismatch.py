@@ -126,6 +126,8 @@ def judge(case: Case, said: dict[str, Any]) -> list[str]:
         return [f"not a mismatch but {told}"]
     if told["seconds"] > MOST_S:
         problems.append(f"told after {told['seconds']:.1f} s")
+    if "calls.py:" not in told["text"]:
+        problems.append("does not say where")
     if list(told["ranks"]) != [case.rank]:
         problems.append(f"blames {told['ranks']}")
     calls = (case.usual, case.odd)

@@ -115,7 +115,7 @@ KINDS = (
     "reduce_scatter",
     "all_to_all",
 )
-CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken")
+CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken", "interrupted", "departed")
 
 
 @dataclass(frozen=True, slots=True)
