@@ -7,6 +7,7 @@ struct task {
     struct ah_group *group;
     struct ah_part in;
     const struct ah_part *out; /* NULL where this rank takes nothing */
+    int32_t root;
     uint32_t first;
     size_t table, chunk;
 };
@@ -21,7 +22,7 @@ static int give(const struct task *task, size_t index)
     if (code != AH_OK)
         return code;
     if (index == 0)
-        ah_state_sizes(group, ticket, NULL, task->in.bytes);
+        ah_state_sizes(group, ticket, task->root >= 0 ? task->out : NULL, task->in.bytes);
     ah_copy(ah_slot(group, group->rank, ticket) + task->table, task->in.data + index * task->chunk, bytes, 0);
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
@@ -39,8 +40,6 @@ static int take(const struct task *task, size_t index)
         const unsigned char *from = rank == group->rank ? task->in.data + at : ah_slot(group, rank, ticket) + task->table;
         int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
 
-        if (code == AH_OK && index == 0)
-            code = ah_check_size(group, ticket, rank, out->bytes);
         if (code != AH_OK)
             return code;
         if (from != out->data + at)
@@ -53,7 +52,8 @@ static int take(const struct task *task, size_t index)
 static int run(struct ah_group *group, const struct ah_call *call, struct ah_part in, const struct ah_part *out,
                int64_t timeout_ns)
 {
-    struct task task = {.group = group, .in = in, .out = out, .first = group->ticket, .table = ah_table_bytes(group)};
+    struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket,
+                        .table = ah_table_bytes(group)};
     size_t slot = group->head->slot_bytes, chunks = 1;
     int code;
 
@@ -64,6 +64,9 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     if ((code = ah_begin(group, call, timeout_ns)) != AH_OK || (code = give(&task, 0)) != AH_OK)
         return code;
     if ((code = ah_meet(group)) == AH_OK)
+        code = task.root < 0 ? ah_check_sizes(group, task.first, out)
+                             : ah_check_root(group, task.first, (uint32_t)task.root, in.bytes);
+    if (code == AH_OK)
         chunks = ah_chunks(ah_largest(group), task.chunk);
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)
@@ -89,5 +92,7 @@ int ah_gather(struct ah_group *group, struct ah_part in, const struct ah_part *o
 {
     const struct ah_call call = {.kind = AH_GATHER, .dtype = dtype, .root = (int32_t)root};
 
+    if (root >= group->ranks)
+        return AH_BROKEN;
     return run(group, &call, in, group->rank == root ? out : NULL, timeout_ns);
 }

@@ -218,7 +218,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     struct task task = {
         .group = group,
         .data = data,
-        .dtype = call->dtype,
+        .dtype = call->dtype & ~AH_COMPLEX,
         .reduction = call->reduce,
         .first = group->ticket,
         .chunk = data.bytes <= group->head->slot_bytes ? group->head->slot_bytes
@@ -228,7 +228,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     struct ah_call placed = *call;
     int one_shot = data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->head->slot_bytes, code;
 
-    if (!ah_reducible(call->dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
+    if (!ah_reducible(task.dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
         return AH_BROKEN;
     if (data.window && !one_shot) {
         placed.window = data.window->id;

@@ -23,7 +23,7 @@ static int give(const struct task *task, size_t index)
     if (code != AH_OK)
         return code;
     if (index == 0)
-        ah_state_sizes(group, ticket, task->in, 0);
+        ah_state_sizes(group, ticket, task->in, task->only.bytes);
     for (uint32_t rank = 0; task->in && rank < group->ranks; rank++) {
         if (rank != group->rank)
             ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece,
@@ -41,8 +41,6 @@ static int take_from(const struct task *task, size_t index, uint32_t rank, struc
     const unsigned char *from = ah_slot(group, rank, ticket) + task->table + group->rank * task->piece;
     int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
 
-    if (code == AH_OK && index == 0)
-        code = ah_check_size(group, ticket, rank, out.bytes);
     if (code != AH_OK)
         return code;
     if (rank == group->rank)
@@ -83,6 +81,9 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
     if ((code = ah_begin(group, call, timeout_ns)) != AH_OK || (code = give(task, 0)) != AH_OK)
         return code;
     if ((code = ah_meet(group)) == AH_OK)
+        code = task->root < 0 ? ah_check_sizes(group, task->first, task->out)
+                              : ah_check_root(group, task->first, (uint32_t)task->root, task->only.bytes);
+    if (code == AH_OK)
         chunks = ah_chunks(ah_largest(group), task->piece);
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)

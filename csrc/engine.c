@@ -64,6 +64,7 @@ static int as_parts(const struct ah_segment *self, PyObject *given, struct ah_pa
     for (uint32_t rank = 0; rank < ranks; rank++) {
         if (as_part(PyTuple_GetItem(given, 2 * rank), PyTuple_GetItem(given, 2 * rank + 1), &(*parts)[rank]) != 0) {
             free(*parts);
+            *parts = NULL; /* the caller frees what it has */
             return -1;
         }
     }
@@ -278,6 +279,12 @@ static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
+static PyObject *depart(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    ah_depart(&self->group);
+    Py_RETURN_NONE;
+}
+
 static PyObject *patience(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     if (count(n, 2) != 0 || as_number(args[0], &self->group.spins) != 0 ||
@@ -328,8 +335,10 @@ static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
 /* (sequence, kind, reduction, dtype, bytes, root) of the last call of a rank. */
 static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
+    const struct ah_member *member;
     struct ah_call theirs;
     uint32_t rank;
+    int came;
 
     if (count(n, 1) != 0 || as_number(args[0], &rank) != 0)
         return NULL;
@@ -337,12 +346,17 @@ static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t
         PyErr_SetString(PyExc_IndexError, "no such rank");
         return NULL;
     }
-    theirs = self->group.members[rank].calls[self->group.call.sequence % AH_CALLS];
-    /* What it writes is whole once it has arrived; before that it has not come. */
-    if ((int32_t)(atomic_load(&self->group.members[rank].arrived) - (self->group.ticket + 1)) < 0)
+    member = &self->group.members[rank];
+    /* Another's call is looked at once it is whole, and we ourselves came if we got as far as arriving. */
+    if (rank == self->group.rank)
+        came = (int32_t)(atomic_load(&member->arrived) - (self->group.ticket + 1)) >= 0;
+    else
+        came = atomic_load(&member->noted) > self->group.call.sequence;
+    theirs = member->calls[self->group.call.sequence % AH_CALLS];
+    if (!came)
         theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
-        theirs.count = atomic_load(&self->group.members[rank].largest[self->group.call.sequence % AH_CALLS]);
+        theirs.count = atomic_load(&member->largest[self->group.call.sequence % AH_CALLS]);
     return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
                          (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
                          (int)theirs.root);
@@ -434,6 +448,7 @@ static PyMethodDef METHODS[] = {
     {"__enter__", (PyCFunction)(void (*)(void))enter, METH_NOARGS, "Wait for our turn."},
     {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL, "Let the next one have it."},
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
+    {"depart", (PyCFunction)(void (*)(void))depart, METH_NOARGS, "depart(): this rank makes no further call"},
     {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
     {NULL, NULL, 0, NULL},
 };
@@ -471,55 +486,4 @@ struct ah_segment *ah_as_segment(PyObject *object)
 {
     /* The module has no state to find its types in; what makes an object tells what it is. */
     return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_segment *)object : NULL;
-}
-
-PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned int ranks;
-    Py_ssize_t slot_bytes;
-
-    if (!PyArg_ParseTuple(args, "In:segment_bytes", &ranks, &slot_bytes))
-        return NULL;
-    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes));
-}
-
-PyObject *ah_py_reducible(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned int dtype, reduction;
-
-    if (!PyArg_ParseTuple(args, "II:reducible", &dtype, &reduction))
-        return NULL;
-    return PyBool_FromLong(ah_reducible(dtype, reduction));
-}
-
-PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned int ranks;
-    Py_ssize_t slot_bytes, nonce_bytes;
-    const char *nonce;
-    size_t bytes;
-    void *memory;
-    int fd, code;
-
-    if (!PyArg_ParseTuple(args, "iIny#:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes))
-        return NULL;
-    if (nonce_bytes != 16 || ranks == 0) {
-        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes and at least one rank");
-        return NULL;
-    }
-    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes);
-    memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    ah_segment_format(memory, ranks, (size_t)slot_bytes, (const unsigned char *)nonce);
-    /* Give every page now: running out of memory is found out here, not by a signal in the middle of a copy. */
-    Py_BEGIN_ALLOW_THREADS
-    code = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
-    Py_END_ALLOW_THREADS
-    munmap(memory, bytes);
-    if (code != 0 && code != EINVAL) { /* EINVAL: a kernel before 5.14 gives pages when they are touched */
-        errno = code;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    Py_RETURN_NONE;
 }

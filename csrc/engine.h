@@ -1,4 +1,4 @@
-/* The Python type of a segment, and the functions of the module that make one. */
+/* The Python type of a segment. */
 #ifndef ALLHANDS_ENGINE_H
 #define ALLHANDS_ENGINE_H
 
@@ -42,9 +42,5 @@ PyObject *ah_segment_type(void);
 
 /* The object if it is a segment, else NULL (and no exception). */
 struct ah_segment *ah_as_segment(PyObject *object);
-
-PyObject *ah_py_segment_bytes(PyObject *module, PyObject *args);
-PyObject *ah_py_segment_format(PyObject *module, PyObject *args);
-PyObject *ah_py_reducible(PyObject *module, PyObject *args);
 
 #endif

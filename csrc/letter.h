@@ -142,8 +142,8 @@ static inline int ah_group_ended(const struct ah_mail *mail, uint32_t *culprit)
     uint32_t code = atomic_load_explicit(&mail->group->head->ended, memory_order_acquire);
 
     if (code != 0)
-        *culprit = atomic_load(&mail->group->head->culprit);
-    return (int)code;
+        *culprit = code >> 8;
+    return (int)(code & 0xff);
 }
 
 /* On CLOCK_MONOTONIC. */

@@ -6,6 +6,7 @@
 #include <errno.h>
 
 #include "engine.h"
+#include "maker.h"
 #include "notice.h"
 #include "post.h"
 #include "process.h"

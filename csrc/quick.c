@@ -9,19 +9,13 @@
 #include <string.h>
 #include <structmember.h>
 
+#include "call.h"
 #include "mail.h"
 #include "reduce.h"
-#include "way.h"
 #include "window.h"
 
 /* More than any function of torch.distributed has parameters. */
 #define MOST_PARAMETERS 16
-
-/* What a parameter is for; the Python side knows them by these numbers. */
-enum role { OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER, ROLES };
-
-/* How far a call came on the short way. */
-enum outcome { DONE = 0, NOT_OURS = 1, RAISED = -1 };
 
 struct quick {
     PyObject_HEAD
@@ -33,26 +27,8 @@ struct quick {
     int whole; /* one tensor where the list form has a tensor for each rank */
 };
 
-struct call {
-    struct ah_way *way;
-    struct ah_segment *segment;
-    PyObject *group;
-    PyObject *given[ROLES]; /* borrowed; NULL where not given */
-    const char *name;
-    struct ah_note *note;
-    uint64_t number;
-    int whole;
-    long answer; /* the rank that a message came from */
-    struct ah_part out[AH_MOST_RANKS], in[AH_MOST_RANKS];
-};
-
-static const char *const DTYPES[AH_RAW + 1] = {"",      "uint8",   "int8",     "uint16",  "int16",
-                                               "uint32", "int32",   "uint64",   "int64",   "bool",
-                                               "float16", "bfloat16", "float32", "float64", "bytes"};
-static const char *const REDUCTIONS[AH_REDUCTIONS] = {"", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
-
 /* Sort what was given by what it is for. */
-static int sort(const struct quick *self, PyObject *args, PyObject *keywords, struct call *call)
+static int sort(const struct quick *self, PyObject *args, PyObject *keywords, struct ah_quick_call *call)
 {
     Py_ssize_t parameters = PyTuple_Size(self->names), places = PyTuple_Size(args), at = 0;
     PyObject *key, *value;
@@ -81,169 +57,30 @@ static int sort(const struct quick *self, PyObject *args, PyObject *keywords, st
     return DONE;
 }
 
-/* The rank in the group that the call names, given as one there or as a global one. */
-static int peer(const struct call *call, int fallback, uint32_t *rank)
-{
-    PyObject *own = call->given[GROUP_PEER], *global = call->given[PEER];
-    int named = own && own != Py_None, found;
-    long value;
-
-    if (named && global && global != Py_None)
-        return NOT_OURS; /* torch says what is wrong with that */
-    if (!named && (!global || global == Py_None)) {
-        if (fallback < 0)
-            return NOT_OURS;
-        value = fallback;
-    } else {
-        if (!PyLong_CheckExact(named ? own : global))
-            return NOT_OURS;
-        value = PyLong_AsLong(named ? own : global);
-        if (value == -1 && PyErr_Occurred()) {
-            PyErr_Clear();
-            return NOT_OURS;
-        }
-    }
-    if (!named && call->segment->ranks) {
-        for (found = 0; found < (int)call->segment->group.ranks; found++) {
-            if (PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, found)) == value)
-                break;
-        }
-        value = found;
-    }
-    *rank = (uint32_t)value;
-    return value >= 0 && value < (long)call->segment->group.ranks ? DONE : NOT_OURS;
-}
-
-/* Write the note. */
-static int announce(struct call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
-{
-    struct ah_segment *segment = call->segment;
-    struct ah_note *note;
-
-    note = ah_note_begin(&segment->notice->board);
-    ah_note_text(note->operation, sizeof note->operation, call->name);
-    memcpy(note->group, segment->name, sizeof note->group);
-    ah_note_text(note->dtype, sizeof note->dtype, shown ? DTYPES[shown->dtype] : "");
-    ah_note_text(note->reduction, sizeof note->reduction, REDUCTIONS[reduction]);
-    note->bytes = shown ? shown->part.bytes : 0;
-    note->root = root;
-    note->sequence = segment->group.sequence;
-    note->main = PyThread_get_thread_ident() == segment->notice->main;
-    note->dims = 0;
-    if (ah_place(call->way, note->site, sizeof note->site) != 0 || (shown && ah_note_shape(note, shown->shape) != 0)) {
-        ah_note_set(note, AH_NOTE_FAILED);
-        return RAISED;
-    }
-    ah_note_set(note, AH_NOTE_RUNNING);
-    call->note = note;
-    call->number = note->number;
-    return DONE;
-}
-
-/* Take the turn and write the note. */
-static int begin(struct call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
-{
-    int code;
-
-    if (!PyThread_acquire_lock(call->segment->turn, NOWAIT_LOCK))
-        return NOT_OURS;
-    code = announce(call, shown, reduction, root);
-    if (code != DONE)
-        PyThread_release_lock(call->segment->turn);
-    return code;
-}
-
-/* Close the note and let the group raise what went wrong; `peer` is that of a message, -1 for a collective. */
-static int conclude(struct call *call, int code, uint32_t culprit, int peer)
-{
-    char site[sizeof call->note->site];
-    PyObject *raised;
-
-    memcpy(site, call->note->site, sizeof site);
-    /* With more under way than there are places, the note may be another's by now. */
-    if (call->note->number == call->number)
-        ah_note_set(call->note, code == AH_OK ? AH_NOTE_DONE : AH_NOTE_FAILED);
-    if (code == AH_OK)
-        return DONE;
-    if (code != AH_INTERRUPTED) {
-        raised = PyObject_CallMethod(call->group, "failed", "iIssi", code, (unsigned int)culprit, call->name, site, peer);
-        Py_XDECREF(raised);
-        if (raised)
-            PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");
-    }
-    return RAISED;
-}
-
-/* Give the turn back. */
-static int finish(struct call *call, int code)
-{
-    uint32_t culprit = call->segment->group.culprit;
-
-    PyThread_release_lock(call->segment->turn);
-    return conclude(call, code, culprit, -1);
-}
-
 #define RUN(call, code, expression)                          \
     do {                                                     \
         AH_RUN((call)->segment, code, expression);           \
-        (code) = finish(call, code);                         \
+        (code) = ah_call_finish(call, code);                 \
     } while (0)
 
-/* A tensor for each rank, all of one type; the first one's shape stays with `first`. */
-static int look_list(const struct call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first)
-{
-    uint32_t ranks = call->segment->group.ranks;
-
-    first->shape = NULL;
-    if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
-        return NOT_OURS;
-    for (uint32_t rank = 0; rank < ranks; rank++) {
-        struct ah_plain each;
-
-        if (ah_look(call->way, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype)) {
-            Py_XDECREF(each.shape);
-            Py_CLEAR(first->shape);
-            return NOT_OURS;
-        }
-        parts[rank] = each.part;
-        if (rank == 0)
-            *first = each;
-        else
-            Py_DECREF(each.shape);
-    }
-    return DONE;
-}
-
-/* One tensor cut into equal parts, of `bytes` each. */
-static int cut(const struct call *call, struct ah_plain whole, size_t bytes, struct ah_part *parts)
-{
-    uint32_t ranks = call->segment->group.ranks;
-
-    if (whole.part.bytes != bytes * ranks)
-        return NOT_OURS;
-    for (uint32_t rank = 0; rank < ranks; rank++)
-        parts[rank] = (struct ah_part){.data = whole.part.data + rank * bytes, .bytes = bytes};
-    return DONE;
-}
-
 /* Whether the first dimension can be cut into one part for each rank. */
-static int even(const struct call *call, PyObject *shape)
+static int even(const struct ah_quick_call *call, PyObject *shape)
 {
     return PyTuple_Size(shape) > 0 && PyLong_AsSize_t(PyTuple_GetItem(shape, 0)) % call->segment->group.ranks == 0;
 }
 
 /* The operations ------------------------------------------------------------------------------------------- */
 
-static int barrier(struct call *call)
+static int barrier(struct ah_quick_call *call)
 {
-    int code = begin(call, NULL, 0, -1);
+    int code = ah_call_begin(call, NULL, 0, -1);
 
     if (code == DONE)
         RUN(call, code, ah_barrier(&call->segment->group, call->segment->limit_ns));
     return code;
 }
 
-static int all_reduce(struct call *call)
+static int all_reduce(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
@@ -253,46 +90,46 @@ static int all_reduce(struct call *call)
     if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
         return NOT_OURS;
     ah_find_window(group, &tensor.part);
-    code = ah_reducible(tensor.dtype, reduction) ? begin(call, &tensor, reduction, -1) : NOT_OURS;
+    code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_reduce(group, tensor.part, tensor.dtype, reduction, call->segment->limit_ns));
     Py_DECREF(tensor.shape);
     return code;
 }
 
-static int reduce(struct call *call)
+static int reduce(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]), root;
     struct ah_plain tensor;
     int code;
 
-    if (peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+    if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
         return NOT_OURS;
-    code = ah_reducible(tensor.dtype, reduction) ? begin(call, &tensor, reduction, (int32_t)root) : NOT_OURS;
+    code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, (int32_t)root) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_reduce_to(group, tensor.part, tensor.dtype, reduction, root, call->segment->limit_ns));
     Py_DECREF(tensor.shape);
     return code;
 }
 
-static int broadcast(struct call *call)
+static int broadcast(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     struct ah_plain tensor;
     uint32_t root;
     int code;
 
-    if (peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+    if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
         return NOT_OURS;
-    code = begin(call, &tensor, 0, (int32_t)root);
+    code = ah_call_begin(call, &tensor, 0, (int32_t)root);
     if (code == DONE)
         RUN(call, code, ah_broadcast(group, tensor.part, tensor.dtype, root, call->segment->limit_ns));
     Py_DECREF(tensor.shape);
     return code;
 }
 
-static int all_gather(struct call *call)
+static int all_gather(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     struct ah_plain in, out = {.shape = NULL};
@@ -301,11 +138,11 @@ static int all_gather(struct call *call)
     if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[IN], &in) != 0)
         return NOT_OURS;
     if (call->whole)
-        code = ah_look(call->way, call->given[OUT], &out) == 0 ? cut(call, out, in.part.bytes, call->out) : NOT_OURS;
+        code = ah_look(call->way, call->given[OUT], &out) == 0 ? ah_call_cut(call, out, in.part.bytes, call->out) : NOT_OURS;
     else
-        code = look_list(call, call->given[OUT], call->out, &out);
+        code = ah_call_list(call, call->given[OUT], call->out, &out);
     if (code == DONE)
-        code = in.dtype == out.dtype ? begin(call, &in, 0, -1) : NOT_OURS;
+        code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_gather(group, in.part, call->out, in.dtype, call->segment->limit_ns));
     Py_DECREF(in.shape);
@@ -313,7 +150,7 @@ static int all_gather(struct call *call)
     return code;
 }
 
-static int gather(struct call *call)
+static int gather(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
@@ -321,12 +158,12 @@ static int gather(struct call *call)
     uint32_t root;
     int code;
 
-    if (peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[IN] ||
+    if (ah_call_peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[IN] ||
         ah_look(call->way, call->given[IN], &in) != 0)
         return NOT_OURS;
-    code = list ? look_list(call, list, call->out, &out) : DONE;
+    code = list ? ah_call_list(call, list, call->out, &out) : DONE;
     if (code == DONE)
-        code = !list || in.dtype == out.dtype ? begin(call, &in, 0, (int32_t)root) : NOT_OURS;
+        code = !list || in.dtype == out.dtype ? ah_call_begin(call, &in, 0, (int32_t)root) : NOT_OURS;
     if (code == DONE)
         RUN(call, code,
             ah_gather(group, in.part, list ? call->out : NULL, in.dtype, root, call->segment->limit_ns));
@@ -335,7 +172,7 @@ static int gather(struct call *call)
     return code;
 }
 
-static int scatter(struct call *call)
+static int scatter(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
@@ -343,12 +180,12 @@ static int scatter(struct call *call)
     uint32_t root;
     int code;
 
-    if (peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[OUT] ||
+    if (ah_call_peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[OUT] ||
         ah_look(call->way, call->given[OUT], &out) != 0)
         return NOT_OURS;
-    code = list ? look_list(call, list, call->in, &in) : DONE;
+    code = list ? ah_call_list(call, list, call->in, &in) : DONE;
     if (code == DONE)
-        code = !list || in.dtype == out.dtype ? begin(call, &out, 0, (int32_t)root) : NOT_OURS;
+        code = !list || in.dtype == out.dtype ? ah_call_begin(call, &out, 0, (int32_t)root) : NOT_OURS;
     if (code == DONE)
         RUN(call, code,
             ah_scatter(group, list ? call->in : NULL, out.part, out.dtype, root, call->segment->limit_ns));
@@ -357,7 +194,7 @@ static int scatter(struct call *call)
     return code;
 }
 
-static int reduce_scatter(struct call *call)
+static int reduce_scatter(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
@@ -367,13 +204,13 @@ static int reduce_scatter(struct call *call)
     if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[OUT], &out) != 0)
         return NOT_OURS;
     if (call->whole)
-        code = ah_look(call->way, call->given[IN], &in) == 0 ? cut(call, in, out.part.bytes, call->in) : NOT_OURS;
+        code = ah_look(call->way, call->given[IN], &in) == 0 ? ah_call_cut(call, in, out.part.bytes, call->in) : NOT_OURS;
     else
-        code = look_list(call, call->given[IN], call->in, &in);
+        code = ah_call_list(call, call->given[IN], call->in, &in);
     for (uint32_t rank = 0; code == DONE && rank < group->ranks; rank++)
         code = call->in[rank].bytes == out.part.bytes ? DONE : NOT_OURS;
     if (code == DONE)
-        code = in.dtype == out.dtype && ah_reducible(out.dtype, reduction) ? begin(call, &out, reduction, -1) : NOT_OURS;
+        code = in.dtype == out.dtype && ah_reducible(out.dtype, reduction) ? ah_call_begin(call, &out, reduction, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code,
             ah_reduce_scatter(group, call->in, out.part, out.dtype, reduction, call->segment->limit_ns));
@@ -382,7 +219,7 @@ static int reduce_scatter(struct call *call)
     return code;
 }
 
-static int all_to_all(struct call *call)
+static int all_to_all(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     struct ah_plain in = {.shape = NULL}, out = {.shape = NULL};
@@ -392,16 +229,16 @@ static int all_to_all(struct call *call)
         if (ah_look(call->way, call->given[IN], &in) != 0 || ah_look(call->way, call->given[OUT], &out) != 0 ||
             !even(call, in.shape) || !even(call, out.shape) || in.part.bytes != out.part.bytes)
             code = NOT_OURS;
-        else if (cut(call, in, in.part.bytes / group->ranks, call->in) != DONE ||
-                 cut(call, out, out.part.bytes / group->ranks, call->out) != DONE)
+        else if (ah_call_cut(call, in, in.part.bytes / group->ranks, call->in) != DONE ||
+                 ah_call_cut(call, out, out.part.bytes / group->ranks, call->out) != DONE)
             code = NOT_OURS;
     } else if (code == DONE) {
-        code = look_list(call, call->given[IN], call->in, &in);
+        code = ah_call_list(call, call->given[IN], call->in, &in);
         if (code == DONE)
-            code = look_list(call, call->given[OUT], call->out, &out);
+            code = ah_call_list(call, call->given[OUT], call->out, &out);
     }
     if (code == DONE)
-        code = in.dtype == out.dtype ? begin(call, &in, 0, -1) : NOT_OURS;
+        code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_to_all(group, call->in, call->out, in.dtype, call->segment->limit_ns));
     Py_XDECREF(in.shape);
@@ -421,7 +258,7 @@ static int pulse(void *context)
     return raised;
 }
 
-static int message(struct call *call, int sends)
+static int message(struct ah_quick_call *call, int sends)
 {
     struct ah_message message = {.sends = sends};
     struct ah_outcome outcome;
@@ -430,7 +267,7 @@ static int message(struct call *call, int sends)
     uint32_t rank;
     int code;
 
-    if (!call->segment->mail || peer(call, -1, &rank) != DONE || rank == call->segment->group.rank)
+    if (!call->segment->mail || ah_call_peer(call, -1, &rank) != DONE || rank == call->segment->group.rank)
         return NOT_OURS;
     if (call->given[TAG] && (!PyLong_CheckExact(call->given[TAG]) || PyLong_AsLong(call->given[TAG]) < 0)) {
         PyErr_Clear();
@@ -443,7 +280,7 @@ static int message(struct call *call, int sends)
     message.dtype = tensor.dtype;
     message.peer = rank;
     message.tag = call->given[TAG] ? (uint64_t)PyLong_AsLong(call->given[TAG]) : 0;
-    code = announce(call, &tensor, 0, (int32_t)rank);
+    code = ah_call_announce(call, &tensor, 0, (int32_t)rank);
     Py_DECREF(tensor.shape);
     if (code != DONE)
         return code;
@@ -454,20 +291,20 @@ static int message(struct call *call, int sends)
         PyEval_RestoreThread(thread);
     }
     call->answer = call->segment->ranks ? PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, rank)) : (long)rank;
-    return conclude(call, outcome.code, outcome.peer, (int)rank);
+    return ah_call_conclude(call, outcome.code, outcome.peer, (int)rank);
 }
 
-static int send(struct call *call)
+static int send(struct ah_quick_call *call)
 {
     return message(call, 1);
 }
 
-static int recv(struct call *call)
+static int recv(struct ah_quick_call *call)
 {
     return message(call, 0);
 }
 
-typedef int (*operation)(struct call *);
+typedef int (*operation)(struct ah_quick_call *);
 
 static const operation OPERATIONS[] = {
     [AH_BARRIER] = barrier,       [AH_ALL_REDUCE] = all_reduce,         [AH_REDUCE] = reduce,
@@ -481,11 +318,11 @@ static const operation OPERATIONS[] = {
 static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
 {
     struct quick *self = (struct quick *)object;
-    struct call call;
+    struct ah_quick_call call;
     int outcome;
 
     /* Not the parts: they are 8 KiB, and only those that are used are written. */
-    memset(&call, 0, offsetof(struct call, out));
+    memset(&call, 0, offsetof(struct ah_quick_call, out));
     call.way = (struct ah_way *)self->way;
     call.name = self->name;
     call.whole = self->whole;

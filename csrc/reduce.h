@@ -5,6 +5,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Beside the number of a real type in a call: complex numbers with such parts. They are reduced as their parts, and
+ * compared as what they are. */
+#define AH_COMPLEX 0x100u
+
 /* The numbers are part of the segment's version: ranks compare them. */
 enum ah_dtype {
     AH_U8 = 1,

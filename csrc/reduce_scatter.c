@@ -55,11 +55,11 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
     const struct ah_call call = {
         .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = reduction, .dtype = dtype, .root = -1};
     struct task task = {
-        .group = group, .in = in, .out = out, .dtype = dtype, .reduction = reduction, .first = group->ticket};
+        .group = group, .in = in, .out = out, .dtype = dtype & ~AH_COMPLEX, .reduction = reduction, .first = group->ticket};
     size_t slot = group->head->slot_bytes, chunks;
     int code;
 
-    if (!ah_reducible(dtype, reduction) || group->ranks > AH_MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)
+    if (!ah_reducible(task.dtype, reduction) || group->ranks > AH_MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)
         return AH_BROKEN;
     /* Up to a whole slot goes in one chunk. */
     task.piece = slot / group->ranks / AH_LINE * AH_LINE;

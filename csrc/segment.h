@@ -47,10 +47,13 @@ struct ah_member {
     alignas(AH_LINE) _Atomic uint32_t arrived;
     _Atomic uint32_t reduced;
     _Atomic uint32_t taken;
+    _Atomic uint32_t departed; /* not 0: it makes no further call */
     /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_LINE) _Atomic uint32_t waiters;
     _Atomic uint32_t bell;
     alignas(AH_LINE) struct ah_call calls[AH_CALLS];
+    /* Its calls below this sequence stand in `calls`, whether it got as far as arriving or not. */
+    _Atomic uint64_t noted;
     /* Sizes that differ between ranks (uneven all_gather and all_to_all): one number for each. */
     alignas(AH_LINE) _Atomic uint64_t largest[AH_CALLS];
 };
@@ -63,9 +66,9 @@ struct ah_header {
     uint64_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
     uint64_t total_bytes;
     unsigned char nonce[16];
-    /* Not 0 once the group is over: an ah_code. The first one stands. */
+    /* Not 0 once the group is over: an ah_code, and above its 8 bits the rank it is about. The first one stands,
+     * so both are one word. */
     alignas(AH_LINE) _Atomic uint32_t ended;
-    _Atomic uint32_t culprit;
 };
 
 /* How a call ended. Python writes the sentences. */
@@ -77,6 +80,7 @@ enum ah_code {
     AH_MISMATCH = 4, /* `culprit` called something else */
     AH_BROKEN = 5,   /* not a segment of ours, or an argument that makes no sense */
     AH_INTERRUPTED = 6, /* `pulse` said so: a signal's handler raised */
+    AH_DEPARTED = 7,    /* `culprit` left the group in good order */
 };
 
 /* Memory beside the segment that all ranks map: a region of `stride` bytes for each. */

@@ -37,14 +37,38 @@ size_t ah_largest(const struct ah_group *group)
     return largest;
 }
 
-int ah_check_size(struct ah_group *group, uint32_t first, uint32_t rank, size_t bytes)
+/* What `from` stated for `to`. */
+static uint64_t stated(const struct ah_group *group, uint32_t first, uint32_t from, uint32_t to)
 {
-    uint64_t stated;
+    uint64_t bytes;
 
-    memcpy(&stated, ah_slot(group, rank, first) + group->rank * sizeof stated, sizeof stated);
-    if (stated == bytes)
-        return AH_OK;
+    memcpy(&bytes, ah_slot(group, from, first) + to * sizeof bytes, sizeof bytes);
+    return bytes;
+}
+
+static int mismatch(struct ah_group *group, uint32_t rank)
+{
     ah_end(group, AH_MISMATCH, rank);
     group->culprit = rank;
     return AH_MISMATCH;
+}
+
+int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts)
+{
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (stated(group, first, rank, group->rank) != parts[rank].bytes)
+            return mismatch(group, rank);
+    }
+    return AH_OK;
+}
+
+int ah_check_root(struct ah_group *group, uint32_t first, uint32_t root, size_t own)
+{
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        uint64_t bytes = rank == group->rank ? own : stated(group, first, rank, root);
+
+        if (stated(group, first, root, rank) != bytes)
+            return mismatch(group, rank);
+    }
+    return AH_OK;
 }

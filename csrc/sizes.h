@@ -15,7 +15,11 @@ void ah_state_sizes(struct ah_group *group, uint32_t first, const struct ah_part
 /* After the meeting: the largest size that any rank stated. */
 size_t ah_largest(const struct ah_group *group);
 
-/* After the meeting: AH_MISMATCH (which ends the group) unless `rank` has `bytes` for us. */
-int ah_check_size(struct ah_group *group, uint32_t first, uint32_t rank, size_t bytes);
+/* After the meeting: AH_MISMATCH (which ends the group) unless every rank has the bytes of its part for us. */
+int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts);
+
+/* After the meeting of an operation with a root: AH_MISMATCH unless what the root stated for each rank is what that
+ * rank stated. Everyone looks at all of it, so that everyone finds out. `own` is what this rank has for itself. */
+int ah_check_root(struct ah_group *group, uint32_t first, uint32_t root, size_t own);
 
 #endif

@@ -69,10 +69,17 @@ void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank)
 {
     uint32_t none = 0;
 
-    atomic_store(&group->head->culprit, rank);
-    atomic_compare_exchange_strong(&group->head->ended, &none, (uint32_t)code);
+    atomic_compare_exchange_strong(&group->head->ended, &none, (uint32_t)code | rank << 8);
     for (uint32_t each = 0; each < group->ranks; each++)
         wake(&group->members[each]);
+}
+
+void ah_depart(struct ah_group *group)
+{
+    struct ah_member *self = &group->members[group->rank];
+
+    atomic_store_explicit(&self->departed, 1, memory_order_release);
+    wake(self);
 }
 
 static int ended(struct ah_group *group)
@@ -80,8 +87,8 @@ static int ended(struct ah_group *group)
     uint32_t code = atomic_load_explicit(&group->head->ended, memory_order_acquire);
 
     if (code != 0)
-        group->culprit = atomic_load(&group->head->culprit);
-    return (int)code;
+        group->culprit = code >> 8;
+    return (int)(code & 0xff);
 }
 
 static int is_dead(const struct ah_group *group, uint32_t rank)
@@ -140,6 +147,10 @@ int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint3
             last_look = AH_DEAD;
             continue;
         }
+        if (atomic_load_explicit(&member->departed, memory_order_acquire) != 0) {
+            last_look = AH_DEPARTED;
+            continue;
+        }
         if (group->pulse && group->pulse(group->context) != 0) {
             ah_end(group, AH_ABORTED, group->rank);
             group->culprit = group->rank;
@@ -174,6 +185,7 @@ int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout
     group->deadline_ns = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
     self->calls[group->call.sequence % AH_CALLS] = group->call;
     atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], 0, memory_order_relaxed);
+    atomic_store_explicit(&self->noted, group->sequence, memory_order_release);
     return ended(group);
 }
 

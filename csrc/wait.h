@@ -31,6 +31,9 @@ int ah_compare(struct ah_group *group, uint32_t rank);
 /* End a call whose chunks took the tickets up to `ticket`: all our counters stand there. */
 void ah_finish(struct ah_group *group, uint32_t ticket);
 
+/* Say that this rank makes no further call. Whoever waits for what it has not done is told; what it has done stays. */
+void ah_depart(struct ah_group *group);
+
 /* Note that the group is over because of `rank`; the first reason stands. Wakes everyone. */
 void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank);
 

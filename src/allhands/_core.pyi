@@ -154,6 +154,9 @@ class Segment:
 
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
+    def depart(self) -> None:
+        """Say that this rank makes no further call."""
+
     def culprit(self) -> int:
         """Return the rank that the last bad end is about."""
 

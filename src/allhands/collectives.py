@@ -302,6 +302,15 @@ def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "hears_signals", False)
 
 
+def _is_deaf(name: str, work: dist.Work) -> bool:
+    """Tell whether ``work`` is a send of Gloo, which may not be told that its connection ended.
+
+    Of large sends under way when the group ends, one in ten or so waits until its timeout.
+    """
+    # An engine's own class; those of this package are Python's and end with the group.
+    return name in {"isend", "batch_isend_irecv"} and type(work) is dist.Work
+
+
 def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
     behind = op
@@ -363,9 +372,9 @@ def guarded(name: str) -> Callable[..., Any]:
             if note and not pending:
                 notes.own().end(note, well)
         if isinstance(result, dist.Work):
-            return Pending(result, session, name, site, patient=patient, note=note)
+            return Pending(result, session, name, site, patient=patient or _is_deaf(name, result), note=note)
         if isinstance(result, list) and result and isinstance(result[0], dist.Work):
-            return [Pending(work, session, name, site) for work in result]
+            return [Pending(work, session, name, site, patient=_is_deaf(name, work)) for work in result]
         return result
 
     return call

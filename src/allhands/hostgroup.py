@@ -186,6 +186,8 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._line.close(_END_S)
         if self.mail is not None:
             self.mail.close(_END_S)
+        if self._gate is not None:
+            self._gate.depart()
         self._gloo.shutdown()
 
     # Inside ------------------------------------------------------------------------------------------------
@@ -281,7 +283,8 @@ class HostGroup(_Base):  # type: ignore[misc]
         number = shm.reduction_code(op)
         if not shm.reducible(code, number) or (dtype.is_complex and number not in shm.LINEAR):
             raise self._wrong(name, f"{shm.REDUCTION_NAMES[number] or op} is not defined on {dtype}")
-        return code, number, self._factor(name, dtype, op) if number == shm.PREMUL_SUM else None
+        factor = self._factor(name, dtype, op) if number == shm.PREMUL_SUM else None
+        return code | shm.COMPLEX * dtype.is_complex, number, factor
 
     def _factor(self, name: str, dtype: torch.dtype, op: Any) -> complex:
         """Return the factor of a PREMUL_SUM as a number."""
@@ -306,6 +309,12 @@ class HostGroup(_Base):  # type: ignore[misc]
     def _same_number(self, name: str, tensors: _Tensors) -> None:
         if len(tensors) != self.size():
             raise self._wrong(name, f"a list of {len(tensors)} tensors in a group of {self.size()}")
+
+    def _same_type(self, name: str, *tensors: torch.Tensor) -> None:
+        """Refuse what torch's functions for single tensors let through: bytes of one type taken for another's."""
+        kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+        if len(kinds) > 1:
+            raise self._wrong(name, f"tensors of different types: {' and '.join(sorted(kinds))}")
 
     def _wrong(self, name: str, why: str) -> Exception:
         return fail("invalid-argument", f"{name}: {why}", who=f"rank {self.ranks[self._rank]}", fix="see the call")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
-
-import torch
 
 from . import notes
 from .diagnosis import Diagnosis, duration, ranks
@@ -21,6 +20,13 @@ __all__ = ["explain"]
 
 # The sequence number of a rank that has not come to a call yet.
 _NOT_COME = 2**64 - 1
+
+# Operations whose sizes may differ between ranks, by the core's numbers.
+_UNEVEN = frozenset(shm.KINDS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
+
+# How long to wait for more ranks to come to a call that some made differently: two that differ do not say which of
+# them is the odd one. Everyone is to be told within a second.
+_COME_S, _LOOK_S = 0.3, 0.002
 
 # How long the coordinator may take to say who it was that fell.
 _VERDICT_S = 1.0
@@ -46,14 +52,17 @@ def explain(
             return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
-            return (
-                group.session.explain(late, name, site, group.ranks)
+            told = (
+                group.session.explain(late, name, site, group.ranks, late_rank=culprit)
                 if peers is None
                 else group.session.explain(late, name, site, peers, blamed=True)
-            ) or error(_lost(culprit, who, "it did not come in time"))
+            )
+            return told or error(_lost(culprit, who, "it did not come in time"))
         case "dead":
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
+        case "departed":
+            return error(member.wait_for_verdict(0) or member.condemn(_departed(culprit, who, name)))
         case _:
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or _lost(culprit, who, "it ended the group"))
@@ -70,24 +79,30 @@ def _lost(culprit: int, who: str, why: str) -> Diagnosis:
     )
 
 
+def _departed(culprit: int, who: str, name: str) -> Diagnosis:
+    return Diagnosis(
+        "peer-lost",
+        f"{name} cannot finish: rank {culprit} left the group",
+        who=who,
+        why=f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call",
+        fix="see that every rank makes the same calls; a rank that is done early still has to take part",
+        ranks=(culprit,),
+    )
+
+
 def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
     everyone = {status.rank: status for status in group.session.member.census()}
-    calls: dict[str, list[int]] = {}
+    came = _wait_for_calls(group)
+    absent = [rank for rank in group.ranks if rank not in came]
+    odd = sorted(rank for members in _parties(came)[1:] for rank in members) or [culprit]
+    words: dict[str, list[int]] = {}
     places: dict[tuple[str, str], list[int]] = {}
-    absent: list[int] = []
-    sequence = group.engine.segment.call(group.rank())[0]
-    for index, rank in enumerate(group.ranks):
-        theirs = group.engine.segment.call(index)
-        if theirs[0] == sequence:
-            calls.setdefault(_call(theirs), []).append(rank)
-            places.setdefault((_call(theirs), _detail(group, index, sequence)), []).append(rank)
-        else:
-            absent.append(rank)
-    ordered = sorted(calls.items(), key=lambda item: (-len(item[1]), min(item[1])))
-    odd = sorted(rank for _, members in ordered[1:] for rank in members) or [culprit]
+    for rank, call in came.items():
+        words.setdefault(_call(call), []).append(rank)
+        places.setdefault((_call(call), _detail(group, group.ranks.index(rank), call[0])), []).append(rank)
     lines = [
         f"{ranks(members)} called {call}{detail}"
-        for call, _ in ordered
+        for call, _ in sorted(words.items(), key=lambda item: (-len(item[1]), item[1]))
         for (each, detail), members in places.items()
         if each == call
     ]
@@ -155,24 +170,48 @@ def _misfit(group: HostGroup, odd: tuple[int, ...], who: str) -> Diagnosis:
 
 
 def _elements(dtype: int, size: int) -> str:
-    names = {code: str(key).removeprefix("torch.") for key, code in shm.DTYPES.items()}
-    return f"{names.get(dtype, 'bytes')} x {size // max(1, _bytes(dtype))}"
+    of = shm.dtype_of(dtype)
+    return f"{str(of).removeprefix('torch.') if of else 'bytes'} x {size // (of.itemsize if of else 1)}"
+
+
+def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
+    """Return what the ranks called that have come, once it is clear what most of them call, or after _COME_S."""
+    deadline = time.monotonic() + _COME_S
+    segment = group.engine.segment
+    while True:
+        sequence = segment.call(group.rank())[0]
+        made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
+        came = {rank: call for rank, call in made.items() if call[0] == sequence}
+        most = max(map(len, _parties(came)), default=0)
+        if most * 2 > len(made) or len(came) == len(made) or time.monotonic() >= deadline:
+            return came
+        time.sleep(_LOOK_S)
+
+
+def _parties(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    """Return the ranks that made the same call together, the most of them first."""
+
+    def by(key: Callable[[tuple[int, ...]], object]) -> list[list[int]]:
+        found: dict[object, list[int]] = {}
+        for rank, call in calls.items():
+            found.setdefault(key(call), []).append(rank)
+        return sorted(found.values(), key=lambda members: (-len(members), members))
+
+    # Where sizes may differ, they are what is wrong only if nothing else is.
+    parties = by(lambda call: (*call[1:4], call[5], 0 if call[1] in _UNEVEN else call[4]))
+    return parties if len(parties) > 1 else by(lambda call: call[4])
 
 
 def _call(call: tuple[int, ...]) -> str:
     _, kind, reduction, dtype, size, root = call
     words = [shm.kind_name(kind)]
-    names = {code: str(key).removeprefix("torch.") for key, code in shm.DTYPES.items()}
-    words.append(f"of {names.get(dtype, 'bytes')}")
+    of = shm.dtype_of(dtype)
+    if dtype:
+        words.append(f"of {str(of).removeprefix('torch.') if of else 'bytes'}")
     if size:
-        words.append(f"x {size // max(1, _bytes(dtype))}")
+        words.append(f"x {size // (of.itemsize if of else 1)}")
     if reduction:
         words.append(f"by {shm.REDUCTION_NAMES[reduction]}")
     if root >= 0:
         words.append(f"with root {root}")
     return " ".join(words)
-
-
-def _bytes(dtype: int) -> int:
-    sizes = {code: torch.empty(0, dtype=key).element_size() for key, code in shm.DTYPES.items()}
-    return sizes.get(dtype, 1)

@@ -154,6 +154,7 @@ class Group(HostGroup):
 
     def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
         self._same_number("all_gather", outputs)
+        self._same_type("all_gather", tensor, *outputs)
         with Flat(tensor, back=False) as flat, Flats(outputs) as out:
             self._call(self._core.all_gather, *flat.place, out.places, shm.dtype_code(tensor.dtype))
 
@@ -236,6 +237,7 @@ class Group(HostGroup):
 
     def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any) -> None:
         self._same_number("reduce_scatter", inputs)
+        self._same_type("reduce_scatter", output, *inputs)
         dtype, reduction, factor = self._reduction("reduce_scatter", output, op)
         if any(tensor.numel() != output.numel() for tensor in inputs):
             raise self._wrong("reduce_scatter", "the tensors of the list and the output differ in size")

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from . import _torch, notes
 from .control import Member, Seat
@@ -46,7 +47,14 @@ _TRANSPORT = re.compile(
 _TIMEOUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
 
 # Frames that are not the user's; compared with co_filename, which is a string.
-NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__, threading.__file__)
+NOT_THE_USERS = (
+    str(Path(__file__).parent),
+    str(Path(torch.__file__).parent),
+    contextlib.__file__,
+    threading.__file__,
+    # torch wraps the functions that it has newer names for in its `deprecated`.
+    typing_extensions.__file__,
+)
 
 # A message of Gloo is a page of C++; the exception it becomes keeps its first line.
 _MOST_MESSAGE = 300
@@ -167,10 +175,12 @@ class Session:
         among: Collection[int] | None = None,
         *,
         blamed: bool = False,
+        late_rank: int | None = None,
     ) -> AllhandsError | None:
         """Return the exception that says why ``problem`` came about, None where it is the caller's own mistake.
 
-        ``among`` are the ranks that had to come, all of them by default; ``blamed`` whatever they do.
+        ``among`` are the ranks that had to come, all of them by default; ``blamed`` whatever they do. ``late_rank`` is
+        who an engine waited for in vain, where it knows.
         """
         if self.member.verdict is not None:
             return error(self.member.verdict)
@@ -182,11 +192,20 @@ class Session:
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
-            verdict = self.member.condemn(self._from_census(problem, name, site, among, blamed=blamed))
+            verdict = self.member.condemn(
+                self._from_census(problem, name, site, among, blamed=blamed, late_rank=late_rank)
+            )
         return error(verdict)
 
     def _from_census(
-        self, problem: BaseException, name: str, site: str, among: Collection[int] | None, *, blamed: bool
+        self,
+        problem: BaseException,
+        name: str,
+        site: str,
+        among: Collection[int] | None,
+        *,
+        blamed: bool,
+        late_rank: int | None,
     ) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
@@ -253,6 +272,9 @@ class Session:
             for status in everyone
             if (blamed or not status.doing.startswith(f"in {name} ")) and status.rank != mine
         ]
+        if not elsewhere:
+            # Everyone is in a call of this name; whoever did not come is in it in another group.
+            elsewhere = [status for status in everyone if status.rank == late_rank]
         return Diagnosis(
             "collective-timeout",
             f"{name} did not finish within {waited}"

@@ -20,7 +20,7 @@ SLOT = 64 * 1024
 # The core's numbers.
 DTYPES = {"u1": 1, "i1": 2, "u2": 3, "i2": 4, "u4": 5, "i4": 6, "u8": 7, "i8": 8, "f2": 10, "f4": 12, "f8": 13}
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = 1, 3, 4, 5, 6, 7, 8
-TIMEOUT, ABORTED, MISMATCH, BROKEN = 1, 3, 4, 5
+TIMEOUT, ABORTED, MISMATCH, BROKEN, DEPARTED = 1, 3, 4, 5, 7
 MODELS: dict[int, Callable[..., Any]] = {
     SUM: np.add,
     PRODUCT: np.multiply,
@@ -238,6 +238,43 @@ def test_an_end_wakes_whoever_waits() -> None:
         assert views[0].barrier(LIMIT_NS) == ABORTED
         assert views[0].culprit() == 1
         timer.join()
+
+
+def test_the_first_end_stands() -> None:
+    """Whoever ends a group that is over already changes neither how it ended nor whom that is about."""
+    with segments(3) as views:
+        views[1].end(1)
+        views[0].end(0)
+        assert views[2].barrier(LIMIT_NS) == ABORTED
+        assert views[2].culprit() == 1
+
+
+def test_who_departs_keeps_nobody_waiting() -> None:
+    """What a rank did before it left still counts; whoever waits for more of it is told at once."""
+    with segments(2) as views:
+        together(2, lambda rank: bool(views[rank].barrier(LIMIT_NS)))
+        views[1].depart()
+        assert views[0].barrier(LIMIT_NS) == DEPARTED
+        assert views[0].culprit() == 1
+    with segments(2) as views:
+        data = [np.full(20_000, rank, "f4") for rank in range(2)]
+
+        def work(rank: int) -> None:
+            assert views[rank].broadcast(*place(data[rank]), DTYPES["f4"], 1, LIMIT_NS) == 0
+            views[rank].depart()
+
+        together(2, work)
+        assert data[0][-1] == 1
+
+
+def test_arguments_that_are_no_numbers_are_refused() -> None:
+    """Wherever in a list they stand; what was taken apart by then is freed once."""
+    with segments(2) as views:
+        good: tuple[Any, ...] = (0, 0) * 2
+        for bad in (("x", 0, 0, 0), (0, 0, 0, "x")):
+            for arguments in ((bad, good), (good, bad)):
+                with pytest.raises(TypeError):
+                    views[0].all_to_all(*arguments, 1, LIMIT_NS)
 
 
 def test_a_dead_process_is_noticed() -> None:

@@ -122,7 +122,7 @@ class Relay:
         """Reduce to everyone."""
         data = _bytes(address, size)
         rows = self._meet("all_reduce", limit_ns, data, dtype=dtype, reduction=reduction)
-        self._reduce(data.view(_TYPES[dtype]), rows, reduction)
+        self._reduce(data.view(_TYPES[dtype & ~shm.COMPLEX]), rows, reduction)
         return self.done()
 
     def reduce(self, address: int, size: int, dtype: int, reduction: int, root: int, limit_ns: int) -> int:  # noqa: PLR0917  # the core's signature
@@ -131,7 +131,7 @@ class Relay:
         rows = self._meet("reduce", limit_ns, data, dtype=dtype, reduction=reduction, root=root)
         # Gloo would leave sums of some ranks in the tensors of the others.
         mine = data if self._rank == root else data.clone() if rows is None else torch.empty_like(data)
-        self._reduce(mine.view(_TYPES[dtype]), rows, reduction, root)
+        self._reduce(mine.view(_TYPES[dtype & ~shm.COMPLEX]), rows, reduction, root)
         return self.done()
 
     def broadcast(self, address: int, size: int, dtype: int, root: int, limit_ns: int) -> int:
@@ -189,7 +189,7 @@ class Relay:
         """Reduce each part of everyone's data to the rank it is for."""
         data, parts = _bytes(address, size), _parts(given)
         self._meet("reduce_scatter", limit_ns, None, [size], dtype=dtype, reduction=reduction)
-        mine = data.view(_TYPES[dtype])
+        mine = data.view(_TYPES[dtype & ~shm.COMPLEX])
         came = torch.empty(self._size, mine.numel(), dtype=mine.dtype)
         self._swap(parts, [_flat(came)], [size] * self._size, [size] * self._size)
         mine.copy_(fold(came.unbind(), reduction))

@@ -25,6 +25,7 @@ from .handing import Handing, Handover, no_room, pid_namespace, require_room
 __all__ = [
     "BESIDE",
     "CODES",
+    "COMPLEX",
     "DTYPES",
     "KINDS",
     "LEAST_SLOT_KIB",
@@ -36,6 +37,7 @@ __all__ = [
     "Shm",
     "Trouble",
     "dtype_code",
+    "dtype_of",
     "form",
     "kind_name",
     "parts",
@@ -65,6 +67,24 @@ DTYPES: dict[torch.dtype, int] = {
     torch.float64: 13,
 }
 _RAW = 14
+# Types that are bytes to the core, by numbers that it only compares.
+_MOVED = {
+    kind: _RAW + 1 + index
+    for index, kind in enumerate(
+        getattr(torch, name)
+        for name in (
+            "complex32",
+            "complex64",
+            "complex128",
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        )
+        if hasattr(torch, name)
+    )
+}
 
 REDUCTIONS = {
     ReduceOp.SUM: 1,
@@ -99,7 +119,7 @@ KINDS = (
 )
 # Above these: the same operation, agreed on here and then done by Gloo. No operation of the core has such a number.
 BESIDE = 64
-CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken")
+CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken", "interrupted", "departed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,10 @@ class Trouble(Exception):
     how: str
     culprit: int
 
+
+# Beside the number of a real type: the tensor is of the complex type with such parts. The core reduces the parts and
+# compares the mark too.
+COMPLEX = 0x100
 
 # Reductions that may be done on the real and imaginary parts of complex numbers by themselves.
 LINEAR = frozenset({1, 2, PREMUL_SUM})
@@ -121,7 +145,15 @@ def reducible(dtype: int, reduction: int) -> bool:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the core's number for ``dtype``; those it cannot reduce are bytes to it."""
-    return DTYPES.get(dtype, _RAW)
+    return DTYPES.get(dtype) or _MOVED.get(dtype, _RAW)
+
+
+def dtype_of(code: int) -> torch.dtype | None:
+    """Return the type that `dtype_code` has a number for, None for one without a number of its own."""
+    if code & COMPLEX:
+        parts = dtype_of(code & ~COMPLEX)
+        return parts.to_complex() if parts is not None else None
+    return next((kind for kind, known in (DTYPES | _MOVED).items() if known == code), None)
 
 
 def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:

@@ -1,0 +1,145 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "call.h"
+
+#include <string.h>
+
+#include "reduce.h"
+
+static const char *const DTYPES[AH_RAW + 1] = {"",      "uint8",   "int8",     "uint16",  "int16",
+                                               "uint32", "int32",   "uint64",   "int64",   "bool",
+                                               "float16", "bfloat16", "float32", "float64", "bytes"};
+static const char *const REDUCTIONS[AH_REDUCTIONS] = {"", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+
+int ah_call_peer(const struct ah_quick_call *call, int fallback, uint32_t *rank)
+{
+    PyObject *own = call->given[GROUP_PEER], *global = call->given[PEER];
+    int named = own && own != Py_None, found;
+    long value;
+
+    if (named && global && global != Py_None)
+        return NOT_OURS; /* torch says what is wrong with that */
+    if (!named && (!global || global == Py_None)) {
+        if (fallback < 0)
+            return NOT_OURS;
+        value = fallback;
+    } else {
+        if (!PyLong_CheckExact(named ? own : global))
+            return NOT_OURS;
+        value = PyLong_AsLong(named ? own : global);
+        if (value == -1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return NOT_OURS;
+        }
+    }
+    if (!named && call->segment->ranks) {
+        for (found = 0; found < (int)call->segment->group.ranks; found++) {
+            if (PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, found)) == value)
+                break;
+        }
+        value = found;
+    }
+    *rank = (uint32_t)value;
+    return value >= 0 && value < (long)call->segment->group.ranks ? DONE : NOT_OURS;
+}
+
+int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
+{
+    struct ah_segment *segment = call->segment;
+    struct ah_note *note;
+
+    note = ah_note_begin(&segment->notice->board);
+    ah_note_text(note->operation, sizeof note->operation, call->name);
+    memcpy(note->group, segment->name, sizeof note->group);
+    ah_note_text(note->dtype, sizeof note->dtype, shown ? DTYPES[shown->dtype] : "");
+    ah_note_text(note->reduction, sizeof note->reduction, REDUCTIONS[reduction]);
+    note->bytes = shown ? shown->part.bytes : 0;
+    note->root = root;
+    note->sequence = segment->group.sequence;
+    note->main = PyThread_get_thread_ident() == segment->notice->main;
+    note->dims = 0;
+    if (ah_place(call->way, note->site, sizeof note->site) != 0 || (shown && ah_note_shape(note, shown->shape) != 0)) {
+        ah_note_set(note, AH_NOTE_FAILED);
+        return RAISED;
+    }
+    ah_note_set(note, AH_NOTE_RUNNING);
+    call->note = note;
+    call->number = note->number;
+    return DONE;
+}
+
+int ah_call_begin(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
+{
+    int code;
+
+    if (!PyThread_acquire_lock(call->segment->turn, NOWAIT_LOCK))
+        return NOT_OURS;
+    code = ah_call_announce(call, shown, reduction, root);
+    if (code != DONE)
+        PyThread_release_lock(call->segment->turn);
+    return code;
+}
+
+int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int peer)
+{
+    char site[sizeof call->note->site];
+    PyObject *raised;
+
+    memcpy(site, call->note->site, sizeof site);
+    /* With more under way than there are places, the note may be another's by now. */
+    if (call->note->number == call->number)
+        ah_note_set(call->note, code == AH_OK ? AH_NOTE_DONE : AH_NOTE_FAILED);
+    if (code == AH_OK)
+        return DONE;
+    if (code != AH_INTERRUPTED) {
+        raised = PyObject_CallMethod(call->group, "failed", "iIssi", code, (unsigned int)culprit, call->name, site, peer);
+        Py_XDECREF(raised);
+        if (raised)
+            PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");
+    }
+    return RAISED;
+}
+
+int ah_call_finish(struct ah_quick_call *call, int code)
+{
+    uint32_t culprit = call->segment->group.culprit;
+
+    PyThread_release_lock(call->segment->turn);
+    return ah_call_conclude(call, code, culprit, -1);
+}
+
+int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first)
+{
+    uint32_t ranks = call->segment->group.ranks;
+
+    first->shape = NULL;
+    if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
+        return NOT_OURS;
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        struct ah_plain each;
+
+        if (ah_look(call->way, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype)) {
+            Py_XDECREF(each.shape);
+            Py_CLEAR(first->shape);
+            return NOT_OURS;
+        }
+        parts[rank] = each.part;
+        if (rank == 0)
+            *first = each;
+        else
+            Py_DECREF(each.shape);
+    }
+    return DONE;
+}
+
+int ah_call_cut(const struct ah_quick_call *call, struct ah_plain whole, size_t bytes, struct ah_part *parts)
+{
+    uint32_t ranks = call->segment->group.ranks;
+
+    if (whole.part.bytes != bytes * ranks)
+        return NOT_OURS;
+    for (uint32_t rank = 0; rank < ranks; rank++)
+        parts[rank] = (struct ah_part){.data = whole.part.data + rank * bytes, .bytes = bytes};
+    return DONE;
+}

@@ -1,0 +1,62 @@
+/* Making a segment, before anyone has a view of it: functions of the module. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "maker.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+#include "reduce.h"
+#include "segment.h"
+
+PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int ranks;
+    Py_ssize_t slot_bytes;
+
+    if (!PyArg_ParseTuple(args, "In:segment_bytes", &ranks, &slot_bytes))
+        return NULL;
+    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes));
+}
+
+PyObject *ah_py_reducible(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int dtype, reduction;
+
+    if (!PyArg_ParseTuple(args, "II:reducible", &dtype, &reduction))
+        return NULL;
+    return PyBool_FromLong(ah_reducible(dtype, reduction));
+}
+
+PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int ranks;
+    Py_ssize_t slot_bytes, nonce_bytes;
+    const char *nonce;
+    size_t bytes;
+    void *memory;
+    int fd, code;
+
+    if (!PyArg_ParseTuple(args, "iIny#:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes))
+        return NULL;
+    if (nonce_bytes != 16 || ranks == 0) {
+        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes and at least one rank");
+        return NULL;
+    }
+    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes);
+    memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    ah_segment_format(memory, ranks, (size_t)slot_bytes, (const unsigned char *)nonce);
+    /* Give every page now: running out of memory is found out here, not by a signal in the middle of a copy. */
+    Py_BEGIN_ALLOW_THREADS
+    code = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+    Py_END_ALLOW_THREADS
+    munmap(memory, bytes);
+    if (code != 0 && code != EINVAL) { /* EINVAL: a kernel before 5.14 gives pages when they are touched */
+        errno = code;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
+}

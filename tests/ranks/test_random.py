@@ -1,0 +1,35 @@
+"""Random programs of collectives on real processes, against numpy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from ranks.crew import Crew, programs
+from ranks.program import Op
+
+pytestmark = pytest.mark.usefixtures("nursery")
+
+
+def test_random_programs_agree_with_numpy() -> None:
+    """Any operation, type, shape, layout, group, root, reduction, waited for at once or later, gives what numpy does.
+
+    Groups overlap and several operations are in flight. The soak test runs ten thousand operations.
+    """
+    with Crew(timeout=120) as crew:
+
+        @settings(
+            derandomize=True,
+            phases=[Phase.generate],
+            max_examples=50,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+        @given(programs(1, 30))
+        def run(program: list[Op]) -> None:
+            crew.run(program)
+
+        run()
+    print(f"\n{crew.operations} operations")  # noqa: T201  # what the test measures
+    assert crew.operations > 200

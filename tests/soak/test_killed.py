@@ -1,0 +1,27 @@
+"""Every way to fall, in every operation, in its middle and before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.test_killed import OPERATIONS, fall
+
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+
+# A moment is drawn anew each time: the middle of an operation has many places to fall in.
+ROUNDS = 3
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+def test_every_way_to_fall(name: str, how: str) -> None:
+    """Survivors of a rank that is killed, exits or raises are told its rank within a second or so."""
+    slowest = max([fall(name, how, early=True), *(fall(name, how) for _ in range(ROUNDS))])
+    print(f"\n{name}, {how}: {slowest:.3f} s at most")  # noqa: T201  # what the test measures
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("early", [True, False])
+def test_every_operation_names_who_stops(name: str, early: bool) -> None:
+    """A stopped rank is named when the timeout has passed."""
+    fall(name, "stop", early=early)
