@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from . import mismatch
+from . import _torch, mismatch
 from . import session as _session
 from .engines import shm
 from .errors import fail
@@ -45,6 +45,8 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._gloo = gloo
         self._line = Line("allhands-group")
         self._limit_ns = int(timeout.total_seconds() * 1e9)
+        # How long the call may take whose turn it is.
+        self._within_ns = self._limit_ns
         self._group_name = ""
         self._group_desc = ""
         self._sequence = 0
@@ -141,10 +143,17 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._sequence += 1
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))
-        return self._line.do(functools.partial(self._noted, name, site, run), tensors, later=later)
+        # A limit of the call's own; torch has a negative one where the caller gave none.
+        own_ns = int(getattr(opts, "timeout", timedelta(0)).total_seconds() * 1e9)
+        within_ns = own_ns if own_ns > 0 else self._limit_ns
+        noted = functools.partial(self._noted, name, site, run, within_ns)
+        if _torch.profiling():
+            return _torch.profiled(f"allhands:{name}", lambda: self._line.do(noted, tensors, later=later))
+        return self._line.do(noted, tensors, later=later)
 
-    def _noted(self, name: str, site: str, run: Callable[[], None]) -> None:
+    def _noted(self, name: str, site: str, run: Callable[[], None], within_ns: int) -> None:
         before = self.session.enter(name, site)
+        self._within_ns = within_ns
         try:
             run()
         except shm.Trouble as trouble:
@@ -153,7 +162,7 @@ class HostGroup(_Base):  # type: ignore[misc]
             self.session.leave(before)
 
     def _call(self, function: Callable[..., int], *args: Any) -> None:
-        code = function(*args, self._limit_ns)
+        code = function(*args, self._within_ns)
         if code:
             self.engine.done(code)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,11 @@ import torch
 import torch.distributed as dist
 
 __all__ = ["Done", "Line", "Queued"]
+
+# Which operations are kept after their caller let go of them, and how many: those of a few numbers, which cost
+# nothing to keep, and more of them than a model may have between a forward pass and the end of its backward pass.
+_FEW_BYTES = 64
+_KEPT = 1024
 
 
 class Done(dist.Work):
@@ -60,7 +66,7 @@ class Queued(dist.Work):
 
     def __init__(self, function: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._function = function
+        self._function: Callable[[], None] | None = function
         self._tensors = tensors
         self._finished = threading.Event()
         self._problem: BaseException | None = None
@@ -68,8 +74,11 @@ class Queued(dist.Work):
 
     def run(self) -> None:
         """Do it. Never raises: what goes wrong is raised where it is waited for."""
+        # Let go of once it is done: it holds all tensors of the call.
+        function, self._function = self._function, None
         try:
-            self._function()
+            if function is not None:
+                function()
         except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
             self._problem = problem
             self._finished.set()
@@ -109,6 +118,9 @@ class Queued(dist.Work):
 
     def get_future(self) -> Any:
         """Return a future that has its tensors, or raises, once it is done."""
+        if self.is_success():
+            # Who has waited counts on a future that is done (DDP), which the common one may be a moment later.
+            return Done(self._tensors).get_future()
         return self._future.then(lambda future: future.value())
 
 
@@ -127,6 +139,7 @@ class Line:
         self._waiting = 0
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._kept: deque[Queued] = deque(maxlen=_KEPT)
 
     def do(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
         """Do ``function`` now, or ``later`` beside the caller."""
@@ -135,6 +148,15 @@ class Line:
                 function()
             return Done(tensors)
         work = Queued(function, tensors)
+        if threading.current_thread() is self._thread:
+            # Asked for by what follows on an operation of this line (a callback of its future), which may wait for it
+            # here. That it comes before all that is in line is the same on every rank.
+            work.run()
+            return work
+        # DDP's C++ code holds on to one between passes (how many ranks have not joined yet), but that does not keep
+        # its Python half alive, which is the one that can do something.
+        if sum(tensor.nbytes for tensor in tensors) <= _FEW_BYTES:
+            self._kept.append(work)
         with self._counting:
             self._waiting += 1
         self._queue.put(work)
@@ -154,6 +176,7 @@ class Line:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
         if self._thread is not None and not self._closed:
             self._closed = True
+            self._kept.clear()
             self._queue.put(None)
             if threading.current_thread() is not self._thread:
                 self._thread.join(within_s)
