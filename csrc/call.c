@@ -59,7 +59,11 @@ int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, u
     note->sequence = segment->group.sequence;
     note->main = PyThread_get_thread_ident() == segment->notice->main;
     note->dims = 0;
-    if (ah_place(call->way, note->site, sizeof note->site) != 0 || (shown && ah_note_shape(note, shown->shape) != 0)) {
+    if (shown) {
+        note->dims = shown->dims;
+        memcpy(note->shape, shown->shape, sizeof note->shape);
+    }
+    if (ah_place(call->way, note->site, sizeof note->site) != 0) {
         ah_note_set(note, AH_NOTE_FAILED);
         return RAISED;
     }
@@ -113,22 +117,17 @@ int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_par
 {
     uint32_t ranks = call->segment->group.ranks;
 
-    first->shape = NULL;
     if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
         return NOT_OURS;
     for (uint32_t rank = 0; rank < ranks; rank++) {
         struct ah_plain each;
 
         if (ah_look(call->way, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype)) {
-            Py_XDECREF(each.shape);
-            Py_CLEAR(first->shape);
             return NOT_OURS;
         }
         parts[rank] = each.part;
         if (rank == 0)
             *first = each;
-        else
-            Py_DECREF(each.shape);
     }
     return DONE;
 }

@@ -39,7 +39,7 @@ int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int
 /* Give the turn back and conclude. */
 int ah_call_finish(struct ah_quick_call *call, int code);
 
-/* A tensor for each rank, all of one type; the first one's shape stays with `first`. */
+/* A tensor for each rank, all of one type, that of `first`. */
 int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first);
 
 /* One tensor cut into equal parts, of `bytes` each. */

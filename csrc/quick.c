@@ -64,9 +64,9 @@ static int sort(const struct quick *self, PyObject *args, PyObject *keywords, st
     } while (0)
 
 /* Whether the first dimension can be cut into one part for each rank. */
-static int even(const struct ah_quick_call *call, PyObject *shape)
+static int even(const struct ah_quick_call *call, const struct ah_plain *tensor)
 {
-    return PyTuple_Size(shape) > 0 && PyLong_AsSize_t(PyTuple_GetItem(shape, 0)) % call->segment->group.ranks == 0;
+    return tensor->dims > 0 && tensor->shape[0] % call->segment->group.ranks == 0;
 }
 
 /* The operations ------------------------------------------------------------------------------------------- */
@@ -93,7 +93,6 @@ static int all_reduce(struct ah_quick_call *call)
     code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_reduce(group, tensor.part, tensor.dtype, reduction, call->segment->limit_ns));
-    Py_DECREF(tensor.shape);
     return code;
 }
 
@@ -109,7 +108,6 @@ static int reduce(struct ah_quick_call *call)
     code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, (int32_t)root) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_reduce_to(group, tensor.part, tensor.dtype, reduction, root, call->segment->limit_ns));
-    Py_DECREF(tensor.shape);
     return code;
 }
 
@@ -125,14 +123,13 @@ static int broadcast(struct ah_quick_call *call)
     code = ah_call_begin(call, &tensor, 0, (int32_t)root);
     if (code == DONE)
         RUN(call, code, ah_broadcast(group, tensor.part, tensor.dtype, root, call->segment->limit_ns));
-    Py_DECREF(tensor.shape);
     return code;
 }
 
 static int all_gather(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
-    struct ah_plain in, out = {.shape = NULL};
+    struct ah_plain in, out;
     int code;
 
     if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[IN], &in) != 0)
@@ -145,8 +142,6 @@ static int all_gather(struct ah_quick_call *call)
         code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_gather(group, in.part, call->out, in.dtype, call->segment->limit_ns));
-    Py_DECREF(in.shape);
-    Py_XDECREF(out.shape);
     return code;
 }
 
@@ -154,7 +149,7 @@ static int gather(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
-    struct ah_plain in, out = {.shape = NULL};
+    struct ah_plain in, out;
     uint32_t root;
     int code;
 
@@ -167,8 +162,6 @@ static int gather(struct ah_quick_call *call)
     if (code == DONE)
         RUN(call, code,
             ah_gather(group, in.part, list ? call->out : NULL, in.dtype, root, call->segment->limit_ns));
-    Py_DECREF(in.shape);
-    Py_XDECREF(out.shape);
     return code;
 }
 
@@ -176,7 +169,7 @@ static int scatter(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
-    struct ah_plain in = {.shape = NULL}, out;
+    struct ah_plain in, out;
     uint32_t root;
     int code;
 
@@ -189,8 +182,6 @@ static int scatter(struct ah_quick_call *call)
     if (code == DONE)
         RUN(call, code,
             ah_scatter(group, list ? call->in : NULL, out.part, out.dtype, root, call->segment->limit_ns));
-    Py_DECREF(out.shape);
-    Py_XDECREF(in.shape);
     return code;
 }
 
@@ -198,7 +189,7 @@ static int reduce_scatter(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
-    struct ah_plain in = {.shape = NULL}, out;
+    struct ah_plain in, out;
     int code;
 
     if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[OUT], &out) != 0)
@@ -214,20 +205,18 @@ static int reduce_scatter(struct ah_quick_call *call)
     if (code == DONE)
         RUN(call, code,
             ah_reduce_scatter(group, call->in, out.part, out.dtype, reduction, call->segment->limit_ns));
-    Py_DECREF(out.shape);
-    Py_XDECREF(in.shape);
     return code;
 }
 
 static int all_to_all(struct ah_quick_call *call)
 {
     struct ah_group *group = &call->segment->group;
-    struct ah_plain in = {.shape = NULL}, out = {.shape = NULL};
+    struct ah_plain in, out;
     int code = call->given[IN] && call->given[OUT] ? DONE : NOT_OURS;
 
     if (code == DONE && call->whole) {
         if (ah_look(call->way, call->given[IN], &in) != 0 || ah_look(call->way, call->given[OUT], &out) != 0 ||
-            !even(call, in.shape) || !even(call, out.shape) || in.part.bytes != out.part.bytes)
+            !even(call, &in) || !even(call, &out) || in.part.bytes != out.part.bytes)
             code = NOT_OURS;
         else if (ah_call_cut(call, in, in.part.bytes / group->ranks, call->in) != DONE ||
                  ah_call_cut(call, out, out.part.bytes / group->ranks, call->out) != DONE)
@@ -241,8 +230,6 @@ static int all_to_all(struct ah_quick_call *call)
         code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
     if (code == DONE)
         RUN(call, code, ah_all_to_all(group, call->in, call->out, in.dtype, call->segment->limit_ns));
-    Py_XDECREF(in.shape);
-    Py_XDECREF(out.shape);
     return code;
 }
 
@@ -281,7 +268,6 @@ static int message(struct ah_quick_call *call, int sends)
     message.peer = rank;
     message.tag = call->given[TAG] ? (uint64_t)PyLong_AsLong(call->given[TAG]) : 0;
     code = ah_call_announce(call, &tensor, 0, (int32_t)rank);
-    Py_DECREF(tensor.shape);
     if (code != DONE)
         return code;
     if (!ah_mail_try(call->segment->mail, &message, &outcome)) {

@@ -56,41 +56,97 @@ static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
     return number;
 }
 
+/* Ask the tensor one thing after the other. */
+static int ask_each(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
+{
+    PyObject *address, *shape;
+
+    plain->dtype = is(way, tensor, AH_NAME_IS_CPU, 0) ? dtype_of(way, tensor) : 0;
+    if (plain->dtype == 0 || !is(way, tensor, AH_NAME_IS_CONTIGUOUS, 1))
+        return -1;
+    shape = PyObject_GetAttr(tensor, way->names[AH_NAME_SHAPE]);
+    if (!shape || !PyTuple_Check(shape)) {
+        Py_XDECREF(shape);
+        return -1;
+    }
+    plain->dims = (uint32_t)PyTuple_Size(shape);
+    for (uint32_t dim = 0; dim < plain->dims; dim++) {
+        size_t size = PyLong_AsSize_t(PyTuple_GetItem(shape, dim));
+
+        *elements *= size;
+        if (dim < AH_BOARD_DIMS)
+            plain->shape[dim] = size;
+    }
+    Py_DECREF(shape);
+    address = PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_DATA_PTR], NULL);
+    plain->part.data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Our number for a type of DLPack, 0 for one that is only moved. */
+static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
+{
+    uint32_t wide = found->bits == 8 ? 0 : found->bits == 16 ? 1 : found->bits == 32 ? 2 : found->bits == 64 ? 3 : 9;
+
+    if (found->lanes != 1 || wide == 9)
+        return 0;
+    switch (found->code) {
+    case AH_DLPACK_UINT:
+        return AH_U8 + 2 * wide;
+    case AH_DLPACK_INT:
+        return AH_I8 + 2 * wide;
+    case AH_DLPACK_FLOAT:
+        return wide == 1 ? AH_F16 : wide == 2 ? AH_F32 : wide == 3 ? AH_F64 : 0;
+    case AH_DLPACK_BFLOAT:
+        return wide == 1 ? AH_BF16 : 0;
+    case AH_DLPACK_BOOL:
+        return wide == 0 ? AH_BOOL : 0;
+    default:
+        return 0;
+    }
+}
+
+/* Let torch describe the tensor in one call. */
+static int ask_once(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
+{
+    struct ah_dlpack_tensor found;
+
+    if (way->dlpack->describe(tensor, &found) != 0 || found.device_type != AH_DLPACK_CPU)
+        return -1;
+    plain->dtype = dtype_from(&found);
+    plain->dims = (uint32_t)found.dims;
+    plain->part.data = (unsigned char *)found.data + found.byte_offset;
+    for (int32_t dim = found.dims - 1; dim >= 0; dim--) {
+        /* A dimension of one is never stepped along, whatever its stride. */
+        if (found.shape[dim] != 1 && (size_t)found.strides[dim] != *elements && *elements != 0)
+            return -1;
+        *elements *= (size_t)found.shape[dim];
+        if (dim < AH_BOARD_DIMS)
+            plain->shape[dim] = (uint64_t)found.shape[dim];
+    }
+    return plain->dtype != 0 ? 0 : -1;
+}
+
 int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
 {
     size_t elements = 1;
-    PyObject *address;
-    void *data;
+    int asked;
 
-    plain->shape = NULL;
-    plain->part.window = NULL;
-    if (!is_tensor(way, tensor) || !is(way, tensor, AH_NAME_IS_CPU, 0))
+    if (!is_tensor(way, tensor))
         return -1;
-    plain->dtype = dtype_of(way, tensor);
-    if (plain->dtype == 0 || !is(way, tensor, AH_NAME_IS_CONTIGUOUS, 1))
-        return -1;
-    plain->shape = PyObject_GetAttr(tensor, way->names[AH_NAME_SHAPE]);
-    if (!plain->shape || !PyTuple_Check(plain->shape))
-        goto not_plain;
-    for (Py_ssize_t dim = 0; dim < PyTuple_Size(plain->shape); dim++)
-        elements *= PyLong_AsSize_t(PyTuple_GetItem(plain->shape, dim));
+    asked = way->dlpack ? ask_once(way, tensor, plain, &elements) : ask_each(way, tensor, plain, &elements);
     /* The memory of a view that torch has put off negating holds the opposite of its values. */
-    if (PyErr_Occurred() || is(way, tensor, AH_NAME_IS_NEG, 1))
-        goto not_plain;
-    address = PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_DATA_PTR], NULL);
-    data = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (PyErr_Occurred())
-        goto not_plain;
+    if (asked != 0 || is(way, tensor, AH_NAME_IS_NEG, 1)) {
+        PyErr_Clear();
+        return -1;
+    }
     /* A tensor without elements may have no address; arithmetic on none is not defined. */
-    plain->part.data = data ? data : (unsigned char *)"";
+    if (!plain->part.data)
+        plain->part.data = (unsigned char *)"";
     plain->part.bytes = elements * ah_dtype_bytes(plain->dtype);
+    plain->part.window = NULL;
     return 0;
-
-not_plain:
-    PyErr_Clear();
-    Py_CLEAR(plain->shape);
-    return -1;
 }
 
 uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
@@ -213,11 +269,11 @@ int ah_place(struct ah_way *way, char *text, size_t size)
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *made;
+    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *made;
     struct ah_way *self;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
-                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign))
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!O:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule))
         return NULL;
     if (PyTuple_Size(reductions) != AH_REDUCTIONS) {
         PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
@@ -227,6 +283,17 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     if (!made)
         return NULL;
     self = (struct ah_way *)made;
+    if (capsule != Py_None) {
+        const struct ah_dlpack *found = PyCapsule_GetPointer(capsule, AH_DLPACK_CAPSULE);
+
+        if (!found) {
+            Py_DECREF(made);
+            return NULL;
+        }
+        if (found->major == AH_DLPACK_MAJOR && found->describe)
+            self->dlpack = found;
+    }
+    self->capsule = Py_NewRef(capsule);
     self->tensors = Py_NewRef(tensors);
     self->dtypes = Py_NewRef(dtypes);
     self->reductions = Py_NewRef(reductions);
@@ -257,6 +324,7 @@ static void unmake(PyObject *object)
     Py_XDECREF(self->coalescing);
     Py_XDECREF(self->call_site);
     Py_XDECREF(self->foreign);
+    Py_XDECREF(self->capsule);
     for (size_t name = 0; name < AH_NAMES; name++)
         Py_XDECREF(self->names[name]);
     for (size_t site = 0; site < AH_SITES; site++)
@@ -268,7 +336,7 @@ static void unmake(PyObject *object)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign): what the short way "
+    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule): what the short way "
                 "knows of torch."},
     {0, NULL},
 };

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "collective.h"
+#include "dlpack.h"
 #include "engine.h"
 #include "notice.h"
 
@@ -45,6 +46,8 @@ struct ah_way {
     PyObject *coalescing; /* not empty while torch puts calls off */
     PyObject *call_site;  /* function that finds the place of a call which is not the direct caller's */
     PyObject *foreign;    /* tuple of the beginnings of file names that are not the user's */
+    PyObject *capsule;    /* of `describe` */
+    const struct ah_dlpack *dlpack; /* NULL: tensors are asked one thing after the other */
     PyObject *names[AH_NAMES];
     struct ah_site sites[AH_SITES];
 };
@@ -53,7 +56,8 @@ struct ah_way {
 struct ah_plain {
     struct ah_part part;
     uint32_t dtype;
-    PyObject *shape; /* new reference */
+    uint32_t dims; /* how many it has, also beyond those that are kept */
+    uint64_t shape[AH_BOARD_DIMS];
 };
 
 /* Returns a new reference; NULL with an exception set. */

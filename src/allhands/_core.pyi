@@ -83,6 +83,7 @@ class Way:
         coalescing: dict[Any, Any],
         call_site: Callable[[], str],
         foreign: tuple[str, ...],
+        capsule: Any,
         /,
     ) -> Self: ...
 

@@ -421,6 +421,7 @@ def _way() -> _core.Way:
         _torch.coalescing(),
         _session.call_site,
         _session.NOT_THE_USERS,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
 
 

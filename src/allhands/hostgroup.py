@@ -66,6 +66,8 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._line = Line("allhands-group", self._gate)
         self.mail = Mail(self) if self._gate is not None else None
         self._limit_ns = int(timeout.total_seconds() * 1e9)
+        # How long the call may take whose turn it is.
+        self._within_ns = self._limit_ns
         self._group_name = ""
         self._group_desc = ""
         session.member.on_end(self._end)
@@ -207,8 +209,14 @@ class HostGroup(_Base):  # type: ignore[misc]
         run = when_ready(run, tensors)
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))
+        # A limit of the call's own; torch has a negative one where the caller gave none.
+        own_ns = int(getattr(opts, "timeout", timedelta(0)).total_seconds() * 1e9)
+        within_ns = own_ns if own_ns > 0 else self._limit_ns
         number = self._note(name, tensors, opts, site)
-        return self._line.do(functools.partial(self._noted, name, site, number, run), tensors, later=later)
+        noted = functools.partial(self._noted, name, site, number, run, within_ns)
+        if _torch.profiling():
+            return _torch.profiled(f"allhands:{name}", lambda: self._line.do(noted, tensors, later=later))
+        return self._line.do(noted, tensors, later=later)
 
     def _note(self, name: str, tensors: list[torch.Tensor], opts: Any, site: str) -> int:
         """Put an operation on the board, where it waits for its turn."""
@@ -219,9 +227,10 @@ class HostGroup(_Base):  # type: ignore[misc]
         root = getattr(opts, "rootRank", -1)
         return self._board.begin(name, self._group_name, dtype, reduction, shape, size, root, site)
 
-    def _noted(self, name: str, site: str, number: int, run: Callable[[], None]) -> None:
+    def _noted(self, name: str, site: str, number: int, run: Callable[[], None], within_ns: int) -> None:
         before = self.session.enter(name, site)
         self._board.run(number, self._core.sequence())
+        self._within_ns = within_ns
         well = False
         try:
             run()
@@ -269,7 +278,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         issue(*args).wait()
 
     def _call(self, function: Callable[..., int], *args: Any) -> None:
-        code = function(*args, self._limit_ns)
+        code = function(*args, self._within_ns)
         if code:
             self.engine.done(code)
 

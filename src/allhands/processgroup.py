@@ -239,10 +239,22 @@ class Group(HostGroup):
         self._same_number("reduce_scatter", inputs)
         self._same_type("reduce_scatter", output, *inputs)
         dtype, reduction, factor = self._reduction("reduce_scatter", output, op)
+        if inputs[self._rank].numel() != output.numel():
+            raise self._wrong("reduce_scatter", "this rank's tensor of the list and the output differ in size")
         if any(tensor.numel() != output.numel() for tensor in inputs):
-            raise self._wrong("reduce_scatter", "the tensors of the list and the output differ in size")
+            self._reduce_uneven(output, inputs, dtype, reduction, factor)
+            return
         with Flat(output) as flat, Flats(inputs, back=False, factor=factor) as given:
             self._call(self._core.reduce_scatter, given.places, *flat.place, dtype, reduction)
+
+    def _reduce_uneven(
+        self, output: torch.Tensor, inputs: _Tensors, dtype: int, reduction: int, factor: complex | None
+    ) -> None:
+        output.copy_(inputs[self._rank].reshape(output.shape))
+        for root, tensor in enumerate(inputs):
+            mine = root == self._rank
+            with Flat(output if mine else tensor, back=mine, factor=factor) as flat:
+                self._call(self._core.reduce, *flat.place, dtype, reduction, root)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce each part of one tensor to the rank it is for."""

@@ -281,7 +281,7 @@ class Session:
             + (f": {ranks(status.rank for status in elsewhere)} did not come" if elsewhere else ""),
             who=who,
             why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:16]]) or first,
-            fix="see that every rank reaches this call, or raise timeout= if it needs longer",
+            fix="see that every rank reaches this call, or give it a longer timeout (timeout=)",
             ranks=tuple(status.rank for status in elsewhere),
             hosts=tuple(dict.fromkeys(status.host for status in elsewhere)),
             certain=False,

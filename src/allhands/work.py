@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -21,6 +21,11 @@ from . import _core, _torch
 from .errors import fail
 
 __all__ = ["Done", "Line", "Queued"]
+
+# Which operations are kept after their caller let go of them, and how many: those of a few numbers, which cost
+# nothing to keep, and more of them than a model may have between a forward pass and the end of its backward pass.
+_FEW_BYTES = 64
+_KEPT = 1024
 
 
 @_torch.untraced
@@ -65,9 +70,10 @@ class Done(dist.Work):
 class Queued(dist.Work):
     """An operation that waits in a `Line` or is being done there."""
 
-    def __init__(self, function: Callable[[], None], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, function: Callable[[], None], tensors: list[torch.Tensor], line: Line) -> None:
         super().__init__()
-        self._function = function
+        self._line = line
+        self._function: Callable[[], None] | None = function
         self._tensors = tensors
         self._finished = threading.Event()
         self._problem: BaseException | None = None
@@ -75,8 +81,11 @@ class Queued(dist.Work):
 
     def run(self) -> None:
         """Do it. Never raises: what goes wrong is raised where it is waited for."""
+        # Let go of once it is done: it holds all tensors of the call.
+        function, self._function = self._function, None
         try:
-            self._function()
+            if function is not None:
+                function()
         except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
             self._problem = problem
         self._finished.set()
@@ -94,6 +103,8 @@ class Queued(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; raise what went wrong. A ``timeout`` of its own raises without ending it."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        if self._line.is_mine():
+            self._line.help(self)
         if not self._finished.wait(limit):
             raise RuntimeError(f"Operation timed out: it was not done within {limit} s")
         if self._problem is not None:
@@ -131,10 +142,11 @@ class Queued(dist.Work):
 
 
 class Line:
-    """Does operations one after the other in the order in which they came, in threads of its own.
+    """Does operations one after the other in the order in which they came, in a thread of its own.
 
-    An operation that its caller waits for anyway is done by the caller, if nothing is before it. There is one thread,
-    and another only where what follows an operation (a hook of DDP) waits for one that comes after it in line.
+    An operation that its caller waits for anyway is done by the caller, if nothing is before it. What follows an
+    operation (the callbacks of its future) runs in the thread too, before the next one: what a callback asks for is
+    done at once, on every rank at the same place in the order.
     """
 
     def __init__(self, name: str, gate: _core.Segment | None = None) -> None:
@@ -145,67 +157,70 @@ class Line:
         # Held by whoever does an operation.
         self.turn: AbstractContextManager[Any] = gate if gate is not None else threading.Lock()
         self._counting = threading.Lock()
+        # What is in line or being done there, callbacks included: whoever comes now comes after it.
         self._waiting = 0
-        # Held by the thread that takes the next operation and does it.
-        self._leading = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        # How many of them are busy with what follows an operation.
-        self._telling = 0
+        self._thread: threading.Thread | None = None
         self._closed = False
+        self._kept: deque[Queued] = deque(maxlen=_KEPT)
 
     def do(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
         """Do ``function`` now, or ``later`` beside the caller."""
-        if not later and self._waiting == 0:
+        if not later and (self._waiting == 0 or self.is_mine()):
             with self.turn:
                 function()
             return Done(tensors)
         if self._closed:
             raise fail("already-destroyed", "an operation was begun on a group that has been shut down")
-        work = Queued(function, tensors)
-        with self._counting:
-            self._count(1)
-            self._queue.put(work)
-            self._see_to_it()
+        work = Queued(function, tensors, self)
+        if self.is_mine():
+            self._do_one(work)
+            return work
+        # DDP's C++ code holds on to one between passes (how many ranks have not joined yet), but that does not keep
+        # its Python half alive, which is the one that can do something.
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _FEW_BYTES:
+            self._kept.append(work)
+        self._count(1)
+        self._queue.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
         if not later:
             work.wait()
         return work
 
+    def is_mine(self) -> bool:
+        """Tell whether the thread of the line asks."""
+        return threading.current_thread() is self._thread
+
+    def help(self, work: Queued) -> None:
+        """Do what is in line up to ``work``, for a callback that waits for it: nobody else can."""
+        while not work.is_completed() and (following := self._queue.get()) is not None:
+            self._do_one(following)
+            self._count(-1)
+
     def close(self, within_s: float) -> None:
         """Let the thread end after what is in line, and wait for that at most ``within_s``."""
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        self._kept.clear()
+        if self._thread is not None:
             self._queue.put(None)
-            deadline = time.monotonic() + within_s
-            for thread in self._threads:
-                if threading.current_thread() is not thread:
-                    thread.join(max(0.0, deadline - time.monotonic()))
+            if not self.is_mine():
+                self._thread.join(within_s)
+
+    def _do_one(self, work: Queued) -> None:
+        with self.turn:
+            work.run()
+        work.tell()
 
     def _count(self, more: int) -> None:
-        """Count what is in line, and tell the gate. The count is held."""
-        self._waiting += more
-        if self._gate is not None:
-            self._gate.queued = self._waiting
-
-    def _see_to_it(self) -> None:
-        """Have a thread for what is in line. The count is held."""
-        if self._waiting and self._telling == len(self._threads):
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._counting:
+            self._waiting += more
+            if self._gate is not None:
+                self._gate.queued = self._waiting
 
     def _run(self) -> None:
-        while True:
-            with self._leading:
-                work = self._queue.get()
-                if work is None:
-                    self._queue.put(None)  # for the other threads
-                    return
-                with self.turn:
-                    work.run()
-                with self._counting:
-                    self._count(-1)
-                    self._telling += 1
-                    self._see_to_it()
-            work.tell()
-            with self._counting:
-                self._telling -= 1
+        while (work := self._queue.get()) is not None:
+            self._do_one(work)
+            self._count(-1)
