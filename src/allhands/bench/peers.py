@@ -116,7 +116,10 @@ class Engines:
 
     def about(self) -> dict[str, str]:
         """Return the versions of what is measured."""
-        found = {"allhands": allhands.__version__, "gloo": f"torch {torch.__version__}"}
+        group: Any = allhands.group.WORLD
+        shared = group.engine.size_bytes / 2**20
+        ours = f"{allhands.__version__} ({shared:.1f} MiB of shared memory, whatever the size)"
+        found = {"allhands": ours, "gloo": f"torch {torch.__version__}"}
         if self._mpi is not None:
             import mpi4py
 
