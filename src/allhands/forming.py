@@ -35,9 +35,12 @@ def check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     return limit
 
 
-def default_backend() -> str | None:
-    """Return what serves both kinds of tensor; torch's own default takes the GPU's and refuses CPU tensors."""
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else None
+def default_backend() -> str:
+    """Return the backend for who names none: our own where there are only CPUs.
+
+    With GPUs, torch's for both kinds of tensor; its own default takes the GPU's and refuses CPU tensors.
+    """
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "allhands"
 
 
 def current_device(device_id: torch.device | int | None) -> torch.device | None:

@@ -120,7 +120,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     try:
         prepare(session, name, found.world.local_world_size)
         _torch.forget_failed_groups()
-        if chosen is not None and "nccl" in chosen:
+        if "nccl" in chosen:
             form()  # The current GPU belongs to the thread.
         else:
             form_by(max(deadline, time.monotonic() + _LEAST_CONNECT_S), session, form)

@@ -6,7 +6,9 @@ torch's C++ code (DDP) only ever asks a Work to `wait` and for its future. The f
 
 from __future__ import annotations
 
+import _thread
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -105,7 +107,15 @@ class Queued(dist.Work):
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         if self._line.is_mine():
             self._line.help(self)
-        if not self._finished.wait(limit):
+        try:
+            finished = self._finished.wait(limit)
+        except KeyboardInterrupt:
+            # torch's C++ code (DDP) makes a RuntimeError of it. Raised once more, it comes as what it is when the
+            # interpreter is back in Python. A caller in Python says "wait" somewhere, and has it already.
+            if "wait" not in sys._getframe(1).f_code.co_names:  # noqa: SLF001  # inspect.currentframe, one frame up
+                _thread.interrupt_main()
+            raise
+        if not finished:
             raise RuntimeError(f"Operation timed out: it was not done within {limit} s")
         if self._problem is not None:
             raise self._problem

@@ -23,8 +23,10 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def demo(*options: str) -> subprocess.CompletedProcess[str]:
-    """Run the demo."""
-    return run(sys.executable, "-W", "error::ResourceWarning", EXAMPLES / "demo.py", *options)
+    """Run the demo. On a busy machine rank 0 says whom it still waits for; that is not what is looked at here."""
+    done = run(sys.executable, "-W", "error::ResourceWarning", EXAMPLES / "demo.py", *options)
+    done.stderr = "".join(line for line in done.stderr.splitlines(keepends=True) if " ranks are here; " not in line)
+    return done
 
 
 def test_demo() -> None:

@@ -128,6 +128,8 @@ usual(lambda: dist.all_reduce(parameter))
 assert parameter.tolist() == [2.0, 2.0]
 work = usual(lambda: dist.all_reduce(torch.ones(2), async_op=True), "allreduce")
 work.wait()
+while dist.group.WORLD.segment.queued:   # the thread of the line is a moment behind
+    pass
 uneven = [torch.empty(3 + each) for each in range(size)]
 usual(lambda: dist.all_gather(uneven, torch.ones(3 + rank)))
 assert [each.tolist() for each in uneven] == [[1.0] * 3, [1.0] * 4]

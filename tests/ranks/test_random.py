@@ -32,4 +32,4 @@ def test_random_programs_agree_with_numpy() -> None:
 
         run()
     print(f"\n{crew.operations} operations")  # noqa: T201  # what the test measures
-    assert crew.operations > 200
+    assert crew.operations > 100

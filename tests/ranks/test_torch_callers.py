@@ -132,3 +132,32 @@ if rank == 1:
             2,
         )
     )
+
+
+def test_ctrl_c_in_ddp_is_a_keyboard_interrupt() -> None:
+    """Ctrl-C while DDP's C++ code waits for a rank that does not come raises KeyboardInterrupt, and no RuntimeError."""
+    results = harness.launch(
+        FORM
+        + """
+import os, signal, threading, time
+
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+model(torch.ones(2, 3)).sum().backward()
+if rank == 0:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+        except RuntimeError:
+            time.sleep(0)   # the next instruction in Python
+            raise
+    except KeyboardInterrupt:
+        say(kind="KeyboardInterrupt")
+        os._exit(0)
+else:
+    time.sleep(6)
+""",
+        2,
+        timeout=20,
+    )
+    assert results[0]["kind"] == "KeyboardInterrupt"
