@@ -6,7 +6,6 @@ Nothing else in allhands touches a private torch name; a test checks that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ __all__ = [
     "groups",
     "plain",
     "premul_factor",
-    "profiled",
     "profiling",
     "rendezvous",
     "set_timeout",
@@ -134,19 +132,6 @@ def premul_factor(op: Any) -> Any:
 def profiling() -> bool:
     """Tell whether a profiler watches this thread. No public call tells. Seen in 2.11, 2.13."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
-
-
-def profiled(name: str, start: Callable[[], dist.Work]) -> dist.Work:
-    """Start an operation as an event of the profiler that ends when the operation does. Seen in 2.11, 2.13.
-
-    The public part of the event can only end in the thread that began it.
-    """
-    event = torch.profiler.record_function(name)
-    with event:
-        work = start()
-        if not work.is_completed():
-            event._call_end_callbacks_on_future(work.get_future())
-    return work
 
 
 def set_timeout(timeout: timedelta, group: Any) -> None:

@@ -215,7 +215,9 @@ class HostGroup(_Base):  # type: ignore[misc]
         number = self._note(name, tensors, opts, site)
         noted = functools.partial(self._noted, name, site, number, run, within_ns)
         if _torch.profiling():
-            return _torch.profiled(f"allhands:{name}", lambda: self._line.do(noted, tensors, later=later))
+            # Ends with this call, not with the work: the profiler was seen to hang where another thread ends an event.
+            with torch.profiler.record_function(f"allhands:{name}"):
+                return self._line.do(noted, tensors, later=later)
         return self._line.do(noted, tensors, later=later)
 
     def _note(self, name: str, tensors: list[torch.Tensor], opts: Any, site: str) -> int:

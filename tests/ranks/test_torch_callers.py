@@ -111,23 +111,24 @@ assert problem["slug"] == "invalid-argument", problem
 
 
 def test_a_profiler_sees_the_operations() -> None:
-    """Under a profiler each operation is an event with its name, as long as the operation takes."""
+    """Under a profiler each call is an event with its name, as long as its caller is in it."""
     check(
         harness.launch(
             FORM
             + """
 x = torch.ones(1000)
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-    dist.all_reduce(x)
-    if rank == 0:
-        time.sleep(0.3)
-    dist.broadcast(x, 0, async_op=True).wait()
-    work = dist.all_reduce(x, async_op=True)
-    work.wait()
-events = [event for event in seen.events() if event.name.startswith("allhands:")]
-assert [event.name for event in events] == ["allhands:all_reduce", "allhands:broadcast", "allhands:all_reduce"], events
-if rank == 1:
-    assert events[1].cpu_time_total > 200_000, events[1]
+for _ in range(3):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0, async_op=True).wait()
+        if rank == 0:
+            time.sleep(0.3)
+        dist.all_reduce(x)
+    events = [event for event in seen.events() if event.name.startswith("allhands:")]
+    names = [event.name for event in events]
+    assert names == ["allhands:all_reduce", "allhands:broadcast", "allhands:all_reduce"], names
+    if rank == 1:
+        assert events[2].cpu_time_total > 200_000, events[2]
 """,
             2,
         )
