@@ -34,7 +34,7 @@ struct task {
 static int somewhere(const struct ah_group *group)
 {
     for (uint32_t rank = 0; group->windows_made && rank < group->ranks; rank++) {
-        if (group->members[rank].calls[group->call.sequence % AH_CALLS].window != 0)
+        if (group->members[rank].calls[group->call.sequence % AH_CALLS].call.window != 0)
             return 1;
     }
     return 0;
@@ -44,7 +44,7 @@ static int somewhere(const struct ah_group *group)
 static int everywhere(const struct ah_group *group)
 {
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        const struct ah_call *theirs = &group->members[rank].calls[group->call.sequence % AH_CALLS];
+        const struct ah_call *theirs = &group->members[rank].calls[group->call.sequence % AH_CALLS].call;
 
         if (theirs->window != group->call.window || theirs->offset != group->call.offset)
             return 0;
@@ -153,6 +153,16 @@ static int in_chunks(struct task *task, int met)
     return code;
 }
 
+/* Where a rank puts the one piece. */
+static unsigned char *shot(const struct task *task, uint32_t rank)
+{
+    struct ah_group *group = task->group;
+
+    if (task->data.bytes <= AH_SMALL)
+        return group->members[rank].calls[group->call.sequence % AH_CALLS].small;
+    return ah_slot(group, rank, task->first);
+}
+
 static int in_one_shot(const struct task *task)
 {
     struct ah_group *group = task->group;
@@ -161,13 +171,13 @@ static int in_one_shot(const struct task *task)
 
     if (code != AH_OK)
         return code;
-    ah_copy(ah_slot(group, group->rank, task->first), task->data.data, task->data.bytes, 0);
+    ah_copy(shot(task, group->rank), task->data.data, task->data.bytes, 0);
     ah_post(group, AH_ARRIVED, task->first + 1);
     if ((code = ah_meet(group)) != AH_OK)
         return code;
     if (task->wants) {
         for (uint32_t rank = 0; rank < group->ranks; rank++)
-            sources[rank] = ah_slot(group, rank, task->first);
+            sources[rank] = shot(task, rank);
         ah_reduce(task->dtype, task->reduction, task->data.data, sources, group->ranks,
                   task->data.bytes / ah_dtype_bytes(task->dtype));
     }

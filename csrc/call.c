@@ -7,10 +7,14 @@
 
 #include "reduce.h"
 
-static const char *const DTYPES[AH_RAW + 1] = {"",      "uint8",   "int8",     "uint16",  "int16",
-                                               "uint32", "int32",   "uint64",   "int64",   "bool",
-                                               "float16", "bfloat16", "float32", "float64", "bytes"};
-static const char *const REDUCTIONS[AH_REDUCTIONS] = {"", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+/* As large as the fields of a note, so that they are copied without being measured. */
+static const char DTYPES[AH_RAW + 1][sizeof((struct ah_note *)0)->dtype] = {
+    "",      "uint8", "int8", "uint16",  "int16",    "uint32",  "int32",   "uint64",
+    "int64", "bool",  "float16", "bfloat16", "float32", "float64", "bytes",
+};
+static const char REDUCTIONS[AH_REDUCTIONS][sizeof((struct ah_note *)0)->reduction] = {
+    "", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR",
+};
 
 int ah_call_peer(const struct ah_quick_call *call, int fallback, uint32_t *rank)
 {
@@ -50,10 +54,10 @@ int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, u
     struct ah_note *note;
 
     note = ah_note_begin(&segment->notice->board);
-    ah_note_text(note->operation, sizeof note->operation, call->name);
+    memcpy(note->operation, call->name, sizeof note->operation);
     memcpy(note->group, segment->name, sizeof note->group);
-    ah_note_text(note->dtype, sizeof note->dtype, shown ? DTYPES[shown->dtype] : "");
-    ah_note_text(note->reduction, sizeof note->reduction, REDUCTIONS[reduction]);
+    memcpy(note->dtype, DTYPES[shown ? shown->dtype : 0], sizeof note->dtype);
+    memcpy(note->reduction, REDUCTIONS[reduction], sizeof note->reduction);
     note->bytes = shown ? shown->part.bytes : 0;
     note->root = root;
     note->sequence = segment->group.sequence;
@@ -80,7 +84,9 @@ int ah_call_begin(struct ah_quick_call *call, const struct ah_plain *shown, uint
     if (!PyThread_acquire_lock(call->segment->turn, NOWAIT_LOCK))
         return NOT_OURS;
     code = ah_call_announce(call, shown, reduction, root);
-    if (code != DONE)
+    if (code == DONE)
+        call->segment->group.now_ns = call->note->started_ns;
+    else
         PyThread_release_lock(call->segment->turn);
     return code;
 }

@@ -15,7 +15,7 @@ struct ah_quick_call {
     struct ah_segment *segment;
     PyObject *group;
     PyObject *given[ROLES]; /* borrowed; NULL where not given */
-    const char *name;
+    const char *name; /* a whole field of a note */
     struct ah_note *note;
     uint64_t number;
     int whole;

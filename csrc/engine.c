@@ -352,7 +352,7 @@ static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t
         came = (int32_t)(atomic_load(&member->arrived) - (self->group.ticket + 1)) >= 0;
     else
         came = atomic_load(&member->noted) > self->group.call.sequence;
-    theirs = member->calls[self->group.call.sequence % AH_CALLS];
+    theirs = member->calls[self->group.call.sequence % AH_CALLS].call;
     if (!came)
         theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */

@@ -43,6 +43,14 @@ struct ah_call {
     uint64_t offset;
 };
 
+/* A tensor this small stands beside its call, so that who reads the one has fetched the other. */
+#define AH_SMALL 64
+
+struct ah_entry {
+    alignas(AH_LINE) struct ah_call call;
+    unsigned char small[AH_SMALL];
+};
+
 struct ah_member {
     alignas(AH_LINE) _Atomic uint32_t arrived;
     _Atomic uint32_t reduced;
@@ -51,7 +59,7 @@ struct ah_member {
     /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_LINE) _Atomic uint32_t waiters;
     _Atomic uint32_t bell;
-    alignas(AH_LINE) struct ah_call calls[AH_CALLS];
+    struct ah_entry calls[AH_CALLS];
     /* Its calls below this sequence stand in `calls`, whether it got as far as arriving or not. */
     _Atomic uint64_t noted;
     /* Sizes that differ between ranks (uneven all_gather and all_to_all): one number for each. */
@@ -101,6 +109,7 @@ struct ah_group {
     uint32_t ticket;
     uint64_t sequence;
     struct ah_call call;
+    int64_t now_ns;      /* the time, where whoever begins a call has just asked for it; else 0 */
     int64_t deadline_ns; /* of the call that runs, on CLOCK_MONOTONIC */
     uint32_t culprit;    /* of the call that ended badly */
     uint32_t spins;      /* how often to look before giving the core away */

@@ -179,11 +179,13 @@ int ah_await_slot(struct ah_group *group, uint32_t ticket)
 int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns)
 {
     struct ah_member *self = &group->members[group->rank];
+    int64_t now = group->now_ns ? group->now_ns : now_ns();
 
+    group->now_ns = 0;
     group->call = *call;
     group->call.sequence = group->sequence++;
-    group->deadline_ns = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
-    self->calls[group->call.sequence % AH_CALLS] = group->call;
+    group->deadline_ns = timeout_ns < 0 ? INT64_MAX : now + timeout_ns;
+    self->calls[group->call.sequence % AH_CALLS].call = group->call;
     atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], 0, memory_order_relaxed);
     atomic_store_explicit(&self->noted, group->sequence, memory_order_release);
     return ended(group);
@@ -192,7 +194,7 @@ int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout
 int ah_compare(struct ah_group *group, uint32_t rank)
 {
     const struct ah_call *mine = &group->call;
-    const struct ah_call *theirs = &group->members[rank].calls[mine->sequence % AH_CALLS];
+    const struct ah_call *theirs = &group->members[rank].calls[mine->sequence % AH_CALLS].call;
 
     if (theirs->sequence == mine->sequence && theirs->kind == mine->kind && theirs->reduce == mine->reduce &&
         theirs->dtype == mine->dtype && theirs->count == mine->count && theirs->root == mine->root)

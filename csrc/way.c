@@ -130,21 +130,23 @@ static int ask_once(struct ah_way *way, PyObject *tensor, struct ah_plain *plain
 
 int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
 {
-    size_t elements = 1;
+    size_t elements = 1, size;
     int asked;
 
     if (!is_tensor(way, tensor))
         return -1;
     asked = way->dlpack ? ask_once(way, tensor, plain, &elements) : ask_each(way, tensor, plain, &elements);
-    /* The memory of a view that torch has put off negating holds the opposite of its values. */
-    if (asked != 0 || is(way, tensor, AH_NAME_IS_NEG, 1)) {
+    size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
+    /* The memory of a view that torch has put off negating holds the opposite of its values. Such a view is of the
+     * imaginary parts of complex numbers, which stand at odd places; contiguous it is only if it is a single one. */
+    if (asked != 0 || ((uintptr_t)plain->part.data % (2 * size) != 0 && is(way, tensor, AH_NAME_IS_NEG, 1))) {
         PyErr_Clear();
         return -1;
     }
     /* A tensor without elements may have no address; arithmetic on none is not defined. */
     if (!plain->part.data)
         plain->part.data = (unsigned char *)"";
-    plain->part.bytes = elements * ah_dtype_bytes(plain->dtype);
+    plain->part.bytes = elements * size;
     plain->part.window = NULL;
     return 0;
 }
