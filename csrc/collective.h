@@ -66,7 +66,7 @@ int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct
 /* Shared by the operations ------------------------------------------------------------------------------- */
 
 /* Tensors from this size on do not stay in the caches between two steps, so copies to them go past the caches. */
-#define AH_STREAM_BYTES ((size_t)16 << 20)
+#define AH_STREAM_BYTES ((size_t)4 << 20)
 
 /* Large tensors move in chunks of this: both buffers of both ranks stay in the second-level cache. Up to a whole
  * slot goes in one chunk, because each chunk costs two meetings. */
