@@ -1,5 +1,5 @@
 """Starting a job on this node and saying who is to blame when it dies: `allhands run`. Never imports torch."""
 
-from .options import Job
+from .job import Job
 
 __all__ = ["Job"]

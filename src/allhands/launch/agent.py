@@ -1,4 +1,4 @@
-"""The agent: `allhands run` itself. It starts the job on this node, passes signals on, restarts, and says the verdict."""
+"""The agent: `allhands run` itself. Starts the job on this node, passes signals on, restarts, says the verdict."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..errors import fail
 from . import telling
 from .attempt import Attempt, Place, Story
 from .guard import Guard
+from .job import Job
 from .keyboard import Keyboard
-from .options import Job
 from .output import Output
 from .verdict import Verdict, judge
 
@@ -58,7 +58,7 @@ class _Agent:
                 self._output.say(f"OMP_NUM_THREADS=1 for each of {self._job.local_world_size} ranks; set it to choose")
             number = 0
             while True:
-                self._attempt = Attempt(self._job, number, self._place, self._output, keyboard, self._guard)
+                self._attempt = Attempt(self._job, number, self._place, self._output, keyboard, spared=self._guard)
                 story = await self._attempt.run()
                 verdict = judge(story.outcomes, story.findings, story.hanging, story.stopped)
                 if verdict is None or not self._again(verdict, number):

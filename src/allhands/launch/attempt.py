@@ -18,8 +18,8 @@ from ..world import Address
 from . import descendants, hang, memory
 from .ending import LEFTOVER_S, Ending
 from .hosting import Hosting
+from .job import Job
 from .keyboard import Keyboard
-from .options import Job
 from .output import Output
 from .process import Process
 from .variables import MARK, variables
@@ -67,11 +67,11 @@ class Story:
 class Attempt:
     """The workers of this node while they run, and the end of them."""
 
-    def __init__(self, job: Job, number: int, place: Place, output: Output, keyboard: Keyboard, guard: int) -> None:
+    def __init__(self, job: Job, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: int) -> None:
         self.job, self.number = job, number
         self.processes: list[Process] = []
         self._place, self._output, self._keyboard = place, output, keyboard
-        self._spared = {guard}
+        self._spared = {spared}
         self._ending = Ending(job.grace_s)
         self._changed = asyncio.Event()
         self._hang: hang.Hang | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 
@@ -16,67 +15,69 @@ WINDOW_S = 0.3
 _MOST_LINES, _MOST_BYTES = 20_000, 8 << 20
 
 
-class _Entry:
-    """One line and who said it."""
-
-    __slots__ = ("at", "line", "number", "ranks")
-
-    def __init__(self, number: int, line: bytes, rank: int, at: float) -> None:
-        self.number, self.line, self.ranks, self.at = number, line, {rank}, at
-
-
-def _number(entry: _Entry) -> int:
-    return entry.number
-
-
 class Fold:
-    """Holds back lines of one stream for a moment. Lines of each rank stay in order, and none is lost."""
+    """Holds back lines of one stream for a moment. Lines of each rank stay in order, and none is lost.
+
+    A line is shown when it is the next one of every rank that has it waiting, and all ranks have it or it is old.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._all = ranks
-        self._entries: deque[_Entry] = deque()
-        self._by_line: dict[bytes, list[_Entry]] = {}
-        # The number of the entry that each rank is in last: it may join only later ones.
-        self._last: dict[int, int] = {}
-        self._count = 0
-        self._bytes = 0
+        # What each rank still has to show, with when it came.
+        self._waiting: dict[int, deque[tuple[bytes, float]]] = {}
+        # How often each rank has a line waiting.
+        self._holders: dict[bytes, dict[int, int]] = {}
+        self._lines = self._bytes = 0
 
     def add(self, rank: int, whole: bytes, now: float) -> None:
         """Take whole lines of one rank."""
+        waiting = self._waiting.setdefault(rank, deque())
         for line in whole.split(b"\n")[:-1]:
-            self._add(rank, line, now)
-
-    def _add(self, rank: int, line: bytes, now: float) -> None:
-        last = self._last.get(rank, 0)
-        same = self._by_line.setdefault(line, [])
-        place = bisect_right(same, last, key=_number)
-        if place < len(same):
-            entry = same[place]
-        else:
-            self._count += 1
+            waiting.append((line, now))
+            holders = self._holders.setdefault(line, {})
+            holders[rank] = holders.get(rank, 0) + 1
+            self._lines += 1
             self._bytes += len(line)
-            entry = _Entry(self._count, line, rank, now)
-            self._entries.append(entry)
-            same.append(entry)
-        entry.ranks.add(rank)
-        self._last[rank] = entry.number
 
     def due(self, now: float, *, all_of_it: bool = False) -> list[tuple[bytes, list[int]]]:
         """Return the lines that need not wait any longer, each with its ranks, in order."""
-        found = []
-        while self._entries:
-            first = self._entries[0]
-            waits = len(first.ranks) < self._all and now - first.at < WINDOW_S
-            if waits and not all_of_it and len(self._entries) <= _MOST_LINES and self._bytes <= _MOST_BYTES:
-                break
-            self._entries.popleft()
-            self._bytes -= len(first.line)
-            same = self._by_line[first.line]
-            same.pop(0)
-            if not same:
-                del self._by_line[first.line]
-            found.append((first.line + b"\n", sorted(first.ranks)))
+        found: list[tuple[bytes, list[int]]] = []
+        moved = True
+        while moved and self._lines:
+            hurry = all_of_it or self._lines > _MOST_LINES or self._bytes > _MOST_BYTES
+            heads: dict[bytes, tuple[float, list[int]]] = {}
+            for rank, waiting in self._waiting.items():
+                if waiting:
+                    line, at = waiting[0]
+                    since, who = heads.setdefault(line, (at, []))
+                    who.append(rank)
+                    heads[line] = (min(at, since), who)
+            free = [
+                line
+                for line, (since, who) in heads.items()
+                if len(who) == len(self._holders[line]) and (len(who) == self._all or hurry or now - since >= WINDOW_S)
+            ]
+            if not free:
+                # Ranks say the same things in different orders: the oldest goes first.
+                oldest = min(heads, key=lambda line: heads[line][0])
+                free = [oldest] if hurry or now - heads[oldest][0] >= WINDOW_S else []
+            for line in free:
+                found.append((line + b"\n", self._take(line, heads[line][1])))
+            moved = bool(free)
         return found
+
+    def _take(self, line: bytes, who: list[int]) -> list[int]:
+        holders = self._holders[line]
+        for rank in who:
+            self._waiting[rank].popleft()
+            holders[rank] -= 1
+            if not holders[rank]:
+                del holders[rank]
+            self._lines -= 1
+            self._bytes -= len(line)
+        if not holders:
+            del self._holders[line]
+        return sorted(who)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -14,9 +14,10 @@ from . import descendants
 
 __all__ = ["Guard"]
 
-# How long it looks for processes of the job: one that was being started when the agent died may come late.
-_SWEEP_S = 2.0
-_PAUSE_S = 0.1
+# How long it goes on looking after it has found nothing: a process that was being started when the agent died may come
+# late. And the longest it looks in all, should someone start processes faster than it ends them.
+_QUIET_S, _SWEEP_S = 0.5, 5.0
+_PAUSE_S = 0.05
 
 
 class Guard:
@@ -54,12 +55,9 @@ def _watch(reader: int, writer: int, name: str, value: str) -> None:
         os.dup2(nothing, descriptor)
     if os.read(reader, 1):
         return
-    deadline = time.monotonic() + _SWEEP_S
-    while True:
+    begun = found_s = time.monotonic()
+    while (now := time.monotonic()) - found_s < _QUIET_S and now - begun < _SWEEP_S:
         found = descendants.marked(name, value)
         descendants.kill(found, signal.SIGKILL)
-        if time.monotonic() >= deadline and not found:
-            return
-        if time.monotonic() >= deadline + _SWEEP_S:
-            return
+        found_s = now if found else found_s
         time.sleep(_PAUSE_S)

@@ -40,11 +40,6 @@ class Hosting:
             await self._coordinator.close()
             self._coordinator = None
 
-    @property
-    def finding(self) -> Diagnosis | None:
-        """What the coordinator of this moment knows to be the end of its group."""
-        return self._coordinator and (self._coordinator.verdict or self._coordinator.refused)
-
     async def _open(self) -> Coordinator:
         coordinator = Coordinator(token=self._token, linger_s=_LINGER_S)
         coordinator.roll.listening = "the launcher's coordinator"

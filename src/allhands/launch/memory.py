@@ -1,4 +1,4 @@
-"""What the kernel says about memory: whether its out-of-memory killer ended a process, from control groups and its log."""
+"""Whether the kernel's out-of-memory killer ended a process: from control groups and the kernel's log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _GROUPS = Path("/sys/fs/cgroup")
 # The kernel's words, of every version since 2.6: "Out of memory: Killed process 12 (python) total-vm:…", and the same
 # with "Memory cgroup out of memory:".
 _KILLED = re.compile(
-    r"(?:out of memory|oom-kill|oom_reaper).*?(?:Kill(?:ed)? process|task=\S+,pid=|reaped process) ?(\d+)", re.I
+    r"(?:out of memory|oom-kill|oom_reaper).*?(?:Kill(?:ed)? process|task=\S+,pid=|reaped process) ?(\d+)",
+    re.IGNORECASE,
 )
 
 # One record of the kernel's log is shorter than this.

@@ -1,4 +1,4 @@
-"""The command line of `allhands run` as a frozen `Job`. torchrun's spellings and PET_ variables mean what they mean there."""
+"""The command line of `allhands run`. torchrun's spellings and PET_ variables mean what they mean there."""
 
 from __future__ import annotations
 
@@ -6,87 +6,42 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import click
 
 from ..environments.address import parse
 from ..errors import AllhandsError
 from ..world import Address
+from .job import CAUSES, Job, Streams
 
-__all__ = ["CAUSES", "Job", "Streams", "command"]
+__all__ = ["command"]
 
-# What --restart-if may name: the causes of a verdict, and "any" for all of them.
-CAUSES = ("any", "exception", "exit", "signal", "oom", "lost", "hang")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # torch's own default port, which torchrun takes where only an address is given.
 _DEFAULT_PORT = 29500
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """Which of a rank's streams go where. Bits as torchrun's: 1 is stdout, 2 is stderr."""
-
-    redirected: int = 0
-    teed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be started, as the command line said it."""
-
-    target: str
-    arguments: tuple[str, ...] = ()
-    kind: Literal["script", "module", "program"] = "script"
-    name: str = ""
-    local_world_size: int = 1
-    nodes: int = 1
-    node_rank: int = 0
-    coordinator: Address | None = None
-    master: Address | None = None
-    role: str = "default"
-    init: bool = False
-    max_restarts: int = 0
-    restart_if: frozenset[str] = frozenset({"any"})
-    grace_s: float = 10.0
-    hang_timeout_s: float = 0.0
-    prefix: bool = True
-    fold: bool = False
-    log_dir: str = ""
-    streams: tuple[Streams, ...] = ()
-    shown: frozenset[int] | None = None
-    report: str = ""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the job has on all nodes."""
-        return self.nodes * self.local_world_size
-
-    def rank(self, local_rank: int) -> int:
-        """Return the rank of this node's worker ``local_rank``."""
-        return self.node_rank * self.local_world_size + local_rank
-
-    def streams_of(self, local_rank: int) -> Streams:
-        """Return where the streams of this node's worker ``local_rank`` go."""
-        return self.streams[local_rank] if self.streams else Streams()
 
 
 class _Command(click.Command):
     """A command whose first word that is no option is the script: all after it is the script's."""
 
     def __init__(self, *args: Any, **kw: Any) -> None:
-        kw["context_settings"] = {"allow_interspersed_args": False}
+        # --like_this is torchrun's older spelling of --like-this.
+        kw["context_settings"] = {"allow_interspersed_args": False, "token_normalize_func": _dashed}
         super().__init__(*args, **kw)
 
 
-def _option(*names: str, **kw: Any) -> Any:
-    """Declare an option in both spellings, --like-this and --like_this, with torchrun's PET_ variable."""
-    spelled = [name for long in names for name in dict.fromkeys((long, "--" + long[2:].replace("-", "_")))]
-    short = kw.pop("short", None)
-    destination = names[0][2:].replace("-", "_")
-    return click.option(*([short] if short else []), *spelled, destination, envvar=f"PET_{destination.upper()}", **kw)
+def _dashed(word: str) -> str:
+    return word.replace("_", "-")
+
+
+def _option(name: str, **kw: Any) -> Callable[[_Function], _Function]:
+    """Declare an option with torchrun's PET_ variable."""
+    short, destination = kw.pop("short", None), name[2:].replace("-", "_")
+    return click.option(*([short] if short else []), name, destination, envvar=f"PET_{destination.upper()}", **kw)
 
 
 @click.command("run", cls=_Command)
@@ -125,7 +80,7 @@ def _option(*names: str, **kw: Any) -> Any:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def command(ctx: click.Context, script: str, arguments: tuple[str, ...], **given: Any) -> None:
+def command(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **given: Any) -> None:
     """Start SCRIPT once per rank, show their output, and say who is to blame if they die.
 
     Takes torchrun's options. Ctrl-C ends every process of the job; SIGUSR1 shows what each rank is doing. The exit

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from .fold import Fold, ranges
+from .job import Job
 from .lines import Lines, label, prefixed
-from .options import Job
 from .screen import Screen
 
 __all__ = ["Output", "Pipe"]
@@ -72,6 +72,7 @@ class Output:
         self._broken = on_broken
         self._screen = Screen(resume=self._resume_soon, broken=self._broke)
         self._pipes: set[Pipe] = set()
+        self._closed = asyncio.Event()
         self._paused: set[Pipe] = set()
         self._folds = {stream: Fold(job.local_world_size) for stream in (1, 2)} if job.fold else {}
         self._terminal = {stream: os.isatty(stream) for stream in (1, 2)}
@@ -136,13 +137,16 @@ class Output:
         os.close(pipe.reader)
         self._pipes.discard(pipe)
         self._paused.discard(pipe)
+        self._closed.set()
         self._show(pipe, pipe.lines.rest())
 
     async def drained(self, within_s: float) -> None:
         """Wait until every pipe is closed and read, at most ``within_s``; then read no more."""
         deadline = time.monotonic() + within_s
         while self._pipes and (time.monotonic() < deadline or self._screen.full):
-            await asyncio.sleep(0.005)
+            self._closed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), _LOOK_S)
         for pipe in list(self._pipes):
             self.ended(pipe)
         self._flush(all_of_it=True)
@@ -172,6 +176,9 @@ class Output:
             self._pause()
 
     def _show(self, pipe: Pipe, whole: bytes) -> None:
+        if pipe.drawn and whole.startswith(pipe.drawn):
+            # A progress bar ends with the state that was shown last.
+            whole = whole[len(pipe.drawn) :]
         if not whole:
             return
         pipe.drawn = b""

@@ -1,4 +1,4 @@
-"""One worker as the agent sees it: started in a process group of its own, watched, signalled, and read after its death."""
+"""One worker as the agent sees it: started in its own process group, watched, signalled, read after its death."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import notes
 from . import worker
-from .options import Job
+from .job import Job
 
 __all__ = ["Process"]
 

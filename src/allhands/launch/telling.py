@@ -9,7 +9,7 @@ from ..diagnosis import count, duration, ranks
 from ..notes import Board
 from .fold import ranges
 from .hang import Hang
-from .options import Job
+from .job import Job
 from .verdict import Outcome, Verdict, status_word
 
 __all__ = ["report", "standing", "words"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..world import Address
-from .options import Job
+from .job import Job
 
 __all__ = ["MARK", "variables"]
 
