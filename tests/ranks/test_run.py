@@ -84,7 +84,7 @@ def test_environment() -> None:
 
 
 def test_a_torchrun_line_works_with_the_name_changed() -> None:
-    """torchrun's spellings, older ones too, start a script that knows only torch, with rank 0's own store."""
+    """Torchrun's spellings, older ones too, start a script that knows only torch, with rank 0's own store."""
     ran = run(
         GLOO,
         "--nproc_per_node=2",

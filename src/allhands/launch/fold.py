@@ -61,8 +61,7 @@ class Fold:
                 # Ranks say the same things in different orders: the oldest goes first.
                 oldest = min(heads, key=lambda line: heads[line][0])
                 free = [oldest] if hurry or now - heads[oldest][0] >= WINDOW_S else []
-            for line in free:
-                found.append((line + b"\n", self._take(line, heads[line][1])))
+            found += [(line + b"\n", self._take(line, heads[line][1])) for line in free]
             moved = bool(free)
         return found
 

@@ -176,12 +176,12 @@ class Output:
             self._pause()
 
     def _show(self, pipe: Pipe, whole: bytes) -> None:
-        if pipe.drawn and whole.startswith(pipe.drawn):
-            # A progress bar ends with the state that was shown last.
-            whole = whole[len(pipe.drawn) :]
         if not whole:
             return
-        pipe.drawn = b""
+        # A progress bar ends with the state that was shown last.
+        whole, pipe.drawn = whole.removeprefix(pipe.drawn), b""
+        if not whole:
+            return
         fold = self._folds.get(pipe.stream)
         if fold is not None:
             fold.add(pipe.rank, whole, time.monotonic())

@@ -149,7 +149,7 @@ def _interrupted(outcome: Outcome, number: int) -> bool:
 
 def _blamed(outcomes: Sequence[Outcome], own: list[Outcome]) -> Verdict:
     first = own[0]
-    alike = [outcome for outcome in own if _did(outcome) == _did(first)]
+    alike = sorted((outcome for outcome in own if _did(outcome) == _did(first)), key=lambda outcome: outcome.rank)
     others = [outcome for outcome in own if outcome not in alike]
     what = f"{ranks(outcome.rank for outcome in alike)} {_did(first)}"
     for outcome in others[:3]:

@@ -135,6 +135,7 @@ def _fail(problem: BaseException, record: int) -> NoReturn:
     ours = {__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
+    problem.__traceback__ = trace
     _write(record, _raised(problem, trace))
     sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, trace
     sys.excepthook(type(problem), problem, trace)
@@ -154,7 +155,7 @@ def _raised(problem: BaseException, trace: TracebackType | None) -> dict[str, An
         "traceback": text[-_MOST_TEXT:],
         "bases": [base.__name__ for base in type(problem).__mro__],
         # What a pool or a DataLoader passes on carries the traceback of the process that it came from.
-        "remote": any(type(each).__name__ == "_RemoteTraceback" for each in _chain(problem)),
+        "remote": any(type(each).__name__.endswith("RemoteTraceback") for each in _chain(problem)),
     }
     if hasattr(problem, "diagnosis"):
         found |= {"slug": problem.slug, "ranks": list(problem.ranks)}  # type: ignore[attr-defined]  # an AllhandsError
