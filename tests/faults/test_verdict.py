@@ -244,7 +244,12 @@ def test_a_stopped_rank() -> None:
 CHILDREN = """
 import os, subprocess, sys, time
 print("worker", os.getpid())
-stay = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('stay', os.getpid(), flush=True); time.sleep(100)"
+stay = '''
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("stay", os.getpid(), flush=True)
+time.sleep(100)
+'''
 subprocess.Popen([sys.executable, "-c", stay])
 subprocess.Popen([sys.executable, "-c", stay], start_new_session=True)
 """

@@ -98,7 +98,7 @@ def running(
     before: tuple[str, ...] = (),
     script: bool = True,
 ) -> Iterator[Running]:
-    """Start ``source`` under `allhands run`; kill what is left of it at the end. ``before`` is a command to run it by."""
+    """Start ``source`` under `allhands run`, by the command ``before`` if any; kill what is left of it at the end."""
     with tempfile.TemporaryDirectory(prefix="run-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(textwrap.dedent(source).lstrip("\n"))

@@ -203,7 +203,12 @@ def test_a_million_lines() -> None:
 
 def test_a_slow_reader_holds_the_workers_back() -> None:
     """Where nobody reads, the launcher's memory stays bounded and the workers wait; then nothing is missing."""
-    source = "import os, sys\nfor n in range(300): sys.stdout.write(f'{n} ' + 'y' * 100_000 + '\\n')\nprint('all', file=sys.stderr)"
+    source = r"""
+import sys
+for n in range(300):
+    sys.stdout.write(f"{n} " + "y" * 100_000 + "\n")
+print("all", file=sys.stderr)
+"""
     command = [sys.executable, "-m", "allhands", "run", "-n", "1", "-m", "slow"]
     with running(source, ranks=1) as job:
         (job.folder / "slow.py").write_text(source)
@@ -291,7 +296,7 @@ def test_a_terminal() -> None:
         command = [sys.executable, "-m", "allhands", "run", "-n", "1", str(job.folder / "train.py")]
         # setsid --ctty: the terminal is that of a session, and the launcher is in its foreground.
         with subprocess.Popen(
-            ["setsid", "--ctty", "--wait", *command],
+            ["/usr/bin/setsid", "--ctty", "--wait", *command],
             cwd=job.folder, env=harness.environment({}), stdin=slave, stdout=slave, stderr=slave,
         ) as process:  # fmt: skip
             os.close(slave)

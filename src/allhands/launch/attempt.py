@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..control.meeting import random_name
 from ..diagnosis import Diagnosis
 from ..world import Address
 from . import descendants, hang, memory
 from .ending import LEFTOVER_S, Ending
-from .hosting import Hosting
 from .job import Job
 from .keyboard import Keyboard
 from .output import Output
@@ -41,7 +39,7 @@ _STACKS_S = 1.5
 class Place:
     """What all attempts of an agent share: where its workers find it, and the job's secret."""
 
-    name: str = field(default_factory=random_name)
+    name: str = field(default_factory=lambda: f"allhands-{secrets.token_hex(8)}")
     token: str = field(
         default_factory=lambda: os.environ.get("ALLHANDS_TOKEN", "") or secrets.token_hex(16), repr=False
     )
@@ -83,12 +81,15 @@ class Attempt:
     async def run(self) -> Story:
         """Start the workers and see them to their end."""
         hosting = None
-        if self.job.node_rank == 0:
-            hosting = Hosting(self._place.name, self._place.token.encode(), self.job.coordinator)
-            await hosting.start()
         try:
             with _master(self.job) as master:
                 self._start(master)
+                if self.job.node_rank == 0:
+                    # After the workers, whose interpreters start meanwhile: the control plane takes a while to import.
+                    from .hosting import Hosting
+
+                    hosting = Hosting(self._place.name, self._place.token.encode(), self.job.coordinator)
+                    await hosting.start()
                 await self._follow()
                 await self._leftover()
                 await self._output.drained(_DRAIN_S)
@@ -205,7 +206,8 @@ class Attempt:
         """End what outlives the workers: a moment to go by itself, then SIGTERM, then SIGKILL."""
         ending = Ending(self.job.grace_s)
         ending.fail(time.monotonic(), LEFTOVER_S if not self._ending.begun else 0.0)
-        while others := self._others():
+        # Twice: one whose parent is just ending has no place in what /proc shows at that moment.
+        while others := self._others() or self._others():
             number = ending.due(time.monotonic())
             if self._ending.kill_s is not None and time.monotonic() >= self._ending.kill_s:
                 number = signal.SIGKILL

@@ -13,25 +13,29 @@ _PROC = Path("/proc")
 
 
 def descendants(root: int, but: Iterable[int] = ()) -> list[int]:
-    """Return the living processes below ``root``, without those in ``but`` and what is below them."""
+    """Return the living processes below ``root``, without those in ``but`` and what is below them.
+
+    A process whose parent ends while this looks may be missed: ask twice before nobody is taken to be there.
+    """
     children: dict[int, list[int]] = {}
+    alive: set[int] = set()
     for folder in _PROC.iterdir():
         if not folder.name.isdecimal():
             continue
-        with contextlib.suppress(OSError, IndexError, ValueError):  # it ended while we looked
+        with contextlib.suppress(OSError, ValueError):  # it ended while we looked
             # The command name before the fields may hold blanks and brackets.
-            state, parent, *_ = (
-                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            )
+            text = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+            state, parent, *_ = text.split()
+            children.setdefault(int(parent), []).append(int(folder.name))
             if state not in {"Z", "X"}:
-                children.setdefault(int(parent), []).append(int(folder.name))
+                alive.add(int(folder.name))
     found: list[int] = []
     left, skipped = [root], set(but)
     while left:
         below = [pid for pid in children.get(left.pop(), []) if pid not in skipped]
         found += below
         left += below
-    return found
+    return [pid for pid in found if pid in alive]
 
 
 def variable(pid: int, name: str) -> str:

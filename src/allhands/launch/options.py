@@ -12,8 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from ..environments.address import parse
-from ..errors import AllhandsError
 from ..world import Address
 from .job import CAUSES, Job, Streams
 
@@ -207,6 +205,10 @@ def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Addre
         raise _wrong("nnodes", f"{nodes} nodes need --coordinator HOST:PORT, an address of node 0, on each of them")
     if given["node_rank"] is None:
         raise _wrong("node_rank", f"each of the {nodes} nodes needs its own number, from 0 to {nodes - 1}")
+    # All environments come with it; one node does not wait for them.
+    from ..environments.address import parse
+    from ..errors import AllhandsError
+
     try:
         address = parse(place if "://" in place else f"tcp://{place}", f"--coordinator {place}")
     except AllhandsError as problem:
