@@ -81,6 +81,20 @@ def test_ranks_that_disagree() -> None:
     assert "[collective-mismatch]" in ran.verdict
 
 
+def test_a_rank_that_never_comes() -> None:
+    """A rank that does not answer the roll call is to blame, not those that waited for it."""
+    source = """
+    import os, time
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+    import allhands
+    allhands.init_process_group("gloo", timeout=3)
+    """
+    ran = run(source, ranks=3)
+    assert (ran.report["culprits"], ran.code) == ([1], 1), ran.err
+    assert {rank["diagnosis"] for rank in ran.report["ranks"]} == {"missing-ranks", ""}
+
+
 def test_torch_without_us() -> None:
     """Where torch's own Gloo group breaks, its 'connection closed' only follows the rank that died."""
     source = """

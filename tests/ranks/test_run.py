@@ -4,11 +4,13 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ranks import harness
@@ -333,6 +335,33 @@ def test_sigusr1_shows_what_everyone_does() -> None:
         ran = job.result()
     assert ran.code == 0
     assert "stack of ranks 0 and 1" in ran.err
+
+
+def test_ctrl_z_stops_the_workers_too() -> None:
+    """SIGTSTP stops every worker; SIGCONT lets them go on, and the time in between is no hang."""
+    with running("import time\nprint('ready')\ntime.sleep(1)\n", "--hang-timeout", "0.5") as job:
+        job.wait_for("ready", 2)
+        job.send(signal.SIGTSTP)
+        deadline = time.monotonic() + 20
+        workers = [child.pid for child in psutil.Process(job.process.pid).children() if "-u" in child.cmdline()]
+        assert len(workers) == 2
+        while {psutil.Process(pid).status() for pid in (job.process.pid, *workers)} != {"stopped"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.send(signal.SIGCONT)
+        assert job.result().code == 0
+
+
+def test_a_port_that_is_taken() -> None:
+    """Where node 0 cannot listen, that is said by name, and no worker stays."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        ran = run(SHOW, "--nnodes", "2", "--node-rank", "0", "--coordinator", place, ranks=1)
+    assert ran.code == 1
+    assert "[port-in-use]" in ran.err
+    assert "Traceback" not in ran.err
 
 
 def test_restart() -> None:

@@ -98,6 +98,7 @@ class _Agent:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         loop.add_signal_handler(signal.SIGUSR1, self._ask)
+        loop.add_signal_handler(signal.SIGTSTP, self._pause)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             # nohup and shells that start us in the background ask for it to be ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -116,6 +117,15 @@ class _Agent:
         self._stopped = True
         if self._attempt is not None:
             self._attempt.stop(number)
+
+    def _pause(self) -> None:
+        """Ctrl-Z: the workers are in groups of their own, so it reaches only us."""
+        if self._attempt is not None:
+            self._attempt.pause()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # Here someone has continued us.
+        if self._attempt is not None:
+            self._attempt.resume()
 
     def _ask(self) -> None:
         if self._asking is None or self._asking.done():

@@ -166,6 +166,17 @@ class Attempt:
         self._ending.stop(time.monotonic(), number)
         self._changed.set()
 
+    def pause(self) -> None:
+        """Stop every worker, as Ctrl-Z does."""
+        for process in self.processes:
+            process.tell(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on; the time in between is no hang."""
+        self._watch.forget()
+        for process in self.processes:
+            process.tell(signal.SIGCONT)
+
     # Hangs -------------------------------------------------------------------------------------------------
 
     async def _look_for_hang(self, now: float) -> None:

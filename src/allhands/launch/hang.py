@@ -40,6 +40,10 @@ class Watch:
         self._since: float | None = None
         self._seen: dict[int, tuple[object, ...]] = {}
 
+    def forget(self) -> None:
+        """Begin again: the job was stopped meanwhile."""
+        self._since = None
+
     def hangs(self, now: float, boards: _Boards) -> bool:
         """Tell whether no board moved, and someone has been inside one collective, for the whole time."""
         seen = {rank: _marks(board) for rank, board in boards.items()}

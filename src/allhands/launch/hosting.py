@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 
 from ..control import Coordinator
+from ..control.holder import holder
 from ..diagnosis import Diagnosis
+from ..errors import AllhandsError, fail
 from ..world import Address
 
 __all__ = ["Hosting"]
@@ -25,8 +29,11 @@ class Hosting:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen, and go on with a fresh coordinator whenever a group is over. OSError is the caller's to explain."""
-        self._coordinator = await self._open()
+        """Listen, and go on with a fresh coordinator whenever a group is over; raise why it cannot."""
+        try:
+            self._coordinator = await self._open()
+        except OSError as problem:
+            raise self._trouble(problem) from problem
         self._task = asyncio.create_task(self._renew())
 
     async def close(self) -> None:
@@ -57,6 +64,17 @@ class Hosting:
             old, self._coordinator = self._coordinator, None
             await old.close()
             self._coordinator = await self._open()
+
+    def _trouble(self, problem: OSError) -> AllhandsError:
+        taken = problem.errno == errno.EADDRINUSE
+        held = holder(self._address.port) if taken and self._address is not None else None
+        return fail(
+            "port-in-use" if taken else "address-not-local",
+            f"the launcher cannot listen on {self._address}: {problem.strerror or problem}",
+            who=f"the launcher of node 0 (pid {os.getpid()})",
+            why=f"it is held by {held}" if held else "the system refused the address (observed)",
+            fix="give another port" if taken else "give an address of this machine: node 0 must run where it is",
+        )
 
     def _note(self, coordinator: Coordinator) -> None:
         found = coordinator.verdict or coordinator.refused

@@ -80,9 +80,13 @@ class Process:
         self.ended_s = time.monotonic()
 
     def send(self, number: int) -> None:
-        """Send a signal to its whole process group."""
+        """Send a signal that is to end it to its whole process group."""
         if self.alive and not self.sent:
             self.sent, self.sent_s = number, time.monotonic()
+        self.tell(number)
+
+    def tell(self, number: int) -> None:
+        """Send any signal to its whole process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

@@ -274,7 +274,8 @@ def _did(outcome: Outcome) -> str:
     if record.get("end") == "exit":
         code = str(record.get("message", ""))
         return f"called sys.exit({code})" if code.lstrip("-").isdecimal() else f"exited, saying: {code.splitlines()[0]}"
-    return f"ended with exit status {outcome.status} and said nothing"
+    word = "" if record.get("end") == "program" else " and said nothing"
+    return f"ended with exit status {outcome.status}{word}"
 
 
 def _why(outcome: Outcome) -> str:
@@ -297,7 +298,7 @@ def _why(outcome: Outcome) -> str:
         return "the script cannot be compiled, so it did not begin"
     if record.get("end") == "exit":
         return f"at {record.get('site', '')}"
-    if outcome.raised:
+    if outcome.raised or record.get("end") == "program":
         return ""
     return "the script did not come to its end (observed): os._exit, or exit() in native code"
 

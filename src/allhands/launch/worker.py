@@ -44,11 +44,12 @@ def main() -> None:
     agent, record, fatal, stacks, board, init = map(int, numbers)
     _follow(agent)
     os.environ["ALLHANDS_BOARD_FD"] = f"{board}:{os.getpid()}"
-    if kind == "program":
-        os.set_inheritable(board, True)
-        os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
-    for descriptor in (record, fatal, stacks, board):
+    for descriptor in (record, fatal, stacks):
         os.set_inheritable(descriptor, False)
+    if kind == "program":
+        _write(record, {"end": "program"})
+        os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
+    os.set_inheritable(board, False)
     faulthandler.enable(fatal)
     faulthandler.register(STACKS, file=stacks)
     _run(kind, target, arguments, record, init=bool(init))
