@@ -132,6 +132,30 @@ def test_module_and_program() -> None:
     assert (ran.code, ran.lines(0), ran.lines(1)) == (5, ["0 of 2"], ["1 of 2"])
 
 
+def test_a_folder_with_a_main() -> None:
+    """A folder (or an archive) with a __main__.py is run as python runs it."""
+    with running("", ranks=1) as job:
+        job.result()
+        folder = job.folder / "app"
+        folder.mkdir()
+        (folder / "part.py").write_text("word = 'part'")
+        (folder / "__main__.py").write_text("import part, sys; print(part.word, sys.argv[1:], __name__)")
+        ran = run("", ranks=1, script=False, arguments=(str(folder), "x"))
+    assert (ran.code, ran.lines(0)) == (0, ["part ['x'] __main__"]), ran.err
+
+
+def test_hooks_of_the_script_are_its_own() -> None:
+    """An excepthook that the script set is called with its exception, then exit handlers, then the exit status is 1."""
+    source = """
+    import atexit, sys
+    atexit.register(print, "at exit")
+    sys.excepthook = lambda kind, problem, trace: print("hook", kind.__name__, trace.tb_frame.f_code.co_name)
+    raise ValueError
+    """
+    ran = run(source, ranks=1)
+    assert (ran.code, ran.lines(0)) == (1, ["hook ValueError <module>", "at exit"]), ran.err
+
+
 def test_spawn_and_pickle_inside() -> None:
     """Classes and functions of the script can be pickled, and multiprocessing's spawn finds them in a child."""
     source = """
@@ -283,6 +307,16 @@ def test_logs(tmp_path: Path) -> None:
     assert "[0] err 0" not in ran.err
 
 
+def test_logs_without_a_folder(tmp_path: Path) -> None:
+    """--redirects alone keeps logs in a folder for temporary files, and says where; a filter hides ranks."""
+    source = "import os; print('out', os.environ['RANK'])"
+    ran = run(source, "--redirects", "0:1", "--local-ranks-filter", "0", env={"TMPDIR": str(tmp_path)})
+    assert ran.out == ""
+    (log,) = tmp_path.rglob("stdout.log")
+    assert log.read_text() == "out 0\n"
+    assert f"the ranks' logs are in {log.parents[2]}" in ran.err
+
+
 def test_stdin_goes_to_rank_0() -> None:
     """Rank 0 reads what the launcher is given; the others read nothing."""
     ran = run("import sys; print(repr(sys.stdin.read()))", stdin=b"hello\nyou\n")
@@ -335,6 +369,28 @@ def test_sigusr1_shows_what_everyone_does() -> None:
         ran = job.result()
     assert ran.code == 0
     assert "stack of ranks 0 and 1" in ran.err
+
+
+def test_asking_a_program_does_not_end_it() -> None:
+    """A program that does not know the signal for stacks is not sent it."""
+    line = ("sh", "-c", "echo ready; while [ ! -e go ]; do sleep 0.05; done; echo done")
+    with running("", "--no-python", ranks=1, script=False, arguments=line) as job:
+        job.wait_for("ready")
+        job.send(signal.SIGUSR1)
+        job.wait_for("no stack: the process is")
+        (job.folder / "go").touch()
+        ran = job.result()
+    assert (ran.code, ran.lines(0)) == (0, ["ready", "done"]), ran.err
+
+
+def test_children_of_the_shell_are_not_the_jobs() -> None:
+    """What ran below the launcher before it was the launcher (`daemon & exec allhands run`) is left alone."""
+    before = ("sh", "-c", 'sleep 100 & echo "daemon $!"; exec "$@"', "sh")
+    ran = run("print('hello')", ranks=1, before=before)
+    daemon = int(ran.out.split()[1])
+    assert (ran.code, ran.lines(0)) == (0, ["hello"])
+    assert psutil.Process(daemon).status() != "zombie"
+    os.kill(daemon, signal.SIGKILL)
 
 
 def test_ctrl_z_stops_the_workers_too() -> None:

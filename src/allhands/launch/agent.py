@@ -14,6 +14,7 @@ from .. import _core
 from ..errors import fail
 from . import telling
 from .attempt import Attempt, Place, Story
+from .descendants import descendants
 from .guard import Guard
 from .job import Job
 from .keyboard import Keyboard
@@ -30,10 +31,12 @@ def main(job: Job) -> int:
     """Run ``job`` on this node to its end; return the exit status."""
     place = Place()
     _raise_descriptor_limit(job)
+    # A shell that became this process may have left us its children, which are not the job's.
+    strangers = descendants(os.getpid())
     _core.adopt_orphans()
     guard = Guard(*place.mark(job))
     try:
-        return asyncio.run(_Agent(job, place, guard.pid).run())
+        return asyncio.run(_Agent(job, place, {guard.pid, *strangers}).run())
     finally:
         guard.dismiss()
 
@@ -41,8 +44,8 @@ def main(job: Job) -> int:
 class _Agent:
     """What outlives an attempt: signals, output, and the count of restarts."""
 
-    def __init__(self, job: Job, place: Place, guard: int) -> None:
-        self._job, self._place, self._guard = job, place, guard
+    def __init__(self, job: Job, place: Place, spared: set[int]) -> None:
+        self._job, self._place, self._spared = job, place, spared
         self._attempt: Attempt | None = None
         self._asking: asyncio.Task[None] | None = None
         self._broken = asyncio.Event()
@@ -58,7 +61,7 @@ class _Agent:
                 self._output.say(f"OMP_NUM_THREADS=1 for each of {self._job.local_world_size} ranks; set it to choose")
             number = 0
             while True:
-                self._attempt = Attempt(self._job, number, self._place, self._output, keyboard, spared=self._guard)
+                self._attempt = Attempt(self._job, number, self._place, self._output, keyboard, spared=self._spared)
                 story = await self._attempt.run()
                 verdict = judge(story.outcomes, story.findings, story.hanging, story.stopped)
                 if verdict is None or not self._again(verdict, number):

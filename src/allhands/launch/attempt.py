@@ -65,11 +65,13 @@ class Story:
 class Attempt:
     """The workers of this node while they run, and the end of them."""
 
-    def __init__(self, job: Job, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: int) -> None:
+    def __init__(
+        self, job: Job, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: set[int]
+    ) -> None:
         self.job, self.number = job, number
         self.processes: list[Process] = []
         self._place, self._output, self._keyboard = place, output, keyboard
-        self._spared = {spared}
+        self._spared = spared
         self._ending = Ending(job.grace_s)
         self._changed = asyncio.Event()
         self._hang: hang.Hang | None = None
