@@ -59,6 +59,20 @@ def test_an_exception_in_a_group() -> None:
     assert "[0,2] all_reduce SUM of float32[4] at train.py:9: " in ran.verdict
 
 
+def test_an_exception_under_init() -> None:
+    """A group that --init formed is ended by an exception in the script, and the others are told."""
+    source = """
+    import time, torch, torch.distributed as dist
+    if dist.get_rank() == 1:
+        raise KeyError("x")
+    dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+    """
+    ran = run(source, "--init")
+    blame(ran, "exception", [1], 1)
+    assert ran.report["ranks"][0]["follows"], ran.err
+
+
 def test_a_rank_killed_in_a_group() -> None:
     """A rank that is killed is named by its signal, though the others' exceptions come first."""
     ran = run(GROUP + "if rank == 0:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(x)\ntime.sleep(60)", ranks=3)

@@ -7,7 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -111,7 +114,7 @@ def test_a_script_of_ours() -> None:
 
 
 def test_init_forms_the_group_before_the_script() -> None:
-    """With --init the script only asks for its rank; the group is ended after it, also after an exception."""
+    """With --init the script only asks for its rank; the group is ended after it."""
     ran = run(
         "import torch, torch.distributed as d; x = torch.ones(1); d.all_reduce(x); print(d.get_rank(), x.item())",
         "--init",
@@ -288,7 +291,8 @@ def test_progress_bars_and_binary() -> None:
     assert "[0] 100%\n" in ran.out
     assert "[1] plain\n" in ran.out
     assert "\r" not in ran.out
-    assert len(ran.out.splitlines()) == 3
+    assert ran.out.count("100%") == 1
+    assert len(ran.out.splitlines()) <= 4  # a state in between may have been shown
 
 
 def test_logs(tmp_path: Path) -> None:
@@ -323,29 +327,81 @@ def test_stdin_goes_to_rank_0() -> None:
     assert (ran.lines(0), ran.lines(1)) == ([repr("hello\nyou\n")], ["''"])
 
 
+@contextmanager
+def terminal(source: str, *options: str, ranks: int = 1) -> Iterator[tuple[int, subprocess.Popen[bytes], Path]]:
+    """Run ``source`` on a terminal of its own; yield its other end, the process, and the folder."""
+    with running("", ranks=1) as job:
+        job.result()
+        (job.folder / "train.py").write_text(textwrap.dedent(source))
+        master, slave = pty.openpty()
+        command = [sys.executable, "-m", "allhands", "run", "-n", str(ranks), *options, str(job.folder / "train.py")]
+        # The terminal is that of a session, and the launcher is in its foreground.
+        with subprocess.Popen(
+            ["/usr/bin/setsid", "--ctty", "--wait", *command],
+            cwd=job.folder,
+            env=harness.environment({}),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+        ) as process:
+            os.close(slave)
+            try:
+                yield master, process, job.folder
+            finally:
+                process.kill()
+
+
+def seen(master: int, *texts: bytes) -> bytes:
+    """Read from a terminal until all ``texts`` are on it."""
+    found = b""
+    deadline = time.monotonic() + 60
+    while not all(text in found for text in texts) and time.monotonic() < deadline:
+        found += os.read(master, 1000)
+    return found
+
+
 def test_a_terminal() -> None:
     """On a terminal prefixes are coloured, a question is shown before its line ends, and rank 0 hears the answer."""
     source = "import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))"
-    with running(source, ranks=1) as job:
-        job.result()
-        master, slave = pty.openpty()
-        command = [sys.executable, "-m", "allhands", "run", "-n", "1", str(job.folder / "train.py")]
-        # setsid --ctty: the terminal is that of a session, and the launcher is in its foreground.
-        with subprocess.Popen(
-            ["/usr/bin/setsid", "--ctty", "--wait", *command],
-            cwd=job.folder, env=harness.environment({}), stdin=slave, stdout=slave, stderr=slave,
-        ) as process:  # fmt: skip
-            os.close(slave)
-            seen = b""
-            deadline = time.monotonic() + 60
-            while b"name? " not in seen and time.monotonic() < deadline:
-                seen += os.read(master, 1000)
-            os.write(master, b"Ada\n")
-            while b"hello Ada" not in seen and time.monotonic() < deadline:
-                seen += os.read(master, 1000)
-            assert process.wait(60) == 0
-            os.close(master)
-    assert b"\x1b[36m[0]\x1b[0m name? " in seen
+    with terminal(source) as (master, process, _):
+        assert b"\x1b[36m[0]\x1b[0m name? " in seen(master, b"name? ")
+        os.write(master, b"Ada\n")
+        seen(master, b"hello Ada")
+        assert process.wait(60) == 0
+        os.close(master)
+
+
+def test_ctrl_c_on_a_terminal() -> None:
+    """Ctrl-C reaches every worker as KeyboardInterrupt, and the exit status is 130."""
+    with terminal("import time\nprint('ready')\ntime.sleep(100)", ranks=2) as (master, process, _):
+        seen(master, b"ready")
+        os.write(master, b"\x03")
+        assert b"stopped by Ctrl-C" in seen(master, b"exit status 130")
+        assert process.wait(60) == 130
+        os.close(master)
+
+
+def test_closing_the_terminal() -> None:
+    """A terminal that is closed ends the job with SIGHUP, and workers have the grace to save what they did."""
+    source = """
+    import os, signal, sys, time
+    def save(*_):
+        time.sleep(0.5)
+        open("saved" + os.environ["RANK"], "w").close()
+        sys.exit()
+    signal.signal(signal.SIGHUP, save)
+    while True:
+        print("line")
+        time.sleep(0.01)
+    """
+    with terminal(source, ranks=2) as (master, process, folder):
+        seen(master, b"[0]", b"[1]")
+        os.close(master)
+        process.wait(60)
+        deadline = time.monotonic() + 60
+        while not all((folder / f"saved{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 # Signals and restarts ---------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ class _Agent:
 
     async def _until_broken(self) -> None:
         await self._broken.wait()
-        self._stop(signal.SIGPIPE)
+        # A terminal that was closed has sent SIGHUP too, and a second signal would kill at once.
+        if not self._stopped:
+            self._stop(signal.SIGPIPE)
 
 
 def _raise_descriptor_limit(job: Job) -> None:

@@ -70,11 +70,13 @@ def _run(kind: str, target: str, arguments: list[str], record: int, *, init: boo
     module = ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
+    formed = False
     try:
         if init:
             import allhands
 
             allhands.init_process_group()
+            formed = True
         _start(kind, target, module)
     except SystemExit as problem:
         _write(record, _exit(problem))
@@ -82,7 +84,7 @@ def _run(kind: str, target: str, arguments: list[str], record: int, *, init: boo
     except BaseException as problem:  # noqa: BLE001  # shown as the interpreter would show it, and raised again
         _fail(problem, record)
     finally:
-        if init:
+        if formed:
             allhands.destroy_process_group()
     _write(record, {"end": "done"})
 
