@@ -117,6 +117,8 @@ def judge(
     own = sorted((outcome for outcome in failed if not outcome.follows), key=lambda outcome: outcome.at_s)
     if stopped and not [outcome for outcome in own if not _interrupted(outcome, stopped)]:
         return _stopped(outcomes, stopped)
+    # The last finding first: a script may have gone on after an earlier group failed.
+    findings = list(reversed(findings))
     named = [rank for finding in findings for rank in finding.ranks]
     if own:
         # The coordinator saw the first cause; the clock only decides between those that it did not see.
@@ -297,7 +299,7 @@ def _why(outcome: Outcome) -> str:
     if outcome.raised and "SyntaxError" in record["bases"]:
         return "the script cannot be compiled, so it did not begin"
     if record.get("end") == "exit":
-        return f"at {record.get('site', '')}"
+        return f"at {record['site']}" if record.get("site") else ""
     if outcome.raised or record.get("end") == "program":
         return ""
     return "the script did not come to its end (observed): os._exit, or exit() in native code"

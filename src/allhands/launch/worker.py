@@ -187,6 +187,8 @@ def _exit(problem: SystemExit) -> dict[str, Any]:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     site = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    # Of `python -m` itself, which found no such module: no line of the user's.
+    site = "" if site.startswith("<frozen runpy>") else site
     return {"end": "exit", "message": str(problem.code)[:_MOST_TEXT], "site": site}
 
 

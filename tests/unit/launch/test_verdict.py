@@ -114,6 +114,15 @@ def test_all_point_at_one_that_ended_well() -> None:
     assert "ended well, but before the others were done" in found.what
 
 
+def test_the_last_group_counts() -> None:
+    """A script may go on after a group failed: what ended the last one is what ended the job."""
+    early = Diagnosis("missing-ranks", "rank 3 did not come", ranks=(3,))
+    late = Diagnosis("peer-silent", "rank 2 does not answer", ranks=(2,))
+    assert judged(
+        follower(0, of=()), follower(1, of=()), outcome(2, -15, sent=15), findings=[early, late]
+    ).culprits == (2,)
+
+
 def test_a_diagnosis_that_all_raise() -> None:
     """Where every rank raises the same diagnosis, whoever it names is to blame."""
     record = raised("CollectiveMismatch", "ranks differ   [collective-mismatch]", slug="collective-mismatch", ranks=[2])
