@@ -321,6 +321,15 @@ def test_logs_without_a_folder(tmp_path: Path) -> None:
     assert f"the ranks' logs are in {log.parents[2]}" in ran.err
 
 
+def test_a_folder_for_logs_that_is_a_file(tmp_path: Path) -> None:
+    """A folder that cannot be made is a mistake in the command, said before any rank starts."""
+    (tmp_path / "file").touch()
+    ran = run("print('started')", "--log-dir", str(tmp_path / "file"))
+    assert (ran.code, ran.out) == (2, "")
+    assert "[invalid-argument]" in ran.err
+    assert "Traceback" not in ran.err
+
+
 def test_stdin_goes_to_rank_0() -> None:
     """Rank 0 reads what the launcher is given; the others read nothing."""
     ran = run("import sys; print(repr(sys.stdin.read()))", stdin=b"hello\nyou\n")

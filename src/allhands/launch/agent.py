@@ -122,7 +122,7 @@ class _Agent:
             self._attempt.stop(number)
 
     def _pause(self) -> None:
-        """Ctrl-Z: the workers are in groups of their own, so it reaches only us."""
+        """Ctrl-Z: the workers are in sessions of their own, so it reaches only us."""
         if self._attempt is not None:
             self._attempt.pause()
         os.kill(os.getpid(), signal.SIGSTOP)

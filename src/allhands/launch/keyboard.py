@@ -1,4 +1,4 @@
-"""What people type, for rank 0. Workers lead process groups of their own, so the terminal itself would stop them."""
+"""What people type, for rank 0. Workers are in sessions of their own, where the terminal is not theirs to read."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..errors import fail
 from .fold import Fold, ranges
 from .job import Job
 from .lines import Lines, label, prefixed
@@ -120,9 +121,18 @@ class Output:
         """Open torchrun's file for it: DIR/NAME_random/attempt_0/RANK/stdout.log."""
         if self.folder is None:
             base = self._job.log_dir or None
-            if base is not None:
-                Path(base).mkdir(parents=True, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{self._job.name}_", dir=base))
+            try:
+                if base is not None:
+                    Path(base).mkdir(parents=True, exist_ok=True)
+                self.folder = Path(tempfile.mkdtemp(prefix=f"{self._job.name}_", dir=base))
+            except OSError as problem:
+                raise fail(
+                    "invalid-argument",
+                    f"the folder for logs, {base or tempfile.gettempdir()}, cannot be written",
+                    who=f"the launcher (pid {os.getpid()})",
+                    why=problem.strerror or str(problem),
+                    fix="give another folder as --log-dir",
+                ) from problem
             if base is None:
                 self.say(f"the ranks' logs are in {self.folder}")
         path = self.folder / f"attempt_{attempt}" / str(local_rank) / f"{_STREAMS[stream - 1]}.log"

@@ -17,6 +17,9 @@ __all__ = ["HANG_STATUS", "Outcome", "Verdict", "judge", "status_word"]
 # What `timeout` exits with.
 HANG_STATUS = 124
 
+# Signals that a process brings on itself, in native code.
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+
 # Exceptions that pass on the end of a process that the rank itself had started.
 _OF_A_CHILD = {"ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool", "CalledProcessError"}
 
@@ -267,7 +270,7 @@ def _did(outcome: Outcome) -> str:
     if outcome.memory:
         return "was killed because memory ran out"
     if outcome.status < 0:
-        verb = "crashed with" if outcome.stack else "was ended by"
+        verb = "crashed with" if outcome.stack or -outcome.status in _CRASHES else "was ended by"
         return f"{verb} {status_word(outcome.status)}"
     record = outcome.record
     if outcome.raised:
@@ -290,6 +293,8 @@ def _why(outcome: Outcome) -> str:
         return "probably a mapped file or shared memory that is smaller than it was (a full /dev/shm)"
     if outcome.status < 0 and outcome.stack:
         return "the kernel stopped it in native code (observed); its Python stack is below"
+    if -outcome.status in _CRASHES:
+        return "it ended in native code (observed), and left no Python stack with the launcher"
     if outcome.status < 0:
         return "the signal came from outside, not from allhands (observed)"
     if outcome.raised and (record["kind"] in _OF_A_CHILD or record.get("remote")):

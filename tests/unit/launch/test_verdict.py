@@ -82,6 +82,7 @@ def test_whom_the_agent_ended() -> None:
     ("status", "parts", "cause", "code", "what"),
     [
         (-11, {"stack": "Fatal Python error"}, "signal", 139, "crashed with SIGSEGV"),
+        (-11, {}, "signal", 139, "crashed with SIGSEGV"),
         (-9, {}, "signal", 137, "was ended by SIGKILL"),
         (-9, {"memory": "the kernel's log"}, "oom", 137, "was killed because memory ran out"),
         (3, {"record": {"end": "exit", "message": "3", "site": "a.py:1"}}, "exit", 3, "called sys.exit(3)"),
