@@ -23,6 +23,11 @@ static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *
     return PyLong_FromLong(ah_set_parent_death_signal(signal));
 }
 
+static PyObject *adopt_orphans(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLong(ah_adopt_orphans());
+}
+
 static PyObject *peer_credentials(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct ah_credentials peer;
@@ -47,6 +52,9 @@ static PyMethodDef methods[] = {
     {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
      "set_parent_death_signal($module, signal, /)\n--\n\n"
      "Ask the kernel to send signal to this process when its parent ends; return 0 or an errno."},
+    {"adopt_orphans", adopt_orphans, METH_NOARGS,
+     "adopt_orphans($module, /)\n--\n\n"
+     "Become the parent of every descendant whose own parent ends; return 0 or an errno."},
     {"peer_credentials", peer_credentials, METH_VARARGS,
      "peer_credentials($module, fd, /)\n--\n\n"
      "Return (pid, uid, gid) of the process at the other end of the Unix socket fd."},

@@ -15,6 +15,11 @@ int ah_set_parent_death_signal(int signal)
     return prctl(PR_SET_PDEATHSIG, (unsigned long)signal, 0UL, 0UL, 0UL) == 0 ? 0 : errno;
 }
 
+int ah_adopt_orphans(void)
+{
+    return prctl(PR_SET_CHILD_SUBREAPER, 1UL, 0UL, 0UL, 0UL) == 0 ? 0 : errno;
+}
+
 int ah_peer_credentials(int fd, struct ah_credentials *peer)
 {
     struct ucred found;

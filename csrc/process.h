@@ -14,6 +14,10 @@ struct ah_credentials {
  * Returns 0 or an errno. */
 int ah_set_parent_death_signal(int signal);
 
+/* Have the kernel hand this process the orphans among its descendants, instead of giving them to init.
+ * Returns 0 or an errno. */
+int ah_adopt_orphans(void);
+
 /* Fill in who is at the other end of the connected Unix socket `fd`. Returns 0 or an errno. */
 int ah_peer_credentials(int fd, struct ah_credentials *peer);
 

@@ -14,6 +14,12 @@ def set_parent_death_signal(signal: int, /) -> int:
     ``os.getppid()`` with the parent's pid afterwards.
     """
 
+def adopt_orphans() -> int:
+    """Become the parent of every descendant whose own parent ends, instead of init; return 0 or an errno.
+
+    Whoever adopts must also reap: the adopted stay zombies until they are waited for.
+    """
+
 def peer_credentials(fd: int, /) -> tuple[int, int, int]:
     """Return (pid, uid, gid) of the process at the other end of the connected Unix socket ``fd``.
 

@@ -22,6 +22,7 @@ _WIDEST = 100
 
 # The order in which `allhands --help` shows the commands. One that is in no group here comes last.
 _GROUPS = {
+    "Start": ("run",),
     "Find out": ("whoami", "explain"),
     "Measure": ("bench",),
 }
@@ -87,6 +88,22 @@ def main(ctx: click.Context) -> None:
     """Process groups for PyTorch that start in seconds or say why they cannot, and always clean up."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+class _Lazy(click.Command):
+    """A command whose options stand beside what it does: they are imported when it is used or asked for help."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        from .launch.options import command
+
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+main.add_command(
+    _Lazy("run", help="Start a script once per rank, show their output, and say who is to blame if they die.")
+)
 
 
 @main.command("whoami")

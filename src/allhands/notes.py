@@ -7,6 +7,7 @@ what ``allhands.board()`` is.)
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import mmap
 import os
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _core
+from . import _core, settings
 
-__all__ = ["Board", "Note", "board", "own", "read"]
+__all__ = ["Board", "Note", "board", "make", "own", "parse", "read"]
 
 _NAME = "allhands-board"
+
+# A board that could shrink under the process that has it mapped would be a SIGBUS in the middle of a collective.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # The layout of csrc/board.h, version 1.
 _HEAD = struct.Struct("<8sIIqiiQ")
@@ -107,9 +111,34 @@ class _Own:
     """This process's board, and the descriptor by which others find it."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, _core.board_bytes())
+        given = _given()
+        self.descriptor = make() if given is None else given
         self.core = _core.Board(self.descriptor)
+
+
+def make() -> int:
+    """Make the memory of a board, for this process or for one that it starts; return its descriptor."""
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, _core.board_bytes())
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def _given() -> int | None:
+    """Return the descriptor that the launcher made for exactly this process, None where there is none.
+
+    The variable is inherited by everything that this process starts, and the number may be some other file there.
+    """
+    number, _, pid = settings.read().board_fd.partition(":")
+    if pid != str(os.getpid()) or not number.isdecimal():
+        return None
+    descriptor = int(number)
+    try:
+        ours = Path(f"/proc/self/fd/{descriptor}").readlink().name.startswith(f"memfd:{_NAME} ")
+        whole = ours and os.fstat(descriptor).st_size == _core.board_bytes()
+        return descriptor if whole and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS else None
+    except OSError:
+        return None
 
 
 @functools.cache
@@ -134,14 +163,14 @@ def board(pid: int | None = None) -> Board:
     if pid is not None:
         return read(pid)
     own()
-    return _parse(os.getpid(), _mine().descriptor)
+    return parse(os.getpid(), _mine().descriptor)
 
 
 def read(pid: int) -> Board:
     """Return what the process ``pid`` has on its board, without its help: it may hang or be stopped."""
     descriptor = os.open(_find(pid), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return _parse(pid, descriptor)
+        return parse(pid, descriptor)
     finally:
         os.close(descriptor)
 
@@ -159,7 +188,11 @@ def _find(pid: int) -> Path:
     raise LookupError(f"process {pid} has no board: it uses no allhands group")
 
 
-def _parse(pid: int, descriptor: int) -> Board:
+def parse(pid: int, descriptor: int) -> Board:
+    """Return what is on the board in ``descriptor``, that of the process ``pid``, which may be dead.
+
+    Raises LookupError where the process has written none.
+    """
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
         magic, version, notes, _, rank, world_size, _ = _HEAD.unpack_from(memory)
         if magic != _MAGIC or version != _VERSION:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ from . import _torch, notes
 from .control import Member, Seat
 from .control.messages import Status
 from .diagnosis import Diagnosis, duration, join, ranks
+from .diagnosis.transport import TIMEOUT, TRANSPORT
 from .engines import Wire
 from .errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from .store import MemberStore
@@ -37,14 +37,6 @@ adopt(dist.DistError, dist.DistStoreError)
 # How long a failed collective waits to hear from the coordinator who it was that failed: first before it asks
 # what the others are doing, then, where nobody is found missing, once more.
 _VERDICT_S, _VERDICT_AGAIN_S = 0.2, 0.6
-
-# What the engines say when a connection ended under them, or time was up. Gloo raises plain RuntimeError.
-_TRANSPORT = re.compile(
-    r"gloo/(transport|rendezvous)|connection (closed|reset|refused)|broken pipe|timed ?out|wait timeout|"
-    r"application timeout|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|NCCL error",
-    re.IGNORECASE,
-)
-_TIMEOUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
 
 # Frames that are not the user's; compared with co_filename, which is a string.
 NOT_THE_USERS = (
@@ -90,7 +82,7 @@ def is_transport_error(problem: BaseException) -> bool:
     """Tell whether ``problem`` looks like an engine's word that a peer is gone or late."""
     if isinstance(problem, StoreTimeout):
         return True
-    return isinstance(problem, RuntimeError) and bool(_TRANSPORT.search(str(problem)))
+    return isinstance(problem, RuntimeError) and bool(TRANSPORT.search(str(problem)))
 
 
 class Session:
@@ -188,7 +180,7 @@ class Session:
             return None
         if not is_transport_error(problem):
             return None
-        late = bool(_TIMEOUT.search(str(problem)))
+        late = bool(TIMEOUT.search(str(problem)))
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
@@ -254,7 +246,7 @@ class Session:
                 ranks=tuple(status.rank for status in left),
                 hosts=tuple(dict.fromkeys(status.host for status in left)),
             )
-        if not _TIMEOUT.search(first):
+        if not TIMEOUT.search(first):
             verdict = self.member.wait_for_verdict(_VERDICT_AGAIN_S)
             if verdict is not None:
                 return verdict

@@ -1,0 +1,276 @@
+"""One start of all workers of this node, from the first that is started to the last that is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ..diagnosis import Diagnosis
+from ..world import Address
+from . import descendants, hang, memory
+from .ending import LEFTOVER_S, Ending
+from .job import Job
+from .keyboard import Keyboard
+from .output import Output
+from .process import Process
+from .variables import MARK, variables
+from .verdict import Outcome
+
+__all__ = ["Attempt", "Place", "Story"]
+
+# How soon a due signal or a leftover process is looked at again; ends of workers are seen at once.
+_LOOK_S = 0.05
+
+# After the last process is gone its pipes are at their end; this is for a machine that is slow to say so.
+_DRAIN_S = 2.0
+
+# How long stacks may take to be written: by a signal handler, for every thread, on a machine that may be busy.
+_STACKS_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What all attempts of an agent share: where its workers find it, and the job's secret."""
+
+    name: str = field(default_factory=lambda: f"allhands-{secrets.token_hex(8)}")
+    token: str = field(
+        default_factory=lambda: os.environ.get("ALLHANDS_TOKEN", "") or secrets.token_hex(16), repr=False
+    )
+
+    def mark(self, job: Job) -> tuple[str, str]:
+        """Return the variable and its value that mark every process of the job on this node."""
+        if job.nodes > 1 and job.node_rank > 0:
+            return MARK, f"tcp://{job.coordinator}"
+        return MARK, f"unix:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """All that is known once an attempt is over; `verdict.judge` makes the verdict of it."""
+
+    outcomes: list[Outcome]
+    findings: list[Diagnosis]
+    hanging: hang.Hang | None
+    stopped: int
+    leftovers: list[str]
+
+
+class Attempt:
+    """The workers of this node while they run, and the end of them."""
+
+    def __init__(
+        self, job: Job, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: set[int]
+    ) -> None:
+        self.job, self.number = job, number
+        self.processes: list[Process] = []
+        self._place, self._output, self._keyboard = place, output, keyboard
+        self._spared = spared
+        self._ending = Ending(job.grace_s)
+        self._changed = asyncio.Event()
+        self._hang: hang.Hang | None = None
+        self._watch = hang.Watch(job.hang_timeout_s)
+        self._stopped = 0
+        self._leftovers: list[str] = []
+        self._memory = memory.Memory()
+
+    async def run(self) -> Story:
+        """Start the workers and see them to their end."""
+        hosting = None
+        try:
+            with _master(self.job) as master:
+                self._start(master)
+                if self.job.node_rank == 0:
+                    # After the workers, whose interpreters start meanwhile: the control plane takes a while to import.
+                    from .hosting import Hosting
+
+                    hosting = Hosting(self._place.name, self._place.token.encode(), self.job.coordinator)
+                    await hosting.start()
+                await self._follow()
+                await self._leftover()
+                await self._output.drained(_DRAIN_S)
+        finally:
+            self._keyboard.close()
+            self.kill()
+            if hosting is not None:
+                await hosting.close()
+        outcomes = [self._outcome(process) for process in self.processes]
+        for process in self.processes:
+            process.close()
+        findings = hosting.findings if hosting is not None else []
+        return Story(outcomes, findings, self._hang, self._stopped, self._leftovers)
+
+    def _start(self, master: Address) -> None:
+        for local_rank in range(self.job.local_world_size):
+            environment = variables(
+                self.job,
+                local_rank,
+                self.number,
+                coordinator=self._place.mark(self.job)[1],
+                token=self._place.token,
+                master=master,
+                environment=os.environ,
+            )
+            stdin, taken = self._keyboard.open() if self.job.rank(local_rank) == 0 else _nothing()
+            streams = self._output.open(local_rank, self.number)
+            try:
+                process = Process(self.job, local_rank, environment, stdin=stdin, stdout=streams[0], stderr=streams[1])
+            finally:
+                taken()
+                self._output.given(streams)
+            self.processes.append(process)
+
+    # While they run ----------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Wait for the end of every worker, sending what is due on the way."""
+        while any(process.alive for process in self.processes):
+            now = time.monotonic()
+            if any(process.failed for process in self.processes):
+                self._ending.fail(now)
+            self._send(self._ending.due(now))
+            await self._look_for_hang(now)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S if self._ending.begun else self._watch.pause_s)
+
+    def _send(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self.kill()
+        elif number:
+            for process in self.processes:
+                process.send(number)
+
+    def kill(self) -> None:
+        """Kill every process of the job, at once."""
+        for process in self.processes:
+            if process.alive:
+                process.send(signal.SIGKILL)
+        descendants.kill(self._others(), signal.SIGKILL)
+
+    def reaped(self, pid: int, status: int) -> None:
+        """A child of the agent ended; it may be a worker or an orphan."""
+        for process in self.processes:
+            if process.pid == pid and process.alive:
+                process.ended(status)
+                self._memory.look(pid)
+        self._changed.set()
+
+    def stop(self, number: int) -> None:
+        """Someone wants the job to end: pass the signal on; at the second time kill at once."""
+        self._stopped = self._stopped or number
+        self._ending.stop(time.monotonic(), number)
+        self._changed.set()
+
+    def pause(self) -> None:
+        """Stop every worker, as Ctrl-Z does."""
+        for process in self.processes:
+            process.tell(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on; the time in between is no hang."""
+        self._watch.forget()
+        for process in self.processes:
+            process.tell(signal.SIGCONT)
+
+    # Hangs -------------------------------------------------------------------------------------------------
+
+    async def _look_for_hang(self, now: float) -> None:
+        if self._ending.begun or not self._watch.on:
+            return
+        boards = {process.rank: process.notes() for process in self.processes if process.alive}
+        if self._watch.hangs(now, boards):
+            self._hang = await self.ask()
+            self._ending.fail(time.monotonic(), 0.0)
+
+    async def ask(self) -> hang.Hang:
+        """Find out what every worker is doing: its board and the stacks of its threads."""
+        asked = [process for process in self.processes if process.alive and process.ask_stacks()]
+        deadline = time.monotonic() + _STACKS_S
+        before: list[str] = []
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+            now = [process.stacks() for process in asked]
+            if all(now) and now == before:
+                break
+            before = now
+        alive = [process for process in self.processes if process.alive]
+        return hang.Hang(
+            boards={process.rank: process.notes() for process in alive},
+            stacks={process.rank: process.stacks() if process in asked else "" for process in alive},
+            states={process.rank: process.state() for process in alive},
+            pids={process.rank: process.pid for process in alive},
+            after_s=self.job.hang_timeout_s,
+        )
+
+    # What they leave ---------------------------------------------------------------------------------------
+
+    def _others(self) -> list[int]:
+        workers = {process.pid for process in self.processes if process.alive}
+        return [pid for pid in descendants.descendants(os.getpid(), self._spared) if pid not in workers]
+
+    async def _leftover(self) -> None:
+        """End what outlives the workers: a moment to go by itself, then SIGTERM, then SIGKILL."""
+        ending = Ending(self.job.grace_s)
+        ending.fail(time.monotonic(), LEFTOVER_S if not self._ending.begun else 0.0)
+        # Twice: one whose parent is just ending has no place in what /proc shows at that moment.
+        while others := self._others() or self._others():
+            number = ending.due(time.monotonic())
+            if self._ending.kill_s is not None and time.monotonic() >= self._ending.kill_s:
+                number = signal.SIGKILL
+            if number:
+                self._name(others)
+                descendants.kill(others, number)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+
+    def _name(self, pids: Iterable[int]) -> None:
+        if self._leftovers:
+            return
+        for pid in pids:
+            rank = descendants.variable(pid, "RANK")
+            self._leftovers.append(f"pid {pid} of rank {rank or '?'}: {descendants.command(pid)[:200]}")
+
+    def _outcome(self, process: Process) -> Outcome:
+        status = process.status if process.status is not None else -signal.SIGKILL
+        return Outcome(
+            rank=process.rank,
+            host=socket.gethostname(),
+            pid=process.pid,
+            status=status,
+            sent=process.sent,
+            sent_s=process.sent_s,
+            ended_s=process.ended_s,
+            after_s=process.ended_s - process.started_s,
+            record=process.record(),
+            stack=process.fatal(),
+            board=process.notes(),
+            memory=self._memory.killed(process.pid) if status == -signal.SIGKILL and not process.sent else "",
+        )
+
+
+def _nothing() -> tuple[int, Callable[[], None]]:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    return nothing, lambda: os.close(nothing)
+
+
+@contextlib.contextmanager
+def _master(job: Job) -> Iterator[Address]:
+    """Yield what MASTER_ADDR and MASTER_PORT are to say.
+
+    A port that is chosen here stays bound, so that nobody else is given it; as it does not listen, rank 0 still can.
+    """
+    if job.master is not None:
+        yield job.master
+        return
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield Address("127.0.0.1", kept.getsockname()[1])

@@ -1,0 +1,203 @@
+"""What runs in a worker before, around and after the script: it dies with its agent, and leaves evidence of its end.
+
+Imports nothing that a script would notice, and neither torch nor what is slow. The script is run as the interpreter
+runs one: as ``__main__``, in a module of its own, with its own ``sys.argv`` and ``sys.path[0]``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+__all__ = ["PROGRAM", "STACKS", "main", "order"]
+
+# Given to `python -c`. The folder of the package comes last, and what -c put first is taken off before anything is
+# imported, so that nothing beside the user's script shadows a module of the standard library.
+PROGRAM = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); sys.path.append(sys.argv[1]); "
+    "from allhands.launch.worker import main; main()"
+)
+
+# Shows the stacks of all threads. A real-time signal that neither glibc (the first two) nor debuggers and timers of
+# common libraries take; scripts keep SIGUSR1 and SIGUSR2 for themselves.
+STACKS = signal.SIGRTMIN + 7
+
+# The longest message and traceback that a record holds: beyond that it is data, not words.
+_MOST_TEXT = 64 * 1024
+
+
+def order(kind: str, *, agent: int, record: int, fatal: int, stacks: int, board: int, init: bool) -> str:
+    """Return the word that tells a worker what to do; the numbers are descriptors and the agent's pid."""
+    return ",".join([kind, *(str(int(number)) for number in (agent, record, fatal, stacks, board, init))])
+
+
+def main() -> None:
+    """Do what `order` said, then end as the script does."""
+    appended, ordered, target, *arguments = sys.argv[1:]
+    if sys.path[:-1].count(appended):
+        sys.path.pop()
+    kind, *numbers = ordered.split(",")
+    agent, record, fatal, stacks, board, init = map(int, numbers)
+    _follow(agent)
+    os.environ["ALLHANDS_BOARD_FD"] = f"{board}:{os.getpid()}"
+    for descriptor in (record, fatal, stacks):
+        os.set_inheritable(descriptor, False)
+    if kind == "program":
+        _write(record, {"end": "program"})
+        os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
+    os.set_inheritable(board, False)
+    faulthandler.enable(fatal)
+    faulthandler.register(STACKS, file=stacks)
+    _run(kind, target, arguments, record, init=bool(init))
+
+
+def _follow(agent: int) -> None:
+    """Die when the agent does, at once."""
+    from .. import _core
+
+    _core.set_parent_death_signal(signal.SIGKILL)
+    # An agent that ended before that call is not told of: we are already someone else's child.
+    if os.getppid() != agent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(kind: str, target: str, arguments: list[str], record: int, *, init: bool) -> None:
+    sys.argv = [target, *arguments]
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    formed = False
+    try:
+        if init:
+            import allhands
+
+            allhands.init_process_group()
+            formed = True
+        _start(kind, target, module)
+    except SystemExit as problem:
+        _write(record, _exit(problem))
+        raise
+    except BaseException as problem:  # noqa: BLE001  # shown as the interpreter would show it, and raised again
+        _fail(problem, record)
+    finally:
+        if formed:
+            allhands.destroy_process_group()
+    _write(record, {"end": "done"})
+
+
+def _start(kind: str, target: str, module: ModuleType) -> None:
+    if kind == "module":
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109  # what python -m puts there, as text
+        _as_main(target, argv=True)
+    elif os.path.isdir(target) or not _is_source(target):  # noqa: PTH112  # pathlib is not imported for this
+        # A folder or an archive with a __main__ in it.
+        sys.path.insert(0, target)
+        _as_main("__main__", argv=False)
+    else:
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(target)))  # noqa: PTH120
+        _as_script(target, module)
+
+
+def _is_source(target: str) -> bool:
+    with open(target, "rb") as file:  # noqa: PTH123
+        return file.read(4) != b"PK\x03\x04"
+
+
+def _as_main(name: str, *, argv: bool) -> None:
+    import runpy
+
+    # What the interpreter itself calls for -m; the public run_module takes the module away again at the end, while
+    # threads and exit handlers of the script may still need it.
+    runpy._run_module_as_main(name, alter_argv=argv)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _as_script(path: str, module: ModuleType) -> None:
+    from importlib.machinery import SourceFileLoader
+    from io import open_code
+
+    with open_code(os.path.abspath(path)) as file:  # noqa: PTH100  # what the interpreter uses, for audit hooks
+        source = file.read()
+    space = module.__dict__
+    space |= {"__file__": path, "__cached__": None, "__loader__": SourceFileLoader("__main__", path)}
+    code = compile(source, path, "exec", dont_inherit=True)
+    exec(code, space)  # noqa: S102  # to run the user's script is what this is for
+
+
+# How the script ended -----------------------------------------------------------------------------------------
+
+
+def _fail(problem: BaseException, record: int) -> NoReturn:
+    """Show an uncaught exception without our frames, leave a record of it, and end as the interpreter does."""
+    trace = problem.__traceback__
+    ours = {__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    problem.__traceback__ = trace
+    _write(record, _raised(problem, trace))
+    sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, trace
+    sys.excepthook(type(problem), problem, trace)
+    # Raised again, so that exit handlers, exit status and what Ctrl-C does to a process are Python's own.
+    sys.excepthook = lambda *_: None
+    raise problem
+
+
+def _raised(problem: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+    import traceback
+
+    text = "".join(traceback.format_exception(type(problem), problem, trace))
+    found: dict[str, Any] = {
+        "end": "raised",
+        "kind": type(problem).__name__,
+        "message": _words(problem)[:_MOST_TEXT],
+        "traceback": text[-_MOST_TEXT:],
+        "bases": [base.__name__ for base in type(problem).__mro__],
+        # What a pool or a DataLoader passes on carries the traceback of the process that it came from.
+        "remote": any(type(each).__name__.endswith("RemoteTraceback") for each in _chain(problem)),
+    }
+    if hasattr(problem, "diagnosis"):
+        found |= {"slug": problem.slug, "ranks": list(problem.ranks)}  # type: ignore[attr-defined]  # an AllhandsError
+    return found
+
+
+def _words(problem: BaseException) -> str:
+    try:
+        return str(problem)
+    except Exception:  # noqa: BLE001  # a __str__ that fails is the script's; the interpreter bears it too
+        return "<exception str() failed>"
+
+
+def _chain(problem: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while problem is not None and problem not in found:
+        found.append(problem)
+        problem = problem.__cause__ or problem.__context__
+    return found
+
+
+def _exit(problem: SystemExit) -> dict[str, Any]:
+    if problem.code is None or problem.code == 0:
+        return {"end": "done"}
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    site = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    # Of `python -m` itself, which found no such module: no line of the user's.
+    site = "" if site.startswith("<frozen runpy>") else site
+    return {"end": "exit", "message": str(problem.code)[:_MOST_TEXT], "site": site}
+
+
+def _write(record: int, what: dict[str, Any]) -> None:
+    import json
+    import time
+
+    try:
+        os.pwrite(record, json.dumps({**what, "at_s": time.monotonic()}).encode(errors="replace"), 0)
+    except OSError:
+        # A script that closed every descriptor has taken its record with it; that is told as having left none.
+        return

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from allhands.launch import options
+from allhands.launch.job import Job, Streams
+from allhands.world import Address
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """Return a script."""
+    path = tmp_path / "train.py"
+    path.write_text("pass")
+    return str(path)
+
+
+def job(*line: str) -> Job:
+    """Return what a command line asks for."""
+    made: list[Job] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("allhands.launch.agent.main", lambda job: made.append(job) or 0)
+        options.command.main(list(line), standalone_mode=False)
+    return made[0]
+
+
+def test_the_plain_line(script: str) -> None:
+    """Without options: one rank, a random name, everything as torchrun has it."""
+    found = job(script, "--lr", "1", "-n", "3")
+    assert (found.target, found.arguments, found.local_world_size, found.kind) == (
+        script,
+        ("--lr", "1", "-n", "3"),
+        1,
+        "script",
+    )
+    assert found.name.startswith("run-")
+    assert found.name != job(script).name
+
+
+def test_torchruns_spellings(script: str) -> None:
+    """Dashes and underscores, equals signs and spaces, short and long mean the same."""
+    one = job("--nproc_per_node=2", "--max_restarts", "3", "--rdzv_id=x", "-t", "3", "-r", "1:1", script)
+    two = job("--nproc-per-node", "2", "--max-restarts=3", "--rdzv-id", "x", "--tee=3", "--redirects=1:1", script)
+    assert one == two
+    assert one.streams == (Streams(0, 3), Streams(1, 3))
+    assert (one.max_restarts, one.name, one.world_size) == (3, "x", 2)
+
+
+def test_pet_variables(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PET_ variables stand in for options, which win over them."""
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    found = job("--max-restarts", "1", script)
+    assert (found.local_world_size, found.max_restarts) == (3, 1)
+
+
+def test_several_nodes(script: str) -> None:
+    """Nodes, coordinator and ranks; torch's own store is at the next port, on every node the same."""
+    found = job("--nnodes", "2:2", "--node-rank", "1", "-n", "4", "--coordinator", "node-a:4000", script)
+    assert (found.nodes, found.world_size, found.rank(2)) == (2, 8, 6)
+    assert (found.coordinator, found.master) == (Address("node-a", 4000), Address("node-a", 4001))
+    same = job("--nnodes=2", "--node_rank=0", "--master_addr=[::1]", "--master_port=4000", script)
+    assert same.coordinator == Address("::1", 4000)
+
+
+@pytest.mark.parametrize(("number", "count"), [("cpu", None), ("auto", None), ("7", 7)])
+def test_how_many(script: str, number: str, count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cpu counts cores, auto GPUs or else cores."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cores = len(os.sched_getaffinity(0))
+    assert job("-n", number, script).local_world_size == (count or cores)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert job("-n", "gpu", script).local_world_size == 2
+    assert job("-n", "auto", script).local_world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["-n", "0"], "0 ranks are too few"),
+        (["-n", "many"], "'many' is neither a number nor one of cpu, gpu, auto"),
+        (["-n", "gpu"], "no GPU is visible here"),
+        (["--nnodes", "1:2"], "a fixed number of nodes"),
+        (["--nnodes", "0"], "at least 1 node"),
+        (["--nnodes", "x"], "'x' is not a number of nodes"),
+        (["--nnodes", "2"], "need --coordinator HOST:PORT"),
+        (["--nnodes", "2", "--coordinator", "a:1"], "needs its own number"),
+        (["--nnodes", "2", "--coordinator", "a:1", "--node-rank", "2"], "not between 0 and 1"),
+        (["--nnodes", "2", "--coordinator", "a", "--node-rank", "1"], "is not an address"),
+        (["--rdzv-backend", "etcd"], "'etcd' is not known"),
+        (["--restart-if", "signal,luck"], "'luck' is none of any,"),
+        (["--max-restarts", "-1"], "less than 0"),
+        (["--tee", "5"], "'5' is neither 0, 1, 2 or 3"),
+        (["--tee", "1:1"], "there is no local rank 1 of 1"),
+        (["--local-ranks-filter", "3"], "is not a list of local ranks below 1"),
+        (["--master-port", "70000"], "70000 is not a port"),
+        (["--init", "--no-python"], "no group to form"),
+        (["--nproc-per-nod", "1"], "Did you mean '--nproc-per-node'"),
+    ],
+)
+def test_what_makes_no_sense(script: str, line: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake is a usage error that says which option and why."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(click.UsageError) as caught:
+        job(*line, script)
+    assert words in caught.value.format_message()
+
+
+def test_what_to_start(tmp_path: Path, script: str) -> None:
+    """A script that is not there, and a program that is none, are said before anything is started."""
+    cases: list[tuple[list[str], str]] = [
+        ([str(tmp_path / "trian.py")], "Did you mean"),
+        (["--no-python", "no-such-program"], "was not found"),
+        (["--no-python", script], "is not executable"),
+        ([], "Missing argument 'SCRIPT'"),
+    ]
+    for line, words in cases:
+        with pytest.raises(click.UsageError) as caught:
+            job(*line)
+        assert words in caught.value.format_message()
+
+
+def test_a_log_folder_alone_keeps_everything(script: str) -> None:
+    """--log-dir without --tee or --redirects keeps both streams of every rank."""
+    found: Any = job("-n", "2", "--log-dir", "logs", script)
+    assert found.streams == (Streams(0, 3), Streams(0, 3))

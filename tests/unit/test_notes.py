@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from allhands import _core, notes
+
+
+@pytest.mark.parametrize("case", ["right", "another pid", "a plain file", "too small", "not sealed", "closed", "words"])
+def test_the_launchers_board(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A board of the launcher is taken only by the process it was made for, and only if it is whole and sealed."""
+    pid = os.getpid() + (case == "another pid")
+    if case == "a plain file":
+        descriptor = os.open(tmp_path / "board", os.O_CREAT | os.O_RDWR)
+        os.ftruncate(descriptor, _core.board_bytes())
+    elif case in {"too small", "not sealed"}:
+        descriptor = os.memfd_create("allhands-board")
+        os.ftruncate(descriptor, 64 if case == "too small" else _core.board_bytes())
+    else:
+        descriptor = notes.make()
+    monkeypatch.setenv("ALLHANDS_BOARD_FD", "some:thing" if case == "words" else f"{descriptor}:{pid}")
+    if case == "closed":
+        os.close(descriptor)
+    assert notes._given() == (descriptor if case == "right" else None)
+    if case != "closed":
+        os.close(descriptor)
+
+
+def test_a_board_that_nobody_wrote() -> None:
+    """The memory of a worker that used no group is no board."""
+    descriptor = notes.make()
+    try:
+        with pytest.raises(LookupError):
+            notes.parse(1, descriptor)
+        _core.Board(descriptor)
+        assert notes.parse(1, descriptor).notes == ()
+    finally:
+        os.close(descriptor)
