@@ -39,7 +39,9 @@ def no_mpi() -> str:
 
 
 needs_mpi = pytest.mark.skipif(bool(no_mpi()), reason=no_mpi())
-both_ways = pytest.mark.parametrize("peers", [(), pytest.param(("mpi",), marks=needs_mpi)], ids=["plain", "mpirun"])
+both_ways = pytest.mark.parametrize(
+    "peers", [(), pytest.param(("mpi",), marks=[needs_mpi, pytest.mark.soak])], ids=["plain", "mpirun"]
+)
 
 
 def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

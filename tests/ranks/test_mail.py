@@ -11,6 +11,9 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
+# The same in other words, for `make soak`.
+soak = pytest.mark.soak
+
 FORM = """
 import torch
 import torch.distributed as torch_dist
@@ -327,7 +330,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-@pytest.mark.parametrize("how", ["recv", "irecv", "anyone"])
+@pytest.mark.parametrize("how", ["recv", pytest.param("irecv", marks=soak), pytest.param("anyone", marks=soak)])
 def test_a_message_that_does_not_fit_raises_on_both(kind: str, how: str) -> None:
     """Another size or type than was sent: both ranks get collective-mismatch, with what each had, and nobody hangs."""
     sent, wanted = MISMATCHES[kind]
@@ -369,7 +372,7 @@ say(found=found, intact=bool((target == 1).all()))
     assert f"rank 1 expected {expected}" in text
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=soak)])
 @pytest.mark.parametrize(
     "call",
     [
@@ -457,7 +460,13 @@ else:
     assert "rank 1 is at script.py" in found["text"]
 
 
-@pytest.mark.parametrize("call", ["dist.recv(x, 1)", "dist.irecv(x, 1).wait()", "dist.send(big, 1)", "dist.recv(x)"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.recv(x, 1)",
+        *(pytest.param(call, marks=soak) for call in ("dist.irecv(x, 1).wait()", "dist.send(big, 1)", "dist.recv(x)")),
+    ],
+)
 def test_a_stopped_rank_is_named_at_the_deadline(call: str) -> None:
     """A rank that was stopped (SIGSTOP) is not dead: it is named as silent when the time is up."""
     with harness.running(
