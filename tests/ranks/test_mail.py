@@ -75,7 +75,9 @@ def run():
     choose.shuffle(pending)
     for work, expected in pending:
         assert work.wait()
-        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert work.is_completed() and work.is_success()
+        # In torch 2.11, Gloo's cannot say it in Python.
+        assert backend == "gloo" or work.exception() is None
         if expected is not None:
             assert torch.equal(expected[1], expected[2]), expected[0]
     return [each.to(torch.complex128).sum().real.item() for each in digest]

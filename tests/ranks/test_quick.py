@@ -178,7 +178,7 @@ import allhands as dist
 from allhands import collectives
 
 for name in collectives.QUICK:
-    ours, torchs = getattr(dist, name), getattr(theirs, name, None)
+    ours, torchs = getattr(dist, name, None), getattr(theirs, name, None)
     if torchs is None:
         continue
     assert inspect.signature(ours) == inspect.signature(torchs), name

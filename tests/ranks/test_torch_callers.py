@@ -156,7 +156,7 @@ if rank == 0:
         say(kind="KeyboardInterrupt")
         os._exit(0)
 else:
-    time.sleep(6)
+    time.sleep(3)
 """,
         2,
         timeout=20,
