@@ -72,7 +72,10 @@ def children() -> list[int]:
     """Return the pids of this process's living children."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
-        pids = (task / "children").read_text().split()
+        try:
+            pids = (task / "children").read_text().split()
+        except FileNotFoundError:
+            continue  # A thread that has ended meanwhile.
         found += [
             int(pid) for pid in pids if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         ]
