@@ -137,9 +137,8 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
         return -1;
     asked = way->dlpack ? ask_once(way, tensor, plain, &elements) : ask_each(way, tensor, plain, &elements);
     size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
-    /* The memory of a view that torch has put off negating holds the opposite of its values. Such a view is of the
-     * imaginary parts of complex numbers, which stand at odd places; contiguous it is only if it is a single one. */
-    if (asked != 0 || ((uintptr_t)plain->part.data % (2 * size) != 0 && is(way, tensor, AH_NAME_IS_NEG, 1))) {
+    /* The memory of a view that torch has put off negating holds the opposite of its values. */
+    if (asked != 0 || is(way, tensor, AH_NAME_IS_NEG, 1)) {
         PyErr_Clear();
         return -1;
     }

@@ -138,7 +138,7 @@ def test_a_rank_that_is_killed_in_the_middle_ends_it_for_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["exit", "raise"])
-@pytest.mark.parametrize("name", ["all_reduce", "all_reduce, async"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce, async", "all_to_all"])
 def test_a_rank_that_exits_or_raises_in_the_middle_ends_it_for_all(name: str, how: str) -> None:
     """os._exit and an exception in the middle of large operations: peer-lost, or peer-failed with what it raised."""
     fall(name, how)

@@ -45,6 +45,11 @@ def negative(t):
     assert made.is_neg() and torch.equal(made, t)
     return made
 
+def one_negative(t):
+    made = torch._neg_view(-t)
+    assert made.is_neg() and made.is_contiguous()
+    return made
+
 def leaf(t):
     return torch.nn.Parameter(transposed(t))
 
@@ -167,7 +172,7 @@ for kind in KINDS:
         # torch itself cannot put a step into a float8 tensor.
         views = [torch.clone, transposed] + ([] if kind in BYTES else [strided])
         views += [conjugate] if kind.is_complex else []
-        views += [negative, leaf] if kind is torch.float32 else []
+        views += [negative, one_negative, leaf] if kind is torch.float32 else []
         for view in views:
             for lopsided in (False, True):
                 run(kind, shape, view, kind not in BYTES, 1000 * done, lopsided)
