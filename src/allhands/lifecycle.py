@@ -23,7 +23,7 @@ from .control import Claim, answer
 from .control.identity import this_process
 from .ending import abandon, end, hook
 from .engines import nccl, needs
-from .errors import fail
+from .errors import AllhandsError, fail
 from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
 from .session import Session, call_site
 
@@ -217,7 +217,9 @@ def process_group(*args: Any, **kw: Any) -> Iterator[ProcessGroup]:
         # Code that calls torch directly (DDP) raises torch's "connection closed"; the block knows better.
         explained = session.explain(problem, "the block", session.formed_at)
         session.announce(explained or problem)
-        if explained is None or explained is problem:
+        # What the problem says already is not said a second time.
+        known = isinstance(problem, AllhandsError) and explained and explained.diagnosis == problem.diagnosis
+        if explained is None or known:
             raise
         raise explained from problem
     finally:

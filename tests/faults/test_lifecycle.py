@@ -776,3 +776,19 @@ if {how!r} == "kill":
     assert result.stderr == ""
     if how == "thread":
         assert result["x"] == 1.0
+
+
+def test_a_block_says_a_mismatch_once() -> None:
+    """An exception that says already who did what leaves a `with` block as it is, not as the cause of itself."""
+    script = """
+import torch
+import allhands as dist
+
+try:
+    with dist.process_group("allhands", rank=rank, world_size=size, timeout=10):
+        dist.all_reduce(torch.ones(3 + rank))
+except dist.CollectiveMismatch as problem:
+    say(cause=repr(problem.__cause__))
+"""
+    for result in launch(script, 2):
+        assert result["cause"] == "None"
