@@ -1,5 +1,6 @@
-/* all_gather and gather: a rank copies in its own, whoever wants it copies everyone's out. */
+/* all_gather and gather: a rank copies in its own, whoever wants it copies everyone's out; or reads it where it is. */
 #include "copy.h"
+#include "reach.h"
 #include "sizes.h"
 #include "wait.h"
 
@@ -8,6 +9,7 @@ struct task {
     struct ah_part in;
     const struct ah_part *out; /* NULL where this rank takes nothing */
     int32_t root;
+    int staged; /* all goes through the slots, whatever its size */
     uint32_t first;
     size_t table, chunk;
 };
@@ -17,13 +19,14 @@ static int give(const struct task *task, size_t index)
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
     size_t bytes = ah_span(task->in.bytes, task->chunk, index);
-    int code = ah_await_slot(group, ticket);
+    int code = ah_await_slot(group, ticket), read = 0;
 
     if (code != AH_OK)
         return code;
-    if (index == 0)
-        ah_state_sizes(group, ticket, task->root >= 0 ? task->out : NULL, task->in.bytes);
-    ah_copy(ah_slot(group, group->rank, ticket) + task->table, task->in.data + index * task->chunk, bytes, 0);
+    if (index == 0 && !task->staged)
+        read = ah_reaches(group, ah_state_parts(group, ticket, task->root >= 0 ? task->out : NULL, task->in));
+    if (!read)
+        ah_copy(ah_slot(group, group->rank, ticket) + task->table, task->in.data + index * task->chunk, bytes, 0);
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
@@ -49,6 +52,24 @@ static int take(const struct task *task, size_t index)
     return AH_OK;
 }
 
+/* Read everyone's where it is. */
+static int fetch(const struct task *task)
+{
+    struct ah_group *group = task->group;
+    int code = AH_OK;
+
+    for (uint32_t step = 0; code == AH_OK && task->out && step < group->ranks; step++) {
+        uint32_t rank = (group->rank + step) % group->ranks;
+        const struct ah_part *out = &task->out[rank];
+
+        if (rank != group->rank)
+            code = ah_reach(group, rank, out->data, ah_stated_address(group, task->first, rank), out->bytes);
+        else if (out->data != task->in.data)
+            ah_copy(out->data, task->in.data, out->bytes, out->bytes >= AH_STREAM_BYTES);
+    }
+    return code;
+}
+
 static int run(struct ah_group *group, const struct ah_call *call, struct ah_part in, const struct ah_part *out,
                int64_t timeout_ns)
 {
@@ -68,6 +89,16 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
                              : ah_check_root(group, task.first, (uint32_t)task.root, in.bytes);
     if (code == AH_OK)
         chunks = ah_chunks(ah_largest(group), task.chunk);
+    if (code == AH_OK && ah_someone_reaches(group)) {
+        /* Where another's part is too large for it, all goes through the slots. */
+        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task.first, fetch(&task)) : AH_UNREACHED;
+        task.first++;
+        task.staged = 1;
+        if (code == AH_UNREACHED)
+            code = give(&task, 0);
+        else
+            chunks = 0;
+    }
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)
             code = give(&task, index + 1);

@@ -1,5 +1,7 @@
-/* all_to_all and scatter: a slot is cut into one piece for each rank, which that rank copies out. */
+/* all_to_all and scatter: a slot is cut into one piece for each rank, which that rank copies out; or it reads its part
+ * where it is. */
 #include "copy.h"
+#include "reach.h"
 #include "sizes.h"
 #include "wait.h"
 
@@ -9,6 +11,7 @@ struct task {
     const struct ah_part *out; /* from each rank; NULL with a root: `only` comes from it */
     struct ah_part only;
     int32_t root;
+    int staged; /* all goes through the slots, whatever its size */
     uint32_t first;
     size_t table, piece;
 };
@@ -18,13 +21,13 @@ static int give(const struct task *task, size_t index)
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
     unsigned char *to = ah_slot(group, group->rank, ticket) + task->table;
-    int code = ah_await_slot(group, ticket);
+    int code = ah_await_slot(group, ticket), read = 0;
 
     if (code != AH_OK)
         return code;
-    if (index == 0)
-        ah_state_sizes(group, ticket, task->in, task->only.bytes);
-    for (uint32_t rank = 0; task->in && rank < group->ranks; rank++) {
+    if (index == 0 && !task->staged)
+        read = ah_reaches(group, ah_state_parts(group, ticket, task->in, task->only));
+    for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
             ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece,
                     ah_span(task->in[rank].bytes, task->piece, index), 0);
@@ -67,6 +70,30 @@ static int take(const struct task *task, size_t index)
     return code;
 }
 
+static int fetch_from(const struct task *task, uint32_t rank, struct ah_part out)
+{
+    struct ah_group *group = task->group;
+
+    if (rank != group->rank)
+        return ah_reach(group, rank, out.data, ah_stated_address(group, task->first, rank), out.bytes);
+    if (out.data != task->in[rank].data)
+        ah_copy(out.data, task->in[rank].data, out.bytes, out.bytes >= AH_STREAM_BYTES);
+    return AH_OK;
+}
+
+/* Read everyone's part for us where it is. */
+static int fetch(const struct task *task)
+{
+    uint32_t self = task->group->rank, ranks = task->group->ranks;
+    int code = AH_OK;
+
+    if (task->root >= 0)
+        return fetch_from(task, (uint32_t)task->root, task->only);
+    for (uint32_t step = 0; code == AH_OK && step < ranks; step++)
+        code = fetch_from(task, (self + step) % ranks, task->out[(self + step) % ranks]);
+    return code;
+}
+
 static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
 {
     struct ah_group *group = task->group;
@@ -85,6 +112,16 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
                               : ah_check_root(group, task->first, (uint32_t)task->root, task->only.bytes);
     if (code == AH_OK)
         chunks = ah_chunks(ah_largest(group), task->piece);
+    if (code == AH_OK && ah_someone_reaches(group)) {
+        /* Where another's part is too large for it, all goes through the slots. */
+        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        task->first++;
+        task->staged = 1;
+        if (code == AH_UNREACHED)
+            code = give(task, 0);
+        else
+            chunks = 0;
+    }
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)
             code = give(task, index + 1);

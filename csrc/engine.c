@@ -10,6 +10,7 @@
 #include <structmember.h>
 #include <sys/mman.h>
 
+#include "argument.h"
 #include "board.h"
 #include "collective.h"
 #include "reduce.h"
@@ -27,70 +28,17 @@ static int pulse(void *context)
     return raised;
 }
 
+void ah_let_go(void *context)
+{
+    struct ah_segment *self = context;
+
+    self->thread = PyEval_SaveThread();
+}
+
 /* The code of a call as a number; nothing where a handler raised. */
 static PyObject *ended(int code)
 {
     return code == AH_INTERRUPTED ? NULL : PyLong_FromLong(code);
-}
-
-static int as_part(PyObject *address, PyObject *bytes, struct ah_part *part)
-{
-    void *data = PyLong_AsVoidPtr(address);
-
-    /* A tensor without elements may have no address; arithmetic on none is not defined. */
-    part->data = data ? data : (unsigned char *)"";
-    part->bytes = PyLong_AsSize_t(bytes);
-    part->window = NULL;
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* Parts come as a tuple: address, bytes, address, bytes … The caller frees them. None gives NULL. */
-static int as_parts(const struct ah_segment *self, PyObject *given, struct ah_part **parts)
-{
-    uint32_t ranks = self->group.ranks;
-
-    *parts = NULL;
-    if (given == Py_None)
-        return 0;
-    if (!PyTuple_Check(given) || PyTuple_Size(given) != (Py_ssize_t)ranks * 2) {
-        PyErr_SetString(PyExc_ValueError, "a part for each rank: (address, bytes) * ranks");
-        return -1;
-    }
-    *parts = calloc(ranks, sizeof **parts);
-    if (!*parts) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (uint32_t rank = 0; rank < ranks; rank++) {
-        if (as_part(PyTuple_GetItem(given, 2 * rank), PyTuple_GetItem(given, 2 * rank + 1), &(*parts)[rank]) != 0) {
-            free(*parts);
-            *parts = NULL; /* the caller frees what it has */
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int as_number(PyObject *given, uint32_t *number)
-{
-    unsigned long value = PyLong_AsUnsignedLong(given);
-
-    *number = (uint32_t)value;
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int as_time(PyObject *given, int64_t *nanoseconds)
-{
-    *nanoseconds = PyLong_AsLongLong(given);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int count(Py_ssize_t given, Py_ssize_t wanted)
-{
-    if (given == wanted)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "%zd arguments, not %zd", wanted, given);
-    return -1;
 }
 
 static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -98,7 +46,7 @@ static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssiz
     int64_t limit;
     int code;
 
-    if (count(n, 1) != 0 || as_time(args[0], &limit) != 0)
+    if (ah_count(n, 1) != 0 || ah_as_time(args[0], &limit) != 0)
         return NULL;
     AH_RUN(self, code, ah_barrier(&self->group, limit));
     return ended(code);
@@ -110,8 +58,8 @@ static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_
     int64_t limit;
     int code;
 
-    if (count(n, 6) != 0 || as_number(args[0], &call.kind) != 0 || as_number(args[1], &call.reduce) != 0 ||
-        as_number(args[2], &call.dtype) != 0 || as_time(args[5], &limit) != 0)
+    if (ah_count(n, 6) != 0 || ah_as_number(args[0], &call.kind) != 0 || ah_as_number(args[1], &call.reduce) != 0 ||
+        ah_as_number(args[2], &call.dtype) != 0 || ah_as_time(args[5], &limit) != 0)
         return NULL;
     call.count = PyLong_AsUnsignedLongLong(args[3]);
     call.root = (int32_t)PyLong_AsLong(args[4]);
@@ -128,8 +76,8 @@ static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_s
     int64_t limit;
     int code;
 
-    if (count(n, 5) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
-        as_number(args[3], &reduction) != 0 || as_time(args[4], &limit) != 0)
+    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
+        ah_as_number(args[3], &reduction) != 0 || ah_as_time(args[4], &limit) != 0)
         return NULL;
     ah_find_window(&self->group, &data);
     AH_RUN(self, code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
@@ -143,8 +91,8 @@ static PyObject *reduce(struct ah_segment *self, PyObject *const *args, Py_ssize
     int64_t limit;
     int code;
 
-    if (count(n, 6) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
-        as_number(args[3], &reduction) != 0 || as_number(args[4], &root) != 0 || as_time(args[5], &limit) != 0)
+    if (ah_count(n, 6) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
+        ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0)
         return NULL;
     AH_RUN(self, code, ah_reduce_to(&self->group, data, dtype, reduction, root, limit));
     return ended(code);
@@ -157,8 +105,8 @@ static PyObject *broadcast(struct ah_segment *self, PyObject *const *args, Py_ss
     int64_t limit;
     int code;
 
-    if (count(n, 5) != 0 || as_part(args[0], args[1], &data) != 0 || as_number(args[2], &dtype) != 0 ||
-        as_number(args[3], &root) != 0 || as_time(args[4], &limit) != 0)
+    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
+        ah_as_number(args[3], &root) != 0 || ah_as_time(args[4], &limit) != 0)
         return NULL;
     AH_RUN(self, code, ah_broadcast(&self->group, data, dtype, root, limit));
     return ended(code);
@@ -171,8 +119,8 @@ static PyObject *all_gather(struct ah_segment *self, PyObject *const *args, Py_s
     int64_t limit;
     int code;
 
-    if (count(n, 5) != 0 || as_part(args[0], args[1], &in) != 0 || as_number(args[3], &dtype) != 0 ||
-        as_time(args[4], &limit) != 0 || as_parts(self, args[2], &out) != 0)
+    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &in) != 0 || ah_as_number(args[3], &dtype) != 0 ||
+        ah_as_time(args[4], &limit) != 0 || ah_as_parts(self->group.ranks, args[2], &out) != 0)
         return NULL;
     AH_RUN(self, code, ah_all_gather(&self->group, in, out, dtype, limit));
     free(out);
@@ -186,8 +134,9 @@ static PyObject *gather(struct ah_segment *self, PyObject *const *args, Py_ssize
     int64_t limit;
     int code;
 
-    if (count(n, 6) != 0 || as_part(args[0], args[1], &in) != 0 || as_number(args[3], &dtype) != 0 ||
-        as_number(args[4], &root) != 0 || as_time(args[5], &limit) != 0 || as_parts(self, args[2], &out) != 0)
+    if (ah_count(n, 6) != 0 || ah_as_part(args[0], args[1], &in) != 0 || ah_as_number(args[3], &dtype) != 0 ||
+        ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0 ||
+        ah_as_parts(self->group.ranks, args[2], &out) != 0)
         return NULL;
     AH_RUN(self, code, ah_gather(&self->group, in, out, dtype, root, limit));
     free(out);
@@ -201,8 +150,9 @@ static PyObject *scatter(struct ah_segment *self, PyObject *const *args, Py_ssiz
     int64_t limit;
     int code;
 
-    if (count(n, 6) != 0 || as_part(args[1], args[2], &out) != 0 || as_number(args[3], &dtype) != 0 ||
-        as_number(args[4], &root) != 0 || as_time(args[5], &limit) != 0 || as_parts(self, args[0], &in) != 0)
+    if (ah_count(n, 6) != 0 || ah_as_part(args[1], args[2], &out) != 0 || ah_as_number(args[3], &dtype) != 0 ||
+        ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0 ||
+        ah_as_parts(self->group.ranks, args[0], &in) != 0)
         return NULL;
     AH_RUN(self, code, ah_scatter(&self->group, in, out, dtype, root, limit));
     free(in);
@@ -216,8 +166,9 @@ static PyObject *reduce_scatter(struct ah_segment *self, PyObject *const *args, 
     int64_t limit;
     int code;
 
-    if (count(n, 6) != 0 || as_part(args[1], args[2], &out) != 0 || as_number(args[3], &dtype) != 0 ||
-        as_number(args[4], &reduction) != 0 || as_time(args[5], &limit) != 0 || as_parts(self, args[0], &in) != 0)
+    if (ah_count(n, 6) != 0 || ah_as_part(args[1], args[2], &out) != 0 || ah_as_number(args[3], &dtype) != 0 ||
+        ah_as_number(args[4], &reduction) != 0 || ah_as_time(args[5], &limit) != 0 ||
+        ah_as_parts(self->group.ranks, args[0], &in) != 0)
         return NULL;
     AH_RUN(self, code, ah_reduce_scatter(&self->group, in, out, dtype, reduction, limit));
     free(in);
@@ -231,9 +182,9 @@ static PyObject *all_to_all(struct ah_segment *self, PyObject *const *args, Py_s
     int64_t limit;
     int code;
 
-    if (count(n, 4) != 0 || as_number(args[2], &dtype) != 0 || as_time(args[3], &limit) != 0)
+    if (ah_count(n, 4) != 0 || ah_as_number(args[2], &dtype) != 0 || ah_as_time(args[3], &limit) != 0)
         return NULL;
-    if (as_parts(self, args[0], &in) != 0 || as_parts(self, args[1], &out) != 0) {
+    if (ah_as_parts(self->group.ranks, args[0], &in) != 0 || ah_as_parts(self->group.ranks, args[1], &out) != 0) {
         free(in);
         return NULL;
     }
@@ -273,7 +224,7 @@ static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t 
 {
     uint32_t rank;
 
-    if (count(n, 1) != 0 || as_number(args[0], &rank) != 0)
+    if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
         return NULL;
     ah_end(&self->group, AH_ABORTED, rank);
     Py_RETURN_NONE;
@@ -287,8 +238,8 @@ static PyObject *depart(struct ah_segment *self, PyObject *Py_UNUSED(none))
 
 static PyObject *patience(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
-    if (count(n, 2) != 0 || as_number(args[0], &self->group.spins) != 0 ||
-        as_number(args[1], &self->group.yields) != 0)
+    if (ah_count(n, 2) != 0 || ah_as_number(args[0], &self->group.spins) != 0 ||
+        ah_as_number(args[1], &self->group.yields) != 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -299,7 +250,7 @@ static PyObject *introduce(struct ah_segment *self, PyObject *const *args, Py_ss
 {
     const char *name;
 
-    if (count(n, 4) != 0 || as_time(args[0], &self->limit_ns) != 0)
+    if (ah_count(n, 4) != 0 || ah_as_time(args[0], &self->limit_ns) != 0)
         return NULL;
     name = PyUnicode_AsUTF8AndSize(args[1], NULL);
     if (!name)
@@ -322,6 +273,30 @@ static PyObject *introduce(struct ah_segment *self, PyObject *const *args, Py_ss
     Py_RETURN_NONE;
 }
 
+static PyObject *reach(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    uint32_t ranks = self->group.ranks;
+
+    if (ah_count(n, 1) != 0)
+        return NULL;
+    if (self->pids || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) != (Py_ssize_t)ranks) {
+        PyErr_SetString(PyExc_ValueError, "a pid for each rank, once");
+        return NULL;
+    }
+    self->pids = calloc(ranks, sizeof *self->pids);
+    if (!self->pids)
+        return PyErr_NoMemory();
+    for (uint32_t rank = 0; rank < ranks; rank++)
+        self->pids[rank] = (int)PyLong_AsLong(PyTuple_GetItem(args[0], rank));
+    if (PyErr_Occurred()) {
+        free(self->pids);
+        self->pids = NULL;
+        return NULL;
+    }
+    self->group.pids = ranks > 1 ? self->pids : NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *sequence(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     return PyLong_FromUnsignedLongLong(self->group.sequence);
@@ -340,7 +315,7 @@ static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t
     uint32_t rank;
     int came;
 
-    if (count(n, 1) != 0 || as_number(args[0], &rank) != 0)
+    if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
         return NULL;
     if (rank >= self->group.ranks) {
         PyErr_SetString(PyExc_IndexError, "no such rank");
@@ -422,6 +397,7 @@ static void unmake(PyObject *object)
         munmap(self->memory, self->bytes);
     if (self->turn)
         PyThread_free_lock(self->turn);
+    free(self->pids);
     Py_XDECREF(self->ranks);
     Py_XDECREF(self->board);
     release(object);
@@ -443,6 +419,7 @@ static PyMethodDef METHODS[] = {
     METHOD(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
     METHOD(end, "end(rank): the group is over because of rank"),
     METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
+    METHOD(reach, "reach(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
     METHOD(introduce, "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"),
     {"sequence", (PyCFunction)(void (*)(void))sequence, METH_NOARGS, "sequence() -> number of the next call"},
     {"__enter__", (PyCFunction)(void (*)(void))enter, METH_NOARGS, "Wait for our turn."},
@@ -457,6 +434,7 @@ static PyMemberDef MEMBERS[] = {
     {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for their turn"},
     {"shut", T_INT, offsetof(struct ah_segment, shut), 0, "not 0: no more calls of the short way"},
     {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
+    {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -25,6 +25,7 @@ struct ah_segment {
     struct ah_mail *mail; /* of its Mail, NULL before there is one */
     PyObject *board;
     struct ah_notice *notice; /* the same */
+    int *pids; /* of each rank, NULL where its memory is not to be read */
     char name[AH_GROUP_NAME];
     int pidfds[];
 };
@@ -36,6 +37,20 @@ struct ah_segment {
         (code) = (call);                         \
         PyEval_RestoreThread((segment)->thread); \
     } while (0)
+
+/* The same for what moves little: the lock is let go of only where others have to be waited for. */
+#define AH_RUN_SHORT(segment, code, call)                \
+    do {                                                 \
+        (segment)->group.let_go = ah_let_go;             \
+        (code) = (call);                                 \
+        if ((segment)->group.let_go)                     \
+            (segment)->group.let_go = NULL;              \
+        else                                             \
+            PyEval_RestoreThread((segment)->thread);     \
+    } while (0)
+
+/* Let go of the interpreter's lock; `context` is a segment. */
+void ah_let_go(void *context);
 
 /* Returns a new reference; NULL with an exception set. */
 PyObject *ah_segment_type(void);

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "argument.h"
 #include "engine.h"
 #include "inbox.h"
 #include "mail.h"
@@ -53,14 +54,6 @@ static PyObject *told(struct ah_outcome outcome)
     return PyLong_FromUnsignedLongLong((unsigned long long)outcome.peer << 8 | (unsigned)outcome.code);
 }
 
-static int count(Py_ssize_t given, Py_ssize_t wanted)
-{
-    if (given == wanted)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "%zd arguments, not %zd", wanted, given);
-    return -1;
-}
-
 /* address, bytes, dtype, peer (-1 for anyone), tag, timeout_ns */
 static int as_message(PyObject *const *args, int sends, struct ah_message *message, int64_t *limit)
 {
@@ -86,7 +79,7 @@ static PyObject *send_or_receive(struct post *self, PyObject *const *args, Py_ss
     PyThreadState *thread;
     int64_t limit;
 
-    if (count(n, 6) != 0 || as_message(args, sends, &message, &limit) != 0)
+    if (ah_count(n, 6) != 0 || as_message(args, sends, &message, &limit) != 0)
         return NULL;
     if (ah_mail_try(self->mail, &message, &outcome))
         return told(outcome);
@@ -133,7 +126,7 @@ static PyObject *post_either(struct post *self, PyObject *const *args, Py_ssize_
     uint64_t key;
     int64_t limit;
 
-    if (count(n, 7) != 0 || as_message(args, sends, &message, &limit) != 0)
+    if (ah_count(n, 7) != 0 || as_message(args, sends, &message, &limit) != 0)
         return NULL;
     key = PyLong_AsUnsignedLongLong(args[6]);
     if (PyErr_Occurred())
@@ -187,7 +180,7 @@ static PyObject *wait(struct post *self, PyObject *const *args, Py_ssize_t n)
     PyThreadState *thread;
     int64_t limit;
 
-    if (count(n, 2) != 0 || !(letter = letter_of(self, args[0])))
+    if (ah_count(n, 2) != 0 || !(letter = letter_of(self, args[0])))
         return NULL;
     limit = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred())
@@ -202,7 +195,7 @@ static PyObject *due(struct post *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_letter *letter;
 
-    if (count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
+    if (ah_count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
         return NULL;
     ah_mail_due(self->mail, letter);
     Py_RETURN_NONE;
@@ -214,7 +207,7 @@ static PyObject *look(struct post *self, PyObject *const *args, Py_ssize_t n)
     struct ah_outcome outcome;
     PyThreadState *thread;
 
-    if (count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
+    if (ah_count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
         return NULL;
     thread = PyEval_SaveThread();
     outcome = ah_mail_look(self->mail, letter);

@@ -57,10 +57,16 @@ static int sort(const struct quick *self, PyObject *args, PyObject *keywords, st
     return DONE;
 }
 
-#define RUN(call, code, expression)                          \
-    do {                                                     \
-        AH_RUN((call)->segment, code, expression);           \
-        (code) = ah_call_finish(call, code);                 \
+/* What moves no more than this is done before another thread would have had the interpreter. */
+#define SHORT_BYTES ((size_t)4 << 10)
+
+#define RUN(call, code, expression)                              \
+    do {                                                         \
+        if ((call)->note->bytes <= SHORT_BYTES)                  \
+            AH_RUN_SHORT((call)->segment, code, expression);     \
+        else                                                     \
+            AH_RUN((call)->segment, code, expression);           \
+        (code) = ah_call_finish(call, code);                     \
     } while (0)
 
 /* Whether the first dimension can be cut into one part for each rank. */

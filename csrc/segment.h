@@ -40,7 +40,7 @@ struct ah_call {
     int32_t root; /* -1 for none */
     /* Where the tensor lives, if in a window. Ranks may differ in it: then it goes through the slots. */
     uint32_t window; /* 0 for none */
-    uint64_t offset;
+    uint64_t offset; /* in the window; with none, the address that others may read */
 };
 
 /* A tensor this small stands beside its call, so that who reads the one has fetched the other. */
@@ -55,7 +55,8 @@ struct ah_member {
     alignas(AH_LINE) _Atomic uint32_t arrived;
     _Atomic uint32_t reduced;
     _Atomic uint32_t taken;
-    _Atomic uint32_t departed; /* not 0: it makes no further call */
+    _Atomic uint32_t departed;  /* not 0: it makes no further call */
+    _Atomic uint32_t unreached; /* not 0: it could not read another's memory */
     /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_LINE) _Atomic uint32_t waiters;
     _Atomic uint32_t bell;
@@ -115,11 +116,15 @@ struct ah_group {
     uint32_t spins;      /* how often to look before giving the core away */
     uint32_t yields;     /* how often to give it away before sleeping */
     int *pidfds;         /* one for each rank, -1 for our own */
+    const int *pids;     /* of each rank, to read its memory; NULL where that is not to be tried */
     const struct ah_window *windows;
     uint32_t windows_made;
-    unsigned long long direct; /* calls that were done in a window */
+    unsigned long long direct;  /* calls that were done in a window */
+    unsigned long long reached; /* calls that were done by reading the others' memory */
     /* Called now and then while waiting; not 0 breaks the call off, and the group with it. */
     int (*pulse)(void *context);
+    /* Called once, before a wait that may be long; NULL where there is nothing to let go of. */
+    void (*let_go)(void *context);
     void *context;
 };
 

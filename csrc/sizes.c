@@ -1,49 +1,65 @@
 #include "sizes.h"
 
-#include <string.h>
-
+#include "reach.h"
 #include "wait.h"
+
+struct stated {
+    uint64_t bytes, address;
+};
 
 size_t ah_table_bytes(const struct ah_group *group)
 {
-    return (group->ranks * sizeof(uint64_t) + AH_LINE - 1) / AH_LINE * AH_LINE;
+    return (group->ranks * sizeof(struct stated) + AH_LINE - 1) / AH_LINE * AH_LINE;
 }
 
-void ah_state_sizes(struct ah_group *group, uint32_t first, const struct ah_part *sizes, size_t same)
+size_t ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same)
 {
     struct ah_member *self = &group->members[group->rank];
-    unsigned char *table = ah_slot(group, group->rank, first);
-    uint64_t largest = 0;
+    struct stated *table = (struct stated *)ah_slot(group, group->rank, first);
+    size_t largest = 0;
 
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        uint64_t bytes = sizes ? sizes[rank].bytes : same;
+        struct ah_part part = parts ? parts[rank] : same;
 
-        memcpy(table + rank * sizeof bytes, &bytes, sizeof bytes);
-        largest = bytes > largest ? bytes : largest;
+        table[rank] = (struct stated){part.bytes, (uintptr_t)part.data};
+        largest = part.bytes > largest ? part.bytes : largest;
     }
     atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], largest, memory_order_relaxed);
+    return largest;
+}
+
+static size_t largest_of(const struct ah_group *group, uint32_t rank)
+{
+    return atomic_load_explicit(&group->members[rank].largest[group->call.sequence % AH_CALLS], memory_order_relaxed);
 }
 
 size_t ah_largest(const struct ah_group *group)
 {
-    uint64_t largest = 0;
+    size_t largest = 0;
 
-    for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        uint64_t theirs = atomic_load_explicit(&group->members[rank].largest[group->call.sequence % AH_CALLS],
-                                               memory_order_relaxed);
-
-        largest = theirs > largest ? theirs : largest;
-    }
+    for (uint32_t rank = 0; rank < group->ranks; rank++)
+        largest = largest_of(group, rank) > largest ? largest_of(group, rank) : largest;
     return largest;
 }
 
-/* What `from` stated for `to`. */
-static uint64_t stated(const struct ah_group *group, uint32_t first, uint32_t from, uint32_t to)
+int ah_someone_reaches(const struct ah_group *group)
 {
-    uint64_t bytes;
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (ah_reaches(group, largest_of(group, rank)))
+            return 1;
+    }
+    return 0;
+}
 
-    memcpy(&bytes, ah_slot(group, from, first) + to * sizeof bytes, sizeof bytes);
-    return bytes;
+/* What `from` stated for `to`. */
+static const struct stated *stated(const struct ah_group *group, uint32_t first, uint32_t from, uint32_t to)
+{
+    return (const struct stated *)ah_slot(group, from, first) + to;
+}
+
+uint64_t ah_stated_address(const struct ah_group *group, uint32_t first, uint32_t rank)
+{
+    return stated(group, first, rank, group->rank)->address;
 }
 
 static int mismatch(struct ah_group *group, uint32_t rank)
@@ -56,7 +72,7 @@ static int mismatch(struct ah_group *group, uint32_t rank)
 int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts)
 {
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        if (stated(group, first, rank, group->rank) != parts[rank].bytes)
+        if (stated(group, first, rank, group->rank)->bytes != parts[rank].bytes)
             return mismatch(group, rank);
     }
     return AH_OK;
@@ -65,9 +81,9 @@ int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part 
 int ah_check_root(struct ah_group *group, uint32_t first, uint32_t root, size_t own)
 {
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        uint64_t bytes = rank == group->rank ? own : stated(group, first, rank, root);
+        uint64_t bytes = rank == group->rank ? own : stated(group, first, rank, root)->bytes;
 
-        if (stated(group, first, root, rank) != bytes)
+        if (stated(group, first, root, rank)->bytes != bytes)
             return mismatch(group, rank);
     }
     return AH_OK;

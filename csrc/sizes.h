@@ -1,19 +1,26 @@
 /* Sizes that only their sender knows: each rank states its largest before it arrives, so that everyone takes the
  * same number of chunks, and writes what each other rank is to get at the head of its first slot, so that who
- * expects something else finds out before it copies. */
+ * expects something else finds out before it copies. Beside the size stands where it is, for who can read it there. */
 #ifndef ALLHANDS_SIZES_H
 #define ALLHANDS_SIZES_H
 
 #include "collective.h"
 
-/* Bytes at the head of every slot for one size for each rank. */
+/* Bytes at the head of every slot for a size and an address for each rank. */
 size_t ah_table_bytes(const struct ah_group *group);
 
-/* State the sizes of the call that runs: `sizes` for each rank, or with NULL `same` for all. Before arriving. */
-void ah_state_sizes(struct ah_group *group, uint32_t first, const struct ah_part *sizes, size_t same);
+/* State the parts of the call that runs: one for each rank, or with NULL `same` for all. Before arriving. Returns the
+ * bytes of the largest. */
+size_t ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same);
+
+/* After the meeting: where `rank` has what it stated for us. */
+uint64_t ah_stated_address(const struct ah_group *group, uint32_t first, uint32_t rank);
 
 /* After the meeting: the largest size that any rank stated. */
 size_t ah_largest(const struct ah_group *group);
+
+/* After the meeting: whether some rank stated a size that is read where it stands, and so has copied nothing in. */
+int ah_someone_reaches(const struct ah_group *group);
 
 /* After the meeting: AH_MISMATCH (which ends the group) unless every rank has the bytes of its part for us. */
 int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts);

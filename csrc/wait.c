@@ -12,6 +12,10 @@
 /* How long to sleep before looking at deadline, end and liveness again: a dead peer is noticed within this. */
 #define NAP_NS 50000000L
 
+/* How often to look before letting go of what the caller holds: some microseconds, within which a rank that is on its
+ * way comes. */
+#define SHORT_SPINS 100
+
 static int64_t now_ns(void)
 {
     struct timespec now;
@@ -82,7 +86,7 @@ void ah_depart(struct ah_group *group)
     wake(self);
 }
 
-static int ended(struct ah_group *group)
+int ah_ended(struct ah_group *group)
 {
     uint32_t code = atomic_load_explicit(&group->head->ended, memory_order_acquire);
 
@@ -111,6 +115,15 @@ static void nap(struct ah_member *member, _Atomic uint32_t *counter, uint32_t ti
     atomic_fetch_sub(&member->waiters, 1);
 }
 
+static void let_go(struct ah_group *group)
+{
+    void (*now)(void *) = group->let_go;
+
+    group->let_go = NULL;
+    if (now)
+        now(group->context);
+}
+
 int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint32_t ticket)
 {
     struct ah_member *member = &group->members[rank];
@@ -120,8 +133,11 @@ int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint3
     for (uint32_t spin = 0; spin < group->spins; spin++) {
         if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
             return AH_OK;
+        if (spin == SHORT_SPINS)
+            let_go(group);
         relax();
     }
+    let_go(group);
     for (uint32_t yield = 0; yield < group->yields; yield++) {
         if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
             return AH_OK;
@@ -130,7 +146,7 @@ int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint3
     for (;;) {
         if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
             return AH_OK;
-        if ((code = ended(group)) != 0)
+        if ((code = ah_ended(group)) != 0)
             return code;
         if (last_look || now_ns() >= group->deadline_ns) {
             /* One more look at the counter after the look that found it late or dead: it may have posted last. */
@@ -188,7 +204,7 @@ int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout
     self->calls[group->call.sequence % AH_CALLS].call = group->call;
     atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], 0, memory_order_relaxed);
     atomic_store_explicit(&self->noted, group->sequence, memory_order_release);
-    return ended(group);
+    return ah_ended(group);
 }
 
 int ah_compare(struct ah_group *group, uint32_t rank)

@@ -34,6 +34,9 @@ void ah_finish(struct ah_group *group, uint32_t ticket);
 /* Say that this rank makes no further call. Whoever waits for what it has not done is told; what it has done stays. */
 void ah_depart(struct ah_group *group);
 
+/* How the group ended, AH_OK while it has not. */
+int ah_ended(struct ah_group *group);
+
 /* Note that the group is over because of `rank`; the first reason stands. Wakes everyone. */
 void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank);
 

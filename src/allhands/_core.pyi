@@ -141,6 +141,9 @@ class Segment:
     def patience(self, spins: int, yields: int, /) -> None:
         """Set how often to look, and then to give the core away, before sleeping."""
 
+    def reach(self, pids: tuple[int, ...], /) -> None:
+        """Let large tensors be read from the process of each rank. Every rank says this once, before its first call."""
+
     def call(self, rank: int, /) -> tuple[int, int, int, int, int, int]:
         """Return (sequence, kind, reduction, dtype, bytes, root) of what ``rank`` calls beside our last call.
 
@@ -152,6 +155,7 @@ class Segment:
     shut: int
     # Calls that were done in a window, without staging.
     direct: int
+    reached: int
 
     def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
         """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""

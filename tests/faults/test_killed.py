@@ -19,7 +19,7 @@ FALLS = 2
 # Beside every collective: several reductions in flight, and a ring of sends and receives.
 OPERATIONS = (*NAMES, "all_reduce, async", "send and receive")
 
-# The issue wants a second; survivors notice in 50 ms or so. Wider, because others use the machine too.
+# The promise is a second; survivors notice in 50 ms or so. Wider, because others use the machine too.
 MOST_S = 5.0
 
 # How long a call may take where a rank stops; what is moved takes some 50 ms.

@@ -30,7 +30,7 @@ from typing import Any, NoReturn, cast
 
 import leaks
 
-__all__ = ["Job", "Result", "forget_nursery", "free_port", "launch", "nursery", "start"]
+__all__ = ["Job", "Result", "forget_nursery", "free_port", "launch", "nursery", "start", "well"]
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -258,6 +258,13 @@ def running(source: str, world_size: int, env: Mapping[str, str] | None = None, 
     finally:
         job.kill()
         shutil.rmtree(job.folder)
+
+
+def well(results: list[Result]) -> list[Result]:
+    """Fail with a rank's own words where it did not end well."""
+    for result in results:
+        assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
+    return results
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -22,13 +22,6 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 """
 
 
-def well(results: list[harness.Result]) -> list[harness.Result]:
-    """Fail with a rank's own words where it did not end well."""
-    for result in results:
-        assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
-    return results
-
-
 def test_tensors_without_elements_go_through_every_operation() -> None:
     """Nothing is moved, nobody waits for ever, and what comes next is right."""
     results = harness.launch(
@@ -61,7 +54,7 @@ assert [out.tolist() for out in outs] == [[float(each)] * each for each in range
 """,
         3,
     )
-    well(results)
+    harness.well(results)
 
 
 def test_tensors_without_dimension_go_through_every_operation() -> None:
@@ -96,7 +89,7 @@ for library in (dist, torch_dist):
 """,
         3,
     )
-    well(results)
+    harness.well(results)
 
 
 def test_many_threads_use_many_groups_at_once() -> None:
@@ -148,7 +141,7 @@ dist.barrier()
         4,
         timeout=90,
     )
-    well(results)
+    harness.well(results)
 
 
 def test_a_hundred_groups_leave_nothing_behind() -> None:
@@ -193,7 +186,7 @@ say(ended=held())
         2,
         timeout=120,
     )
-    for result in well(results):
+    for result in harness.well(results):
         before, after = result["before"], result["after"]
         assert before["segments"] == 1
         assert after["segments"] == 1, (before, result["during"], after)

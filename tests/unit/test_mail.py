@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from allhands import _core
+from threads import place, segments, together
 
 LIMIT_NS = 20_000_000_000
 U1, F4 = 1, 12
@@ -33,17 +34,8 @@ def mails(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[_c
 @contextmanager
 def posts(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[tuple[_core.Mail, _core.Segment]]]:
     """Yield the mail and the segment of each rank."""
-    size, nonce = _core.segment_bytes(ranks, 4096), os.urandom(16)
-    descriptor = os.memfd_create("test")
-    try:
-        os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, 4096, nonce)
-        views = [_core.Segment(descriptor, size, rank, nonce, pidfds or (-1,) * ranks) for rank in range(ranks)]
-    finally:
-        os.close(descriptor)
-    for view in views:
-        view.patience(0, 50)
-    yield [(_core.Mail(view), view) for view in views]
+    with segments(ranks, 4096, pidfds) as views:
+        yield [(_core.Mail(view), view) for view in views]
 
 
 @contextmanager
@@ -62,30 +54,6 @@ def served(mail: _core.Mail) -> Iterator[list[int]]:
     finally:
         mail.stop()
         thread.join()
-
-
-def together(ranks: int, work: Callable[[int], None]) -> None:
-    """Run ``work`` once per rank, each in a thread; raise what the first of them raised."""
-    problems: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException as problem:  # noqa: BLE001  # raised below
-            problems.append(problem)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
-
-
-def place(array: Any) -> tuple[int, int]:
-    """Return address and bytes."""
-    return array.ctypes.data, array.nbytes
 
 
 def until(true: Callable[[], bool]) -> None:

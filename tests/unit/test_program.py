@@ -5,6 +5,7 @@ Hypothesis draws a program once and every rank runs it, so that a failure shrink
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from allhands import _core
+from threads import place, places, segments, together
 from unit.test_segment import (
     BAND,
     BOR,
@@ -23,10 +25,6 @@ from unit.test_segment import (
     MIN,
     PRODUCT,
     SUM,
-    place,
-    places,
-    segments,
-    together,
 )
 
 AVG = 2
@@ -199,7 +197,10 @@ def perform(view: _core.Segment, op: Op, rank: int, ranks: int) -> None:
 
 def run(program: Program) -> None:
     """Run ``program`` with a thread for each rank."""
-    with segments(program.ranks, program.slot) as views, np.errstate(over="ignore"):
+    with (
+        segments(program.ranks, program.slot, pids=(os.getpid(),) * program.ranks) as views,
+        np.errstate(over="ignore"),
+    ):
 
         def work(rank: int) -> None:
             try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from allhands import _core
+from threads import place, places, segments, together
 
 LIMIT_NS = 20_000_000_000
 SLOT = 64 * 1024
@@ -32,55 +32,15 @@ MODELS: dict[int, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def segments(ranks: int, slot: int = SLOT) -> Iterator[list[_core.Segment]]:
-    """Yield one view for each rank of a fresh segment."""
-    size, nonce = _core.segment_bytes(ranks, slot), os.urandom(16)
-    descriptor = os.memfd_create("test")
-    try:
-        os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce)
-        views = [_core.Segment(descriptor, size, rank, nonce, (-1,) * ranks) for rank in range(ranks)]
-    finally:
-        os.close(descriptor)
-    for view in views:
-        view.patience(0, 50)
-    yield views
+# Nobody's process is asked; everyone's memory is read; the kernel refuses to (there is no such process).
+WHERE = {"slots": 0, "reading": os.getpid(), "refused": 2**22 + 1}
 
 
-def together(ranks: int, work: Callable[[int], None]) -> None:
-    """Run ``work`` once per rank, each in a thread; raise what the first of them raised."""
-    problems: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException as problem:  # noqa: BLE001  # raised below
-            problems.append(problem)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
-
-
-def place(array: Any) -> tuple[int, int]:
-    """Return address and bytes."""
-    return array.ctypes.data, array.nbytes
-
-
-def places(arrays: list[Any]) -> tuple[int, ...]:
-    """Return addresses and bytes of a list."""
-    return tuple(number for array in arrays for number in place(array))
-
-
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_random_operations_agree_with_numpy(ranks: int) -> None:
+def test_random_operations_agree_with_numpy(ranks: int, where: str) -> None:
     """Random operations, types and sizes, from nothing to many chunks, give what numpy computes from all the data."""
-    with segments(ranks) as views:
+    with segments(ranks, SLOT, pids=(WHERE[where],) * ranks if WHERE[where] else None) as views:
 
         def work(rank: int) -> None:
             choose, view = random.Random(7), views[rank]  # noqa: S311  # the same choices on every rank
@@ -95,6 +55,7 @@ def test_random_operations_agree_with_numpy(ranks: int) -> None:
                 assert code == 0, (step, name, kind, count, code)
 
         together(ranks, work)
+        assert all((view.reached > 0) == (where == "reading" and ranks > 1) for view in views)
 
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
@@ -155,7 +116,7 @@ def test_every_reduction(kind: str) -> None:
     integer = kind[0] in "ui"
     largest = np.iinfo(kind).max if integer else 100
     everyone = [made.integers(0, largest, 5000, dtype="u8" if kind == "u8" else "i8").astype(kind) for _ in range(3)]
-    with segments(3) as views:
+    with segments(3, SLOT) as views:
         for reduction, model in MODELS.items():
             if reduction in {BAND, BOR, BXOR} and not integer:
                 assert not _core.reducible(DTYPES[kind], reduction)
@@ -179,7 +140,7 @@ def test_every_reduction(kind: str) -> None:
 def test_a_mismatch_ends_the_group_for_all() -> None:
     """Ranks that call different things get the mismatch code, and so does whoever calls afterwards."""
     codes = [0, 0, 0]
-    with segments(3) as views:
+    with segments(3, SLOT) as views:
 
         def work(rank: int) -> None:
             data = np.ones(10 + (rank == 1), "f4")
@@ -194,7 +155,7 @@ def test_a_mismatch_ends_the_group_for_all() -> None:
 @pytest.mark.parametrize("odd", [(65, 1, 12, 40, -1), (66, 2, 12, 40, -1), (66, 1, 13, 40, -1), (66, 1, 12, 44, -1)])
 def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None:
     """`agree` is a barrier for those who say the same, and a mismatch for all where one says something else."""
-    with segments(3) as views:
+    with segments(3, SLOT) as views:
         codes = [[-1, -1] for _ in views]
 
         def work(rank: int) -> None:
@@ -207,7 +168,7 @@ def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None
 
 def test_agree_is_no_operation_of_the_core() -> None:
     """An agreement never meets an operation of the core, whatever it is about."""
-    with segments(2) as views:
+    with segments(2, SLOT) as views:
         codes = [0, 0]
 
         def work(rank: int) -> None:
@@ -219,7 +180,7 @@ def test_agree_is_no_operation_of_the_core() -> None:
 
 def test_who_does_not_come_is_named_at_the_deadline() -> None:
     """A rank that waits in vain gets the timeout code, with the rank that did not come."""
-    with segments(3) as views:
+    with segments(3, SLOT) as views:
         codes = [0, 0]
 
         def work(rank: int) -> None:
@@ -232,7 +193,7 @@ def test_who_does_not_come_is_named_at_the_deadline() -> None:
 
 def test_an_end_wakes_whoever_waits() -> None:
     """`end` reaches a rank that sleeps in a call at once."""
-    with segments(2) as views:
+    with segments(2, SLOT) as views:
         timer = threading.Timer(0.1, views[1].end, (1,))
         timer.start()
         assert views[0].barrier(LIMIT_NS) == ABORTED
@@ -242,7 +203,7 @@ def test_an_end_wakes_whoever_waits() -> None:
 
 def test_the_first_end_stands() -> None:
     """Whoever ends a group that is over already changes neither how it ended nor whom that is about."""
-    with segments(3) as views:
+    with segments(3, SLOT) as views:
         views[1].end(1)
         views[0].end(0)
         assert views[2].barrier(LIMIT_NS) == ABORTED
@@ -251,12 +212,12 @@ def test_the_first_end_stands() -> None:
 
 def test_who_departs_keeps_nobody_waiting() -> None:
     """What a rank did before it left still counts; whoever waits for more of it is told at once."""
-    with segments(2) as views:
+    with segments(2, SLOT) as views:
         together(2, lambda rank: bool(views[rank].barrier(LIMIT_NS)))
         views[1].depart()
         assert views[0].barrier(LIMIT_NS) == DEPARTED
         assert views[0].culprit() == 1
-    with segments(2) as views:
+    with segments(2, SLOT) as views:
         data = [np.full(20_000, rank, "f4") for rank in range(2)]
 
         def work(rank: int) -> None:
@@ -269,7 +230,7 @@ def test_who_departs_keeps_nobody_waiting() -> None:
 
 def test_arguments_that_are_no_numbers_are_refused() -> None:
     """Wherever in a list they stand; what was taken apart by then is freed once."""
-    with segments(2) as views:
+    with segments(2, SLOT) as views:
         good: tuple[Any, ...] = (0, 0) * 2
         for bad in (("x", 0, 0, 0), (0, 0, 0, "x")):
             for arguments in ((bad, good), (good, bad)):

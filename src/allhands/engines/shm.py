@@ -238,6 +238,7 @@ def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[
         os.close(descriptor)
     segment.patience(*_patience(ranks))
     pids = tuple(handover.pids) if handover.namespace == pid_namespace() else (0,) * ranks
+    segment.reach(pids)
     return Shm(segment, handover.size, pidfds, pids, handing)
 
 
