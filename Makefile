@@ -97,11 +97,15 @@ test-sanitize: setup
 # nothing of Python. -Wno-tsan: gcc says that it does not follow fences; the core's only one is not what orders data.
 BUILD := build/threads
 PLAIN = $(shell grep -LE '"engine.h"|<Python.h>' csrc/*.c)
-test-threads: $(CORE) tests/native/stress.c
+test-threads: $(CORE) $(wildcard tests/native/*.c)
 	@mkdir -p $(BUILD)
-	$(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -Wno-tsan -fsanitize=thread -Icsrc tests/native/stress.c $(PLAIN) \
-	  -lm -lpthread -o $(BUILD)/stress
+	@set -e; for program in stress mail_stress; do \
+	  echo "$$program, with -fsanitize=thread"; \
+	  $(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -Wno-tsan -fsanitize=thread -Icsrc tests/native/$$program.c $(PLAIN) \
+	    -lm -lpthread -o $(BUILD)/$$program; \
+	done
 	$(BUILD)/stress 1 5000
+	$(BUILD)/mail_stress
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,6 @@
 #define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include "argument.h"
 
 #include <stdlib.h>

@@ -1,9 +1,5 @@
 /* The mail of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at
- * once while a server moves on what nobody waits for. Prints "ok" and ends with 0, or says what is wrong.
- *
- *   cc -std=c11 -g -O1 -fsanitize=thread -Wno-tsan -Icsrc tests/native/mail_stress.c -lpthread \
- *     csrc/{copy,courier,inbox,letter,mail,segment,server,stream,tend,wait}.c
- */
+ * once while a server moves on what nobody waits for. Prints "ok" and ends with 0, or says what is wrong. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
