@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -185,6 +186,7 @@ class _Call:
                 patience = self.deadline - attempts.started if self.world.late_names else _AGAIN_S
                 if waited >= patience:
                     raise reach.diagnose(attempts, who=self.who, several_hosts=False) from problem
+                self.progress(f"waiting for this host's own name: {attempts.summary()} ({duration(waited)})")
                 time.sleep(0.1)
         # A name with both kinds of address: peers try all of them, so the older kind serves everyone.
         host = min(places)[1]
@@ -362,15 +364,26 @@ class _Call:
     def _seat(
         self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: Complete, target: _Target
     ) -> Seat:
-        own = ""
-        if not complete.one_host:
-            own = self.beside.host if self.beside is not None else str(sock.getsockname()[0])
-            if sock.family == socket.AF_UNIX and self.beside is None:
-                own = outward_address()
+        own = "" if complete.one_host else self._own_address(sock)
         world = self.world
         member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target))
         member.start(rest)
         return Seat(member, complete, self.beside, own)
+
+    def _own_address(self, sock: socket.socket) -> str:
+        """Return the address by which other hosts reach this one."""
+        if self.beside is not None:
+            return self.beside.host
+        if sock.family != socket.AF_UNIX:
+            return str(sock.getsockname()[0])
+        # The launcher's coordinator is on this host, and the other nodes were given its address.
+        place = self.world.coordinator
+        if place is not None:
+            with contextlib.suppress(socket.gaierror):
+                for _, host in sorted(reach.resolve(place.host, place.port, self.deadline)):
+                    if not _is_loopback(host):
+                        return host
+        return outward_address()
 
     def _lost(self, target: _Target) -> Diagnosis:
         return Diagnosis(
