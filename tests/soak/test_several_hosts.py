@@ -1,7 +1,8 @@
-"""The recipe for several hosts by hand: an agent on each of two network namespaces."""
+"""The recipes by hand: one machine, and an agent on each of two network namespaces."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,19 @@ from hosts.conftest import Making
 from hosts.machine import Machine, finish, typed
 from recipes import CLUSTERS, block
 
-pytestmark = [pytest.mark.soak, pytest.mark.hosts]
+pytestmark = pytest.mark.soak
 
 
+def test_one_machine(tmp_path: Path) -> None:
+    """The first line of the index of recipes: two ranks on this machine train."""
+    index = (CLUSTERS / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\| one machine \| \| `([^`]+)`", index, flags=re.MULTILINE)
+    with typed(Machine(None, "machine", tmp_path).type(command, cwd=CLUSTERS)) as begun:
+        (said,) = finish(begun)
+    assert "[0] trained: 2 ranks on 1 hosts" in said
+
+
+@pytest.mark.hosts
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_agent_on_each_host(network: Making, tmp_path: Path, first: int) -> None:
     """The recipe's lines, whichever machine is first: two agents with two ranks each, one training."""
