@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from hosts.conftest import Host
+from hosts.conftest import Host, Network, ip
 from hosts.hostside import CLONE_NEWNET
 
-__all__ = ["Machine", "Typed", "finish", "typed", "within"]
+__all__ = ["Machine", "Typed", "finish", "routed", "typed", "within"]
 
 _T = TypeVar("_T")
 _COMMAND = Path(__file__).with_name("command.py")
@@ -42,6 +42,12 @@ def within(namespace: str, make: Callable[[], _T]) -> _T:
     thread.start()
     thread.join()
     return made[0]
+
+
+def routed(made: Network) -> list[Host]:
+    """Return the hosts of a network, each with a way to the world, as machines have."""
+    ip(*(f"-n {host.namespace} route add default dev eth0" for host in made.hosts))
+    return made.hosts
 
 
 @dataclass(slots=True)

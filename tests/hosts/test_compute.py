@@ -14,7 +14,7 @@ import pytest
 
 from hosts.conftest import Making
 from hosts.google import PREFIX, Metadata
-from hosts.machine import Machine, Typed, finish, typed
+from hosts.machine import Machine, Typed, finish, routed, typed
 from recipes import CLUSTERS, block, copy
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_the_startup_script(network: Making, tmp_path: Path) -> None:
     assert metadata["startup-script"] == (CLUSTERS / "compute/startup.sh").read_text()
     assert metadata["allhands-ranks"] == "8"
     metadata["allhands-ranks"] = "1"  # Sixteen ranks would only show how many cores there are.
-    hosts = network(2).hosts
+    hosts = routed(network(2))
     with contextlib.ExitStack() as stack:
         begun: list[Typed] = []
         for host, name in zip(hosts, instances, strict=True):
@@ -122,7 +122,7 @@ def test_the_stand_in_has_googles_manners() -> None:
 def test_a_rank_on_each_instance(network: Making, tmp_path: Path) -> None:
     """Without the start-up script, a bare `python train.py` on each instance reads the same metadata itself."""
     metadata, instances = _asked(tmp_path, recipes := copy(tmp_path))
-    hosts = network(2).hosts
+    hosts = routed(network(2))
     with contextlib.ExitStack() as stack:
         begun: list[Typed] = []
         for host, name in zip(hosts, instances, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hosts.conftest import Making, Network, ip
-from hosts.machine import Machine, Typed, finish, typed
+from hosts.machine import Machine, Typed, finish, routed, typed
 from hosts.names import Names, serving
 from hosts.pods import Pod, pods
 from recipes import CLUSTERS
@@ -40,7 +40,7 @@ def cluster(made: Network, folder: Path, wanted: list[Pod]) -> Iterator[tuple[Na
     resolver.write_text(RESOLVER)
     begun = []
     with serving(switch, DNS) as names:
-        for pod, host in zip(wanted, made.hosts, strict=True):
+        for pod, host in zip(wanted, routed(made), strict=True):
             # As the kubelet writes it. What MASTER_ADDR says, host and service, is not in it: pod 0 must ask too.
             host.hosts_file.write_text(f"127.0.0.1 localhost\n{host.ipv4} {pod.full_name} {pod.name}\n")
             machine = Machine(host, pod.name, folder, pod.env, resolver)

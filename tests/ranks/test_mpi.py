@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,10 @@ def test_one_host(tmp_path: Path, kind: str) -> None:
     """The recipe's line starts ranks that form a group with a bare init_process_group(), and train."""
     beginning = mpi(kind, tmp_path)
     (command,) = (each for each in blocks("mpi") if each.startswith("mpirun -n"))
-    with typed(Machine(None, kind, tmp_path, MEANT).type(beginning + command, cwd=CLUSTERS)) as begun:
+    # Asked before it trains: which variables of MPI's own said so.
+    asked = command.replace("python train.py", "allhands whoami")
+    with typed(Machine(None, kind, tmp_path, MEANT).type(beginning + asked + command, cwd=CLUSTERS)) as begun:
         (said,) = finish(begun)
+    name = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[kind]
+    assert {*re.findall(rf"{name}=\d", said)} == {f"{name}=0", f"{name}=1"}
     assert "trained: 2 ranks on 1 hosts" in said

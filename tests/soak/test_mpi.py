@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hosts.conftest import Making
-from hosts.machine import Machine, finish, typed
+from hosts.machine import Machine, finish, routed, typed
 from ranks.test_mpi import MEANT, mpi
 from recipes import CLUSTERS, block
 
@@ -33,7 +33,7 @@ os.execve(sys.executable, [sys.executable, command, "bash", "-c", " ".join(words
 def test_two_hosts(network: Making, tmp_path: Path, kind: str, having: str) -> None:
     """The recipe's line starts two ranks on each of two hosts, and the four train."""
     beginning = mpi(kind, tmp_path)
-    hosts = network(2).hosts
+    hosts = routed(network(2))
     for host in hosts:
         host.hosts_file.write_text("127.0.0.1 localhost\n10.77.0.1 node1\n10.77.0.2 node2\n")
     names = ["node1", "node2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hosts.conftest import Making
-from hosts.machine import Machine, finish, typed
+from hosts.machine import Machine, finish, routed, typed
 from recipes import CLUSTERS, block
 
 pytestmark = pytest.mark.soak
@@ -27,7 +27,7 @@ def test_one_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_agent_on_each_host(network: Making, tmp_path: Path, first: int) -> None:
     """The recipe's lines, whichever machine is first: two agents with two ranks each, one training."""
-    hosts = network(2).hosts
+    hosts = routed(network(2))
     env = {"HOME": str(tmp_path)}
     machines = [Machine(host, f"node{number}", tmp_path, env) for number, host in enumerate(hosts, 1)]
     for host in hosts:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hosts.conftest import Making
-from hosts.machine import Machine, Typed, finish, typed
+from hosts.machine import Machine, Typed, finish, routed, typed
 from recipes import block, blocks, copy
 from unit.environments.test_slurm import BATCH, SALLOC, SRUN, TASKS
 
@@ -68,7 +68,7 @@ def slurm(network: Making, tmp_path: Path) -> Iterator[Slurm]:
         pytest.skip(f"{', '.join(missing)} not found (apt install slurmctld slurmd slurm-client munge)")
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs of any user, so it must be root")
-    hosts = network(2).hosts
+    hosts = routed(network(2))
     for host in hosts:
         # As on a cluster: a node's name leads to its address on the network, on itself too.
         host.hosts_file.write_text("127.0.0.1 localhost\n10.77.0.1 node1\n10.77.0.2 node2\n")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hosts.conftest import Making
-from hosts.machine import Machine, finish, typed
+from hosts.machine import Machine, finish, routed, typed
 from recipes import CLUSTERS, block
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is missing (make setup installs it)")
@@ -89,7 +89,7 @@ def test_the_machines_train(network: Making, tmp_path: Path) -> None:
         name: [f"cmle-training-{name}-a1b2-{index}:2222" for index in range(pool["replicaCount"])]
         for name, pool in pools.items()
     }
-    hosts = network(len(places)).hosts
+    hosts = routed(network(len(places)))
     addresses = zip(hosts, (each.partition(":")[0] for name in pools for each in cluster[name]), strict=True)
     known = "127.0.0.1 localhost\n" + "".join(f"{host.ipv4} {name}\n" for host, name in addresses)
     with contextlib.ExitStack() as stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import os
@@ -364,26 +363,19 @@ class _Call:
     def _seat(
         self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: Complete, target: _Target
     ) -> Seat:
-        own = "" if complete.one_host else self._own_address(sock)
+        own = ""
+        if not complete.one_host:
+            if self.beside is not None:
+                own = self.beside.host
+            elif sock.family == socket.AF_UNIX:
+                # The launcher's coordinator on this node; a Unix socket has no address to tell.
+                own = outward_address()
+            else:
+                own = str(sock.getsockname()[0])
         world = self.world
         member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target))
         member.start(rest)
         return Seat(member, complete, self.beside, own)
-
-    def _own_address(self, sock: socket.socket) -> str:
-        """Return the address by which other hosts reach this one."""
-        if self.beside is not None:
-            return self.beside.host
-        if sock.family != socket.AF_UNIX:
-            return str(sock.getsockname()[0])
-        # The launcher's coordinator is on this host, and the other nodes were given its address.
-        place = self.world.coordinator
-        if place is not None:
-            with contextlib.suppress(socket.gaierror):
-                for _, host in sorted(reach.resolve(place.host, place.port, self.deadline)):
-                    if not _is_loopback(host):
-                        return host
-        return outward_address()
 
     def _lost(self, target: _Target) -> Diagnosis:
         return Diagnosis(

@@ -37,12 +37,8 @@ def _coordinator(found: Detection, where: str) -> Detection:
     if not where:
         return found.meet()
     if where.startswith("unix:") and where != "unix:":
-        found.say("socket", where.removeprefix("unix:"), why)
-        if not found.one_host and text(found.env, "MASTER_ADDR"):
-            # The agent of node 0 gives its workers its socket; which of the host's addresses others use is told here.
-            return found.meet()
         found.reasons["coordinator"] = "none needed: the launcher's coordinator has a socket on this host"
-        return found
+        return found.say("socket", where.removeprefix("unix:"), why)
     if where.startswith("tcp://"):
         return found.say("coordinator", parse(where, why), why).say("hosted", True, why)
     raise fail(

@@ -57,14 +57,6 @@ def test_half(refuse: Refuse, left: str) -> None:
     assert told.what == f"{missing} is missing: only {left}=3 is there"
 
 
-def test_socket_of_the_agent_of_node_0() -> None:
-    """On several nodes the workers of node 0 use its socket too; the address by which others find it is known."""
-    several = {**ENV, "MASTER_ADDR": "h", "MASTER_PORT": "29501", "ALLHANDS_COORDINATOR": "unix:allhands-7"}
-    world = identify(several)
-    assert (world.socket, world.hosted, world.coordinator) == ("allhands-7", False, Address("h", 29501))
-    assert identify({**several, "ALLHANDS_LOCAL_WORLD_SIZE": "8"}).coordinator is None
-
-
 @pytest.mark.parametrize("where", ["host:1", "unix:", "udp://h:1", "tcp://h", "tcp://h:0"])
 def test_strange_coordinator(refuse: Refuse, where: str) -> None:
     """An address that is neither tcp://HOST:PORT nor unix:NAME is shown."""
