@@ -62,12 +62,21 @@ class Typed:
         """What it printed, on either stream."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
-    def wait_for(self, words: str, deadline_s: float = 60.0) -> None:
+    def wait_for(self, words: str, deadline_s: float = 90.0) -> None:
         """Wait until it has printed ``words``."""
+        self._wait(lambda: words in self.said, f"say {words!r}", deadline_s)
+
+    def wait_to_be(self, command: str, deadline_s: float = 90.0) -> None:
+        """Wait until the shell has done with all else and become ``command`` (exec)."""
+        words = Path(f"/proc/{self.process.pid}/cmdline")
+        wanted = command.replace(" ", "\0") + "\0"
+        self._wait(lambda: words.read_text() == wanted, f"become {command!r}", deadline_s)
+
+    def _wait(self, come: Callable[[], bool], what: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
-        while words not in self.said:
-            assert self.process.poll() is None, f"ended before it said {words!r}:\n{self.said}"
-            assert time.monotonic() < end, f"did not say {words!r}:\n{self.said}"
+        while not come():
+            assert self.process.poll() is None, f"ended before it could {what}:\n{self.said}"
+            assert time.monotonic() < end, f"did not {what}:\n{self.said}"
             time.sleep(0.05)
 
 
@@ -108,7 +117,7 @@ class Machine:
         return Typed(process, output)
 
 
-def finish(begun: Sequence[Typed], deadline_s: float = 90.0) -> list[str]:
+def finish(begun: Sequence[Typed], deadline_s: float = 150.0) -> list[str]:
     """Wait for the good end of every command; return what each printed."""
     end = time.monotonic() + deadline_s
     for each in begun:

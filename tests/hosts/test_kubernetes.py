@@ -81,6 +81,9 @@ def test_a_manifest_trains(network: Making, tmp_path: Path, name: str) -> None:
         begun[0].wait_for("trained: 2 ranks on 2 hosts")
         if name == "jobset.yaml":
             finish(begun)
+        else:
+            for each in begun:
+                each.wait_to_be("sleep infinity")
 
 
 @pytest.mark.soak
@@ -94,5 +97,5 @@ def test_several_ranks_in_a_pod(network: Making, tmp_path: Path) -> None:
     made, wanted = network(2), pods(manifest, yaml.safe_load(found)["command"])
     with cluster(made, tmp_path, wanted) as (names, begun):
         appear(names, made, wanted)
-        said = finish(begun, 180)
+        said = finish(begun, 240)
     assert "[0] trained: 8 ranks on 2 hosts" in said[0]
