@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 DOMAIN = "us-central1-a.c.my-project.internal"
-# Writes down its arguments, one list in a line, with what the files that they name have in them.
+# Writes down its arguments, one list in a line.
 GCLOUD = """#!/usr/bin/env python3
 import json, os, sys
 with open(os.environ["GCLOUD_LOG"], "a") as log:
