@@ -1,4 +1,4 @@
-"""The nursery that ranks are forked from."""
+"""The nursery that ranks are forked from, and the laboratory of hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from hosts.conftest import network
 from ranks import harness
+
+__all__ = ["network", "nursery"]
 
 
 @pytest.fixture(scope="session")

@@ -185,6 +185,7 @@ class _Call:
                 patience = self.deadline - attempts.started if self.world.late_names else _AGAIN_S
                 if waited >= patience:
                     raise reach.diagnose(attempts, who=self.who, several_hosts=False) from problem
+                self.progress(f"waiting for this host's own name: {attempts.summary()} ({duration(waited)})")
                 time.sleep(0.1)
         # A name with both kinds of address: peers try all of them, so the older kind serves everyone.
         host = min(places)[1]
@@ -364,9 +365,13 @@ class _Call:
     ) -> Seat:
         own = ""
         if not complete.one_host:
-            own = self.beside.host if self.beside is not None else str(sock.getsockname()[0])
-            if sock.family == socket.AF_UNIX and self.beside is None:
+            if self.beside is not None:
+                own = self.beside.host
+            elif sock.family == socket.AF_UNIX:
+                # The launcher's coordinator on this node; a Unix socket has no address to tell.
                 own = outward_address()
+            else:
+                own = str(sock.getsockname()[0])
         world = self.world
         member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target))
         member.start(rest)

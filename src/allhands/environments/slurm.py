@@ -73,5 +73,7 @@ def _host(env: Mapping[str, str]) -> tuple[str, str]:
             return next(iter(hostlist.expand(listed)), ""), "the first host of SLURM_HOSTFILE"
         if listed:
             return hostlist.expand(listed)[0], "the first host of SLURM_ARBITRARY_NODELIST"
+        # srun -m arbitrary -w n2,n1 sets neither: where rank 0 is, the task is not told.
+        return "", ""
     hosts = hostlist.expand(text(env, "SLURM_STEP_NODELIST"))
     return next(iter(hosts), ""), "the first host of SLURM_STEP_NODELIST"

@@ -23,6 +23,60 @@ STEP = {
     "SLURM_STEP_ID": "4",
 }
 
+# What `srun --nodes=2 --ntasks=4` of Slurm 22.05 gave its four tasks, less what nobody could read a rank from (user,
+# folder, ports of srun's own). tests/soak/test_slurm.py asks a real srun for the same.
+SRUN = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOBID": "1",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_CPUS_PER_NODE": "3,1",
+    "SLURM_NODELIST": "node[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "3,1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1",
+}
+# What differs between them.
+TASKS = [
+    {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"},
+    {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"},
+    {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"},
+    {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_GTIDS": "3"},
+]
+# What the script of `sbatch --nodes=2 --ntasks=4` sees itself, and the shell of such a salloc.
+BATCH = {name: value for name, value in SRUN.items() if not name.startswith(("SLURM_STEP", "SLURM_LAUNCH"))} | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+}
+SALLOC = {name: value for name, value in BATCH.items() if name not in {*TASKS[0]}}
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_what_srun_gives(rank: int) -> None:
+    """The four tasks of a real srun, three on one node and one on the other."""
+    world = identify({**SRUN, **TASKS[rank]})
+    assert (world.rank, world.world_size, world.source, world.job) == (rank, 4, "slurm", "slurm-1.0")
+    place = (0, 1, 1) if rank == 3 else (rank, 3, 0)
+    assert (world.local_rank, world.local_world_size, world.node_rank) == place
+    assert world.coordinator is not None
+    assert world.coordinator.host == "node1"
+
+
+@pytest.mark.parametrize("env", [BATCH, SALLOC])
+def test_what_a_batch_script_sees(refuse: Refuse, env: dict[str, str]) -> None:
+    """The script of sbatch looks like rank 0, and is none: it is told to use srun."""
+    assert "srun" in refuse("not-launched", env).diagnosis.fix
+
 
 def test_values() -> None:
     """A task's numbers come from the step, not from the job."""
@@ -55,6 +109,13 @@ def test_arbitrary_distribution_follows_the_host_file(tmp_path: Path) -> None:
     world = identify({**STEP, "SLURM_DISTRIBUTION": "block", "SLURM_HOSTFILE": str(listed)})
     assert world.coordinator is not None
     assert world.coordinator.host == "node02"
+
+
+def test_arbitrary_distribution_without_a_list() -> None:
+    """After `srun -m arbitrary -w n2,n1` nothing tells where rank 0 is: no host is guessed, and the reason says so."""
+    world = identify({**STEP, "SLURM_DISTRIBUTION": "arbitrary"})
+    assert world.coordinator is None
+    assert "MASTER_ADDR" in world.reasons["coordinator"]
 
 
 def test_host_file_that_cannot_be_read(refuse: Refuse) -> None:
