@@ -35,9 +35,12 @@ if TYPE_CHECKING:
         RollCallError,
         RollCallRefused,
         RollCallTimeout,
+        SpawnFailed,
         StoreTimeout,
         WorldError,
     )
+    from .launch.blame import SpawnExited, SpawnRaised
+    from .launch.children import spawn
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
     from .shared import empty, register
@@ -66,6 +69,9 @@ __all__ = [
     "RollCallError",
     "RollCallRefused",
     "RollCallTimeout",
+    "SpawnExited",
+    "SpawnFailed",
+    "SpawnRaised",
     "StoreTimeout",
     "WorldError",
     "__version__",
@@ -75,16 +81,20 @@ __all__ = [
     "init_process_group",
     "process_group",
     "register",
+    "spawn",
 ]
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
+    "SpawnExited": ".launch.blame",
+    "SpawnRaised": ".launch.blame",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
     "init_process_group": ".lifecycle",
     "process_group": ".lifecycle",
     "register": ".shared",
+    "spawn": ".launch.children",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 

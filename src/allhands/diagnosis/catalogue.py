@@ -69,6 +69,7 @@ _ENTRIES = (
     Entry("collective-mismatch", "CollectiveMismatch", "ranks of one group made different calls"),
     Entry("coordinator-lost", "CoordinatorLost", "the coordinator's process or connection is gone"),
     Entry("engine-failed", "EngineFailed", "torch could not form the group although every rank answered"),
+    Entry("spawn-failed", "SpawnFailed", "a rank that allhands.spawn started raised, exited or was killed"),
     Entry("store-timeout", "StoreTimeout", "a key did not appear in the store in time"),
     Entry("not-initialised", "NotInitialised", "there is no process group"),
     Entry("already-initialised", "AlreadyInitialised", "there is a process group already"),
