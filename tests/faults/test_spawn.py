@@ -65,7 +65,9 @@ for how in ("raise", "group", "odd", "exit", "silent", "kill", "crash", "value",
         said = {"how": how, "text": str(problem), "slug": problem.slug, "ranks": problem.ranks,
                 "kind": type(problem).__name__, "cause": repr(problem.__cause__),
                 "seconds": time.monotonic() - begun, "alike": str(again) == str(problem)}
-        if isinstance(problem, torch.multiprocessing.spawn.ProcessException):
+        if isinstance(problem, allhands.SpawnFailed):
+            kinds = (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException)
+            assert isinstance(problem, kinds)
             said |= {"index": problem.error_index, "pid": problem.error_pid == children.pids()[problem.error_index],
                      "same": again.error_index == problem.error_index and again.error_pid == problem.error_pid}
         if isinstance(problem, torch.multiprocessing.ProcessExitedException):
@@ -78,6 +80,9 @@ for how in ("raise", "group", "odd", "exit", "silent", "kill", "crash", "value",
 """
 
 
+SHELF = {"cause": "KeyError('the third shelf')"}
+
+
 @functools.cache
 def failures() -> dict[str, dict[str, Any]]:
     """Run all of them once; what each came to, by its name."""
@@ -87,12 +92,12 @@ def failures() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("how", "kind", "words", "more"),
     [
-        ("raise", "SpawnRaised", "rank 1 raised KeyError: 'the third shelf'", {"cause": "KeyError('the third shelf')"}),
+        ("raise", "SpawnRaised", "rank 1 raised KeyError: 'the third shelf'", SHELF),
         (
             "group",
             "SpawnRaised",
             "ranks 0 and 2 only followed: raised PeerFailed",
-            {"cause": "KeyError('the third shelf')"},
+            SHELF,
         ),
         ("odd", "SpawnRaised", "rank 1 raised Odd: no such", {"cause": "None"}),
         ("exit", "SpawnExited", "rank 1 called sys.exit(3)", {"code": 3, "signal": None}),
@@ -177,7 +182,7 @@ if __name__ == "__main__":
 def test_ctrl_c(how: str, *, group: bool) -> None:
     """Ctrl-C, to all or to the parent alone, ends the ranks and what they started; the parent ends of it too."""
     with program(SLEEPERS, how) as running:
-        pids = sum(running.wait_for("pids", 2), [])
+        pids = [pid for pids in running.wait_for("pids", 2) for pid in pids]
         (os.killpg if group else os.kill)(running.process.pid, signal.SIGINT)
         assert running.end() in {-signal.SIGINT, 128 + signal.SIGINT}
         assert gone(pids)
@@ -189,7 +194,7 @@ def test_the_parent_is_killed(how: str) -> None:
     """Kill -9 of the parent ends every rank, whoever forked it, and a thread that ended before does not."""
     with program(SLEEPERS, how) as running:
         ranks = [pids[0] for pids in running.wait_for("pids", 2)]
-        others = sum([pids[1:] for pids in running.wait_for("pids", 2)], [])
+        others = [pid for pids in running.wait_for("pids", 2) for pid in pids[1:]]
         if how == "thread":
             assert running.wait_for("alive") == [False]
         assert all(map(leaks.alive, ranks))
@@ -203,7 +208,7 @@ def test_the_parent_is_killed(how: str) -> None:
 def test_what_the_ranks_leave_is_ended(how: str, code: int) -> None:
     """Processes that a rank started or forked do not outlive spawn, though the rank is gone."""
     with program(SLEEPERS, how) as running:
-        pids = sum(running.wait_for("pids", 2), [])
+        pids = [pid for pids in running.wait_for("pids", 2) for pid in pids]
         assert running.end() == code, running.err
         assert gone(pids, 0.5)
         assert "left behind: pid" in running.err
@@ -225,7 +230,8 @@ def test_a_fork_of_a_rank_is_refused() -> None:
                 print(json.dumps({"said": str(problem)}))
             while not children.join():
                 pass
-            allhands.init_process_group(rank=0, world_size=1)
+            if not allhands.is_initialized():
+                allhands.init_process_group(rank=0, world_size=1)
         allhands.destroy_process_group()
         assert allhands.spawn(nothing, nprocs=1, start_method="fork") is None
     if __name__ == "__main__":

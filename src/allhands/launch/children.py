@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import AllhandsError
 from ..world import Address
-from . import descendants, memory, refusing
+from . import descendants, memory, refusing, telling
 from .backstage import Backstage
 from .child import NAME, UNGUARDED, Order, importing, run
 from .ending import EXPLAIN_S, LEFTOVER_S, Ending
@@ -97,6 +97,7 @@ class Children:
         self._problem: AllhandsError | None = None
         self._over = False
         self._failed = False
+        self._exiting = False
         self._leftovers: list[str] = []
         self._memory = memory.Memory()
         # Kept bound and not listening, so that nobody else is given it: where torch's own env:// meets.
@@ -257,6 +258,9 @@ class Children:
             verdict = judge(outcomes, findings)
             if self._unguarded:
                 self._problem = refusing.unguarded()
+            elif verdict is not None and self._exiting:
+                # What torch registers at import is refused by an interpreter that ends.
+                sys.stderr.write(telling.words(verdict, self._leftovers))
             elif verdict is not None:
                 # Here, because it imports torch.
                 from .blame import explain
@@ -288,6 +292,7 @@ class Children:
         """Nobody has joined them, and the interpreter ends: what multiprocessing does, and then what `join` does."""
         if self._over:
             return
+        self._exiting = True
         try:
             if self._daemon or isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
                 self._end(signal.SIGTERM if self._daemon else signal.SIGINT, 0.0 if self._daemon else _INTERRUPT_S)

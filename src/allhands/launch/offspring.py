@@ -27,6 +27,7 @@ _MOST_EVIDENCE = 1 << 20
 
 # How long the fork server may take to tell the status of a process whose end was seen.
 _STATUS_S = 5.0
+_LOOK_S = 0.002
 
 
 class Offspring:
@@ -92,9 +93,15 @@ class Offspring:
             return
         self.wait([self.pidfd], None)
         self._ended_s = time.monotonic()
-        self._process.join(_STATUS_S)
-        # Where someone else has taken the status, nothing says that it failed.
-        self.status = self._process.exitcode or 0
+        # Not join with a timeout: that waits for everyone who was forked from it.
+        while self._process.exitcode is None and time.monotonic() < self._ended_s + _STATUS_S:
+            time.sleep(_LOOK_S)
+        self.status = self._process.exitcode
+        if self.status is None:
+            # Someone else has taken it (a handler of SIGCHLD); its own word is left.
+            self.status = 0 if self.record().get("end") == "done" else 1
+        else:
+            self._process.join()
 
     def send(self, number: int) -> None:
         """Send it a signal that is to end it, unless it is ending; SIGKILL in any case."""
