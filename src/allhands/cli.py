@@ -182,6 +182,26 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
     click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
 
 
+@_bench.command("launch")
+@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="How many processes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print every launch as JSON.")
+def _launch(ranks: int, rounds: int, as_json: bool) -> None:
+    """Measure a launch against torchrun.
+
+    From the command to the first all_reduce that every rank has done, and how much of it is importing torch.
+    """
+    from .bench.launch import measure, table
+    from .control.progress import Progress
+
+    progress = Progress("allhands bench launch")
+    try:
+        found = measure(ranks, rounds, progress)
+    finally:
+        progress.done()
+    click.echo(json.dumps(found, indent=2) if as_json else table(found))
+
+
 def _collective(operation: str) -> None:
     """Add ``allhands bench OPERATION``."""
 
