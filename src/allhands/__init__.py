@@ -8,12 +8,14 @@ torch do not wait for it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
+# Not from typing, which every worker would wait for before it comes to its script; type checkers know the name.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .errors import (
         AllhandsError,
         AlreadyDestroyed,
@@ -117,7 +119,9 @@ def __getattr__(name: str) -> Any:
 
 def _is_module(name: str) -> bool:
     """Tell whether ``name`` is a module of ours: `from allhands import cli` asks here before it looks for one."""
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+    from importlib.util import find_spec
+
+    return find_spec(f"{__name__}.{name}") is not None
 
 
 def _from_torch(name: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -36,6 +35,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
+            from difflib import get_close_matches
+
             # Older versions of click make no suggestion; this is the same sentence with each of them.
             near = get_close_matches(name, self.list_commands(ctx), n=1)
             ctx.fail(f"there is no command {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import fail
 
-__all__ = ["KINDS", "measure", "table"]
+__all__ = ["KINDS", "measure", "table", "write"]
 
 # Longer than a launch takes on a machine that does much else; it only ends a hang.
 _DEADLINE_S = 120.0
@@ -77,10 +77,15 @@ def measure(ranks: int, rounds: int, notify: Callable[[str], None] | None = None
     }
 
 
-def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
+def write(kind: str, script: Path) -> None:
+    """Write the script that each rank of a launch of ``kind`` runs."""
     body, group = _BODIES[kind]
-    script, times = folder / f"launched-by-{kind}.py", folder / "times"
     script.write_text(_SCRIPT.format(body=body, end="dist.destroy_process_group()" if group else ""), encoding="utf-8")
+
+
+def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
+    script, times = folder / f"launched-by-{kind}.py", folder / "times"
+    write(kind, script)
     times.write_bytes(b"")
     module = ["torch.distributed.run", "--standalone"] if kind == "torchrun" else ["allhands", "run"]
     command = [sys.executable, "-m", *module, "--nproc-per-node", str(ranks), str(script), str(times)]

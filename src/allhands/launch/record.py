@@ -6,8 +6,12 @@ Imports nothing that is slow: it stands in every worker before the script.
 from __future__ import annotations
 
 import os
-from types import TracebackType
-from typing import Any
+
+# Not from typing, which is not imported before the script (see `worker`); type checkers know the name.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
 
 __all__ = ["exited", "raised", "write"]
 

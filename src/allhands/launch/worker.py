@@ -11,9 +11,13 @@ import os
 import signal
 import sys
 from types import ModuleType
-from typing import NoReturn
 
 from .record import exited, raised, write
+
+# Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 __all__ = ["PROGRAM", "STACKS", "follow", "main", "order"]
 
