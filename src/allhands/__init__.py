@@ -8,12 +8,14 @@ torch do not wait for it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
+# Not from typing, which every worker would wait for before it comes to its script; type checkers know the name.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .errors import (
         AllhandsError,
         AlreadyDestroyed,
@@ -35,9 +37,12 @@ if TYPE_CHECKING:
         RollCallError,
         RollCallRefused,
         RollCallTimeout,
+        SpawnFailed,
         StoreTimeout,
         WorldError,
     )
+    from .launch.blame import SpawnExited, SpawnRaised
+    from .launch.children import spawn
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
     from .shared import empty, register
@@ -66,6 +71,9 @@ __all__ = [
     "RollCallError",
     "RollCallRefused",
     "RollCallTimeout",
+    "SpawnExited",
+    "SpawnFailed",
+    "SpawnRaised",
     "StoreTimeout",
     "WorldError",
     "__version__",
@@ -75,16 +83,20 @@ __all__ = [
     "init_process_group",
     "process_group",
     "register",
+    "spawn",
 ]
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
+    "SpawnExited": ".launch.blame",
+    "SpawnRaised": ".launch.blame",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
     "init_process_group": ".lifecycle",
     "process_group": ".lifecycle",
     "register": ".shared",
+    "spawn": ".launch.children",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 
@@ -107,7 +119,9 @@ def __getattr__(name: str) -> Any:
 
 def _is_module(name: str) -> bool:
     """Tell whether ``name`` is a module of ours: `from allhands import cli` asks here before it looks for one."""
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+    from importlib.util import find_spec
+
+    return find_spec(f"{__name__}.{name}") is not None
 
 
 def _from_torch(name: str) -> Any:

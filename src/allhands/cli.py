@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -36,6 +35,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
+            from difflib import get_close_matches
+
             # Older versions of click make no suggestion; this is the same sentence with each of them.
             near = get_close_matches(name, self.list_commands(ctx), n=1)
             ctx.fail(f"there is no command {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
@@ -180,6 +181,26 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
 
     rows = run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
     click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
+
+
+@_bench.command("launch")
+@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="How many processes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print every launch as JSON.")
+def _launch(ranks: int, rounds: int, as_json: bool) -> None:
+    """Measure a launch against torchrun.
+
+    From the command to the first all_reduce that every rank has done, and how much of it is importing torch.
+    """
+    from .bench.launch import measure, table
+    from .control.progress import Progress
+
+    progress = Progress("allhands bench launch")
+    try:
+        found = measure(ranks, rounds, progress)
+    finally:
+        progress.done()
+    click.echo(json.dumps(found, indent=2) if as_json else table(found))
 
 
 def _collective(operation: str) -> None:

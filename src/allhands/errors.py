@@ -17,11 +17,15 @@
      ├── CollectiveMismatch         ranks made different calls
      ├── CollectiveTimeout          a collective did not finish in time
      │    └── PeerSilent            because a rank does not answer
+     ├── SpawnFailed                a rank of `allhands.spawn` failed
      ├── StoreTimeout               a key did not appear in time (also torch.distributed.DistStoreError)
      └── GroupStateError            there is no such group (also ValueError, as torch raises)
           ├── NotInitialised
           ├── AlreadyInitialised
           └── AlreadyDestroyed
+
+Its subclasses SpawnRaised and SpawnExited stand in `launch.blame`: they are also torch's ProcessRaisedException and
+ProcessExitedException, which have slots and so cannot be adopted later.
 
 Each carries a `Diagnosis`: `.slug`, `.ranks`, `.hosts` are for programs, `str()` is for people.
 """
@@ -53,6 +57,7 @@ __all__ = [
     "RollCallError",
     "RollCallRefused",
     "RollCallTimeout",
+    "SpawnFailed",
     "StoreTimeout",
     "WorldError",
     "adopt",
@@ -161,6 +166,10 @@ class PeerSilent(CollectiveTimeout):
 
 class CollectiveMismatch(AllhandsError):
     """Ranks of one group made different calls."""
+
+
+class SpawnFailed(AllhandsError):
+    """A rank of `allhands.spawn` failed; `.error_index` and the rest are torch's names for which one and how."""
 
 
 class StoreTimeout(AllhandsError, _StoreRoot):

@@ -38,6 +38,8 @@ LAYERS: dict[str, set[str]] = {
         "work",
     },
     "training": {"parallel"},
+    # Above the facade, which offers `spawn`.
+    "launch": {"launch"},
     "facade": {"__init__"},
     "people": {
         "__main__",
@@ -45,7 +47,6 @@ LAYERS: dict[str, set[str]] = {
         "cli",
         "doctor",
         "explain",
-        "launch",
         "testing",
         "watch",
         "whoami",

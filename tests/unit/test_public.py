@@ -27,6 +27,8 @@ def bound(body: list[ast.stmt], *, package: bool) -> Iterator[str]:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
+            case ast.Assign(targets=[ast.Name(id="TYPE_CHECKING")]):
+                pass  # What typing calls so, without its import.
             case ast.Assign(targets=targets):
                 for target in targets:
                     yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))

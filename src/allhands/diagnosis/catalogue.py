@@ -5,9 +5,7 @@ A slug is a promise: it never changes its meaning, its page says what to do, and
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from importlib import resources
 
 __all__ = ["CATALOGUE", "Entry", "closest", "page", "title"]
 
@@ -69,6 +67,7 @@ _ENTRIES = (
     Entry("collective-mismatch", "CollectiveMismatch", "ranks of one group made different calls"),
     Entry("coordinator-lost", "CoordinatorLost", "the coordinator's process or connection is gone"),
     Entry("engine-failed", "EngineFailed", "torch could not form the group although every rank answered"),
+    Entry("spawn-failed", "SpawnFailed", "a rank that allhands.spawn started raised, exited or was killed"),
     Entry("store-timeout", "StoreTimeout", "a key did not appear in the store in time"),
     Entry("not-initialised", "NotInitialised", "there is no process group"),
     Entry("already-initialised", "AlreadyInitialised", "there is a process group already"),
@@ -87,10 +86,15 @@ def title(slug: str) -> str:
 
 def page(slug: str) -> str:
     """Return the page on ``slug`` as Markdown; KeyError for a slug that is not in the catalogue."""
+    # Here and below: the launcher and every rank import this module, and hardly ever need a page.
+    from importlib import resources
+
     entry = CATALOGUE[slug]
     return (resources.files(__package__) / "pages" / f"{entry.slug}.md").read_text(encoding="utf-8")
 
 
 def closest(word: str) -> list[str]:
     """Return the slugs that look most like ``word``, for "did you mean"."""
+    import difflib
+
     return difflib.get_close_matches(word, CATALOGUE, n=3, cutoff=0.4)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import psutil
 from torch.distributed.distributed_c10d import Store
 
 from ..control import credentials
@@ -63,6 +62,9 @@ def pid_namespace() -> int:
 
 def require_room(size: int, what: str) -> None:
     """Raise shm-too-small where there is plainly no room for ``size`` bytes."""
+    # Here, because only the rank that makes the memory comes here.
+    import psutil
+
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # Not in a cgroup, or one without a limit.
         here = Path("/sys/fs/cgroup")

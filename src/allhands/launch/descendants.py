@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["command", "descendants", "kill", "marked", "variable"]
+__all__ = ["command", "descendants", "holding", "kill", "marked", "running", "variable"]
 
 _PROC = Path("/proc")
 
@@ -52,6 +52,30 @@ def marked(name: str, value: str) -> list[int]:
     """Return the processes whose environment says ``name=value``, this one excepted."""
     numbers = [int(folder.name) for folder in _PROC.iterdir() if folder.name.isdecimal()]
     return [pid for pid in numbers if pid != os.getpid() and variable(pid, name) == value]
+
+
+def holding(name: str) -> list[int]:
+    """Return the processes that have the memfd ``name`` open, this one excepted: whoever was forked from its holder."""
+    target, found = f"/memfd:{name} (deleted)", []
+    for folder in _PROC.iterdir():
+        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
+            for entry in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(entry.readlink()) == target:
+                        found.append(int(folder.name))
+                        break
+    return found
+
+
+def running(pid: int) -> bool:
+    """Tell whether ``pid`` is there, and not only its remains."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def command(pid: int) -> str:

@@ -12,31 +12,26 @@ from .hang import Hang
 from .job import Job
 from .verdict import Outcome, Verdict, status_word
 
-__all__ = ["report", "standing", "words"]
+__all__ = ["culprits", "last_calls", "report", "standing", "words"]
 
 # More stacks and tracebacks than this are in --report only; the first ones tell who is to blame.
 _MOST_TRACES = 4
+
+# More culprits than this are in --report only: they share a cause.
+_MOST_CULPRITS = 8
 
 
 def words(verdict: Verdict, leftovers: list[str]) -> str:
     """Return what people read when a job has died."""
     lines = [f"allhands: {verdict.what}"]
-    by_rank = {outcome.rank: outcome for outcome in verdict.outcomes}
-    for rank in verdict.culprits[:8]:
-        if rank in by_rank:
-            outcome = by_rank[rank]
-            how = f"{status_word(outcome.status)} after {duration(outcome.after_s)}"
-            ended = f"ended by allhands ({status_word(-outcome.sent)})" if outcome.ended_by_agent else how
-            lines.append(f"  who:   {outcome}, {ended}")
-    if len(verdict.culprits) > 8:
-        lines.append(f"         and {len(verdict.culprits) - 8} more")
+    lines += [f"  who:   {each}" for each in culprits(verdict)]
     if verdict.why:
         lines.append(f"  why:   {verdict.why}")
     if verdict.fix:
         lines.append(f"  fix:   {verdict.fix}")
     for who, words_ in verdict.followers:
         lines.append(f"  {'after:' if verdict.culprits else 'ranks:'} {ranks(who)}: {words_}")
-    lines += _last_calls({outcome.rank: outcome.board for outcome in verdict.outcomes})
+    lines += last_calls({outcome.rank: outcome.board for outcome in verdict.outcomes})
     for who, text in verdict.traces[:_MOST_TRACES]:
         lines.append(f"  of {ranks(who)}:")
         lines += [f"    | {line}" for line in text.rstrip().splitlines()]
@@ -53,7 +48,22 @@ def words(verdict: Verdict, leftovers: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _last_calls(boards: Mapping[int, Board | None]) -> list[str]:
+def culprits(verdict: Verdict) -> list[str]:
+    """Return a line for each culprit: who it was, and how it ended."""
+    by_rank = {outcome.rank: outcome for outcome in verdict.outcomes}
+    lines = []
+    for rank in verdict.culprits[:_MOST_CULPRITS]:
+        if rank in by_rank:
+            outcome = by_rank[rank]
+            how = f"{status_word(outcome.status)} after {duration(outcome.after_s)}"
+            ended = f"ended by allhands ({status_word(-outcome.sent)})" if outcome.ended_by_agent else how
+            lines.append(f"{outcome}, {ended}")
+    if len(verdict.culprits) > _MOST_CULPRITS:
+        lines.append(f"and {len(verdict.culprits) - _MOST_CULPRITS} more")
+    return lines
+
+
+def last_calls(boards: Mapping[int, Board | None]) -> list[str]:
     """Return the last collective of each rank, equal ones in one line."""
     found: dict[str, list[int]] = {}
     for rank, board in boards.items():

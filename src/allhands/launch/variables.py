@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from ..world import Address
 from .job import Job
 
-__all__ = ["MARK", "variables"]
+__all__ = ["MARK", "STALE", "variables"]
 
 # Unique to one agent and inherited by everything that its workers start, whatever session or group they move to.
 MARK = "ALLHANDS_COORDINATOR"
 
 # What an outer launcher may have left and would be believed or would be wrong here.
-_STALE = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLHANDS_BOARD_FD", "ALLHANDS_TOKEN_FILE")
+STALE = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLHANDS_BOARD_FD", "ALLHANDS_TOKEN_FILE")
 
 
 def variables(
@@ -31,7 +31,7 @@ def variables(
     TORCHELASTIC_USE_AGENT_STORE is taken out: with it, torch would look for a store at MASTER_PORT that nobody serves.
     """
     rank, size, local = str(job.rank(local_rank)), str(job.world_size), str(job.local_world_size)
-    found = {name: value for name, value in environment.items() if name not in _STALE}
+    found = {name: value for name, value in environment.items() if name not in STALE}
     found |= {
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),

@@ -21,7 +21,14 @@ HANG_STATUS = 124
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 
 # Exceptions that pass on the end of a process that the rank itself had started.
-_OF_A_CHILD = {"ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool", "CalledProcessError"}
+_OF_A_CHILD = {
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "BrokenProcessPool",
+    "CalledProcessError",
+    "SpawnRaised",
+    "SpawnExited",
+}
 
 # Exceptions of ours that pass on another rank's failure; their subclasses are among the bases of a record.
 _OF_ANOTHER = {"GroupEnded", "StoreTimeout"}
@@ -65,7 +72,8 @@ class Outcome:
     @property
     def follows(self) -> bool:
         """Whether its error only passes on another rank's."""
-        if not self.raised:
+        # The ranks that it names are of another job, which this rank had started.
+        if not self.raised or self.record["kind"] in _OF_A_CHILD:
             return False
         if "slug" in self.record and self.record["ranks"]:
             return self.rank not in self.record["ranks"] or bool(_OF_ANOTHER & set(self.record["bases"]))

@@ -10,10 +10,16 @@ import faulthandler
 import os
 import signal
 import sys
-from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from types import ModuleType
 
-__all__ = ["PROGRAM", "STACKS", "main", "order"]
+from .record import exited, raised, write
+
+# Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+__all__ = ["PROGRAM", "STACKS", "follow", "main", "order"]
 
 # Given to `python -c`. The folder of the package comes last, and what -c put first is taken off before anything is
 # imported, so that nothing beside the user's script shadows a module of the standard library.
@@ -25,9 +31,6 @@ PROGRAM = (
 # Shows the stacks of all threads. A real-time signal that neither glibc (the first two) nor debuggers and timers of
 # common libraries take; scripts keep SIGUSR1 and SIGUSR2 for themselves.
 STACKS = signal.SIGRTMIN + 7
-
-# The longest message and traceback that a record holds: beyond that it is data, not words.
-_MOST_TEXT = 64 * 1024
 
 
 def order(kind: str, *, agent: int, record: int, fatal: int, stacks: int, board: int, init: bool) -> str:
@@ -42,12 +45,12 @@ def main() -> None:
         sys.path.pop()
     kind, *numbers = ordered.split(",")
     agent, record, fatal, stacks, board, init = map(int, numbers)
-    _follow(agent)
+    follow(agent)
     os.environ["ALLHANDS_BOARD_FD"] = f"{board}:{os.getpid()}"
     for descriptor in (record, fatal, stacks):
         os.set_inheritable(descriptor, False)
     if kind == "program":
-        _write(record, {"end": "program"})
+        write(record, {"end": "program"})
         os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
     os.set_inheritable(board, False)
     faulthandler.enable(fatal)
@@ -55,8 +58,8 @@ def main() -> None:
     _run(kind, target, arguments, record, init=bool(init))
 
 
-def _follow(agent: int) -> None:
-    """Die when the agent does, at once."""
+def follow(agent: int) -> None:
+    """Die when the process ``agent``, which is this one's parent, does: at once."""
     from .. import _core
 
     _core.set_parent_death_signal(signal.SIGKILL)
@@ -73,20 +76,20 @@ def _run(kind: str, target: str, arguments: list[str], record: int, *, init: boo
     formed = False
     try:
         if init:
-            import allhands
+            from ..lifecycle import destroy_process_group, init_process_group
 
-            allhands.init_process_group()
+            init_process_group()
             formed = True
         _start(kind, target, module)
     except SystemExit as problem:
-        _write(record, _exit(problem))
+        write(record, exited(problem))
         raise
     except BaseException as problem:  # noqa: BLE001  # shown as the interpreter would show it, and raised again
         _fail(problem, record)
     finally:
         if formed:
-            allhands.destroy_process_group()
-    _write(record, {"end": "done"})
+            destroy_process_group()
+    write(record, {"end": "done"})
 
 
 def _start(kind: str, target: str, module: ModuleType) -> None:
@@ -139,65 +142,9 @@ def _fail(problem: BaseException, record: int) -> NoReturn:
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     problem.__traceback__ = trace
-    _write(record, _raised(problem, trace))
+    write(record, raised(problem, trace))
     sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, trace
     sys.excepthook(type(problem), problem, trace)
     # Raised again, so that exit handlers, exit status and what Ctrl-C does to a process are Python's own.
     sys.excepthook = lambda *_: None
     raise problem
-
-
-def _raised(problem: BaseException, trace: TracebackType | None) -> dict[str, Any]:
-    import traceback
-
-    text = "".join(traceback.format_exception(type(problem), problem, trace))
-    found: dict[str, Any] = {
-        "end": "raised",
-        "kind": type(problem).__name__,
-        "message": _words(problem)[:_MOST_TEXT],
-        "traceback": text[-_MOST_TEXT:],
-        "bases": [base.__name__ for base in type(problem).__mro__],
-        # What a pool or a DataLoader passes on carries the traceback of the process that it came from.
-        "remote": any(type(each).__name__.endswith("RemoteTraceback") for each in _chain(problem)),
-    }
-    if hasattr(problem, "diagnosis"):
-        found |= {"slug": problem.slug, "ranks": list(problem.ranks)}  # type: ignore[attr-defined]  # an AllhandsError
-    return found
-
-
-def _words(problem: BaseException) -> str:
-    try:
-        return str(problem)
-    except Exception:  # noqa: BLE001  # a __str__ that fails is the script's; the interpreter bears it too
-        return "<exception str() failed>"
-
-
-def _chain(problem: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while problem is not None and problem not in found:
-        found.append(problem)
-        problem = problem.__cause__ or problem.__context__
-    return found
-
-
-def _exit(problem: SystemExit) -> dict[str, Any]:
-    if problem.code is None or problem.code == 0:
-        return {"end": "done"}
-    trace = problem.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    site = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
-    # Of `python -m` itself, which found no such module: no line of the user's.
-    site = "" if site.startswith("<frozen runpy>") else site
-    return {"end": "exit", "message": str(problem.code)[:_MOST_TEXT], "site": site}
-
-
-def _write(record: int, what: dict[str, Any]) -> None:
-    import json
-    import time
-
-    try:
-        os.pwrite(record, json.dumps({**what, "at_s": time.monotonic()}).encode(errors="replace"), 0)
-    except OSError:
-        # A script that closed every descriptor has taken its record with it; that is told as having left none.
-        return

@@ -1,0 +1,92 @@
+"""A program that uses `allhands.spawn`, run as a user runs it: from a file, in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import leaks
+from ranks import harness
+
+__all__ = ["Program", "finish", "gone", "program"]
+
+# Longer than any of these takes on a machine that does much else; a hang is a failure of the test.
+DEADLINE_S = 90.0
+
+
+class Program:
+    """The program while it runs; what it prints are JSON objects, one a line."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._folder = folder
+
+    @property
+    def err(self) -> str:
+        """What is on standard error so far."""
+        return (self._folder / "err").read_text(errors="replace")
+
+    def said(self) -> list[dict[str, Any]]:
+        """Return what it has printed so far."""
+        return harness.parse((self._folder / "out").read_text(errors="replace"))
+
+    def wait_for(self, key: str, times: int = 1) -> list[Any]:
+        """Wait until it has said ``key`` that often; return the values."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found := [said[key] for said in self.said() if key in said]) < times:
+            assert time.monotonic() < deadline, f"{key} did not come: {self.said()}\n{self.err}"
+            assert self.process.poll() is None, f"ended before {key} came: {self.said()}\n{self.err}"
+            time.sleep(0.01)
+        return found
+
+    def end(self) -> int:
+        """Wait for its end; return the exit status."""
+        return self.process.wait(DEADLINE_S)
+
+
+@contextmanager
+def program(source: str, *arguments: str, head: str = "") -> Iterator[Program]:
+    """Start ``source`` in a session of its own, and end it with the block."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "main.py").write_text(head + textwrap.dedent(source))
+        env = harness.environment({})
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-u", str(folder / "main.py"), *arguments],
+                env=env,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            try:
+                yield Program(folder, process)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def finish(source: str, *arguments: str, head: str = "") -> list[dict[str, Any]]:
+    """Run ``source`` to its end, which must be a good one; return what it said."""
+    with program(source, *arguments, head=head) as running:
+        assert running.end() == 0, running.err
+        return running.said()
+
+
+def gone(pids: list[int], within_s: float = 20.0) -> bool:
+    """Wait for the end of processes."""
+    deadline = time.monotonic() + within_s
+    while any(leaks.alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
