@@ -12,7 +12,7 @@ from .hang import Hang
 from .job import Job
 from .verdict import Outcome, Verdict, status_word
 
-__all__ = ["report", "standing", "words"]
+__all__ = ["brief", "report", "standing", "words"]
 
 # More stacks and tracebacks than this are in --report only; the first ones tell who is to blame.
 _MOST_TRACES = 4
@@ -20,20 +20,7 @@ _MOST_TRACES = 4
 
 def words(verdict: Verdict, leftovers: list[str]) -> str:
     """Return what people read when a job has died."""
-    lines = [f"allhands: {verdict.what}"]
-    by_rank = {outcome.rank: outcome for outcome in verdict.outcomes}
-    for rank in verdict.culprits[:8]:
-        if rank in by_rank:
-            outcome = by_rank[rank]
-            how = f"{status_word(outcome.status)} after {duration(outcome.after_s)}"
-            ended = f"ended by allhands ({status_word(-outcome.sent)})" if outcome.ended_by_agent else how
-            lines.append(f"  who:   {outcome}, {ended}")
-    if len(verdict.culprits) > 8:
-        lines.append(f"         and {len(verdict.culprits) - 8} more")
-    if verdict.why:
-        lines.append(f"  why:   {verdict.why}")
-    if verdict.fix:
-        lines.append(f"  fix:   {verdict.fix}")
+    lines = _head(verdict)
     for who, words_ in verdict.followers:
         lines.append(f"  {'after:' if verdict.culprits else 'ranks:'} {ranks(who)}: {words_}")
     lines += _last_calls({outcome.rank: outcome.board for outcome in verdict.outcomes})
@@ -51,6 +38,29 @@ def words(verdict: Verdict, leftovers: list[str]) -> str:
         lines += [f"         {each}" for each in leftovers[:8]]
     lines.append(f"  exit status {verdict.exit_code}")
     return "\n".join(lines) + "\n"
+
+
+def brief(verdict: Verdict) -> str:
+    """Return the verdict in short, for the screens of the other nodes: who and why, not how they came there."""
+    return "\n".join([*_head(verdict), f"  exit status {verdict.exit_code} (the whole verdict is on node 0)"]) + "\n"
+
+
+def _head(verdict: Verdict) -> list[str]:
+    lines = [f"allhands: {verdict.what}"]
+    by_rank = {outcome.rank: outcome for outcome in verdict.outcomes}
+    for rank in verdict.culprits[:8]:
+        if rank in by_rank:
+            outcome = by_rank[rank]
+            how = f"{status_word(outcome.status)} after {duration(outcome.after_s)}"
+            ended = f"ended by allhands ({status_word(-outcome.sent)})" if outcome.ended_by_agent else how
+            lines.append(f"  who:   {outcome}, {ended}")
+    if len(verdict.culprits) > 8:
+        lines.append(f"         and {len(verdict.culprits) - 8} more")
+    if verdict.why:
+        lines.append(f"  why:   {verdict.why}")
+    if verdict.fix:
+        lines.append(f"  fix:   {verdict.fix}")
+    return lines
 
 
 def _last_calls(boards: Mapping[int, Board | None]) -> list[str]:
@@ -117,6 +127,7 @@ def report(
         "followers": [] if verdict is None else [{"ranks": list(who), "did": did} for who, did in verdict.followers],
         "left_behind": leftovers,
         "ranks": [_rank(outcome) for outcome in outcomes],
+        "nodes": job.nodes,
     }
     if verdict is not None:
         found["traces"] = [{"ranks": list(who), "text": text} for who, text in verdict.traces]
@@ -129,6 +140,7 @@ def _rank(outcome: Outcome) -> dict[str, Any]:
     last = outcome.board.last if outcome.board else None
     return {
         "rank": outcome.rank,
+        "node": outcome.node or 0,
         "host": outcome.host,
         "pid": outcome.pid,
         "exit_code": outcome.status if outcome.status >= 0 else None,
