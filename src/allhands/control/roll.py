@@ -341,9 +341,13 @@ class _Call:
     ) -> Seat:
         own = ""
         if not complete.one_host:
-            own = self.beside.host if self.beside is not None else str(sock.getsockname()[0])
-            if sock.family == socket.AF_UNIX and self.beside is None:
+            if self.beside is not None:
+                own = self.beside.host
+            elif sock.family == socket.AF_UNIX:
+                # Through the launcher on this node, which knows by what address the others reach it.
                 own = self.settings.node_address or outward_address()
+            else:
+                own = str(sock.getsockname()[0])
         world = self.world
         member = Member(
             sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target), keeper=self.keeper

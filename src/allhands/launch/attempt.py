@@ -121,15 +121,22 @@ class Attempt:
         """Wait for the end of every worker, sending what is due on the way."""
         while any(process.alive for process in self.processes):
             now = time.monotonic()
-            if any(process.failed for process in self.processes):
-                if not self._ending.begun:
-                    self._company.failing()
+            if self._failed and not self._ending.begun:
+                self._company.failing()
                 self._ending.fail(now)
             self._send(self._ending.due(now))
             await self._look_for_hang(now)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LOOK_S if self._ending.begun else self._watch.pause_s)
+
+        if not self._ending.begun and self._failed:
+            # It was the last one here; others may run on other nodes.
+            self._company.failing()
+
+    @property
+    def _failed(self) -> bool:
+        return any(process.failed for process in self.processes)
 
     def _send(self, number: int) -> None:
         if number == signal.SIGKILL:

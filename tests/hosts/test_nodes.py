@@ -1,0 +1,374 @@
+"""`allhands run` over several nodes: an agent on each of several hosts, which are network namespaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+import leaks
+from hosts.conftest import Host, Making, Network
+from ranks.runner import Ran, Running, running
+
+pytestmark = pytest.mark.hosts
+
+ENTERING = (sys.executable, str(Path(__file__).with_name("entering.py")))
+
+PORT = 29500
+
+# Neither torch nor a group: for what the agents do by themselves.
+WAITS = """
+import os, sys, time
+print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["ALLHANDS_RESTART"], flush=True)
+time.sleep(600)
+"""
+
+TRAINS = """
+import os, socket
+import torch
+import allhands as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+truth = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+first = last = 0.0
+for step in range(40):
+    x = torch.randn(32, 4)
+    loss = torch.nn.functional.mse_loss(model(x), x @ truth)
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+    first, last = first or loss.item(), loss.item()
+weights = [parameter.detach().clone() for parameter in model.parameters()]
+others = [torch.empty_like(weights[0]) for _ in range(dist.get_world_size())]
+dist.all_gather(others, weights[0])
+assert all(torch.equal(other, weights[0]) for other in others)
+assert last < first / 10, (first, last)
+print("trained", dist.get_rank(), dist.get_world_size(), socket.gethostname(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@contextmanager
+def agents(
+    made: Network,
+    source: str,
+    *options: str,
+    port: int = PORT,
+    each: Mapping[int, tuple[str, ...]] | None = None,
+    env: Mapping[int, Mapping[str, str]] | None = None,
+    on: tuple[int, ...] = (0, 1),
+    ranks: tuple[int, ...] = (2, 2),
+) -> Iterator[list[Running]]:
+    """Start an agent on each of the hosts ``on``; they meet at the first host's address unless ``each`` says else."""
+    with ExitStack() as stack:
+        jobs = []
+        for node, place in enumerate(on):
+            host = made.hosts[place]
+            line = ["--nnodes", str(len(on)), "--coordinator", f"{made.hosts[0].ipv4}:{port}", *options]
+            line += (each or {}).get(node, ("--node-rank", str(node)))
+            variables = {**host.environment(), **(env or {}).get(node, {})}
+            jobs.append(
+                stack.enter_context(running(source, *line, ranks=ranks[node], env=variables, before=ENTERING))
+            )
+        yield jobs
+
+
+def results(jobs: list[Running]) -> list[Ran]:
+    """Wait for all agents."""
+    return [job.result() for job in jobs]
+
+
+def pids(job: Running, number: int) -> list[int]:
+    """Wait for ``number`` workers of an agent; return their pids."""
+    job.wait_for("here", number)
+    below = [int(pid) for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()]
+    return [pid for pid in below if b"allhands.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+# Jobs that go well -----------------------------------------------------------------------------------------------
+
+
+def test_two_agents_train(network: Making) -> None:
+    """Two agents with two and one ranks train to the end, over one TCP connection to node 0's agent and no other."""
+    made = network()
+    held: list[int] = []
+    with agents(made, TRAINS, ranks=(2, 1)) as jobs:
+        while jobs[0].process.poll() is None:
+            held.append(_connections(made.hosts[0], PORT))
+            time.sleep(0.1)
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert sorted(line.split("trained ")[1] for line in (first.out + second.out).splitlines() if "trained" in line) == [
+        "0 3 host-a",
+        "1 3 host-a",
+        "2 3 host-b",
+    ]
+    assert max(held) == 1
+    assert [rank["node"] for rank in first.report["ranks"]] == [0, 0, 1]
+    assert first.report == second.report
+
+
+def _connections(host: Host, port: int) -> int:
+    """Count the established connections to ``port`` on ``host``, as the kernel there lists them."""
+    import subprocess
+
+    line = ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/tcp"]
+    rows = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    return sum(1 for row in rows if row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "01")
+
+
+def test_numbers_by_arrival(network: Making) -> None:
+    """Without --node-rank, as with torchrun's c10d: who owns the address is node 0, wherever it is started."""
+    made = network()
+    endpoint = f"{made.hosts[1].ipv4}:{PORT}"
+    line = ("--rdzv-backend", "c10d", "--rdzv-id", "night", "--rdzv-endpoint", endpoint, "--coordinator", "")
+    source = "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'MASTER_ADDR', 'ALLHANDS_NODE_ADDRESS')))"
+    with agents(made, source, each={0: line, 1: line}, ranks=(1, 2)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    master = made.hosts[1].ipv4
+    assert second.out.splitlines() == [f"[{rank}] {rank} 0 {master} {master}" for rank in (0, 1)]
+    assert first.out.splitlines() == [f"[2] 2 1 {master} {made.hosts[0].ipv4}"]
+
+
+# The roll call between agents ------------------------------------------------------------------------------------
+
+
+def test_faults_of_the_roll_call(network: Making) -> None:
+    """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes."""
+    made = network(3)
+    here, timeout = made.hosts[0], ("--timeout", "4")
+    stranger = _service(here, 29600)
+    faults: dict[str, tuple[dict[int, tuple[str, ...]], dict[int, dict[str, str]], tuple[str, str]]] = {
+        "double": ({0: ("--node-rank", "0"), 1: ("--node-rank", "0")}, {}, ("missing-ranks", "address-not-local")),
+        "twice": (
+            {0: ("--node-rank", "0"), 1: ("--node-rank", "1"), 2: ("--node-rank", "1")},
+            {},
+            ("duplicate-rank", "duplicate-rank"),
+        ),
+        "sizes": ({1: ("--node-rank", "1", "--nnodes", "3")}, {}, ("world-size-mismatch", "world-size-mismatch")),
+        "names": ({1: ("--node-rank", "1", "--rdzv-id", "b")}, {}, ("job-mismatch", "job-mismatch")),
+        "token": ({}, {0: {"ALLHANDS_TOKEN": "a"}, 1: {"ALLHANDS_TOKEN": "b"}}, ("not-authorised", "not-authorised")),
+        "no token": ({}, {0: {"ALLHANDS_TOKEN": "a"}}, ("not-authorised", "not-authorised")),
+        "port": ({1: ("--node-rank", "1", "--coordinator", f"{here.ipv4}:29999")}, {}, ("missing-ranks", "connection-refused")),
+        "name": ({1: ("--node-rank", "1", "--coordinator", "nowhere.invalid:1")}, {}, ("missing-ranks", "address-unresolvable")),
+        "route": ({1: ("--node-rank", "1", "--coordinator", "10.99.0.1:1")}, {}, ("missing-ranks", "no-route")),
+        "loopback": ({1: ("--node-rank", "1", "--coordinator", "localhost:29998")}, {}, ("missing-ranks", "loopback-advertised")),
+        "stranger": ({0: ("--node-rank", "1"), 1: ("--node-rank", "1")}, {}, ("wrong-service", "wrong-service")),
+        "taken": ({}, {}, ("port-in-use", "wrong-service")),
+    }
+    try:
+        with ExitStack() as stack:
+            begun = {}
+            for number, (name, (each, env, _)) in enumerate(faults.items()):
+                port = 29600 if name in {"stranger", "taken"} else PORT + number
+                on = (0, 1, 2) if len(each) == 3 else (0, 1)
+                given = {2: ("--nnodes", "3")} if len(on) == 3 else {}
+                del given
+                begun[name] = stack.enter_context(
+                    agents(made, WAITS, *timeout, port=port, each=each, env=env, on=on, ranks=(1, 1, 1))
+                )
+            ended = {name: results(jobs) for name, jobs in begun.items()}
+    finally:
+        stranger.close()
+    for name, (_, _, slugs) in faults.items():
+        for ran, slug in zip(ended[name], slugs, strict=False):
+            assert f"[{slug}]" in ran.err, f"{name}: {ran.err}"
+            assert ran.code == 1
+            assert "here" not in ran.out
+            assert ran.seconds < 30
+    assert "nothing was ever heard from node 1" in ended["port"][0].err
+    assert "1 of 2 nodes answered" in ended["port"][0].err
+    assert "two processes claim node 1 of 3: " not in ended["twice"][1].err
+    assert "two processes claim node 1 of 3" in ended["twice"][1].err
+    assert "node 0 says 2 and node 1 says 3" in ended["sizes"][0].err
+    assert "start every node with the same --nnodes" in ended["sizes"][1].err
+
+
+def _service(host: Host, port: int) -> socket.socket:
+    """Listen on ``host`` as something that is not a coordinator: it closes on whoever speaks."""
+    made: list[socket.socket] = []
+
+    def serve() -> None:
+        from hosts.hostside import CLONE_NEWNET, _check
+        import ctypes
+
+        with (Path("/run/netns") / host.namespace).open() as place:
+            _check(ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET))
+        server = socket.create_server((host.ipv4, port))
+        made.append(server)
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+    # A thread moves to the host by itself; the test stays where it is.
+    threading.Thread(target=serve, daemon=True).start()
+    while not made:
+        time.sleep(0.01)
+    return made[0]
+
+
+def test_a_name_that_comes_late(network: Making) -> None:
+    """A name that does not exist yet is asked for again, the wait is shown, and the job runs once it is there."""
+    made = network()
+    late = ("--node-rank", "1", "--coordinator", f"late-name:{PORT}")
+    with agents(made, "print('done')", each={1: late}, ranks=(1, 1)) as jobs:
+        jobs[1].wait_for("late-name does not resolve")
+        jobs[0].wait_for("1 of 2 nodes are here; waiting for node 1")
+        with made.hosts[1].hosts_file.open("a") as file:
+            file.write(f"{made.hosts[0].ipv4} late-name\n")
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+def test_one_verdict(network: Making) -> None:
+    """A rank of node 1 exits with 7: both agents name it with its node and exit with 7, nobody survives."""
+    made = network()
+    source = WAITS.replace("time.sleep(600)", "time.sleep(1)\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(600)")
+    with agents(made, source, "--grace", "2") as jobs:
+        workers = [pid for job in jobs for pid in pids(job, 2)]
+        first, second = results(jobs)
+    assert (first.code, second.code) == (7, 7), first.err + second.err
+    for ran in (first, second):
+        assert "allhands: rank 3 called sys.exit(7)\n  who:   rank 3 (node 1, host-b, pid " in ran.verdict
+    assert "after: ranks 0-2: ended by allhands (SIGTERM)" in first.verdict
+    assert len(workers) == 4
+    assert not any(leaks.alive(pid) for pid in workers)
+    assert [rank["exit_code"] for rank in first.report["ranks"]][3] == 7
+    assert [rank["host"] for rank in first.report["ranks"]] == ["host-a", "host-a", "host-b", "host-b"]
+
+
+def test_ctrl_c_on_one_node(network: Making) -> None:
+    """SIGINT to the agent of node 1 ends the job on both, and both say where it was asked for."""
+    made = network()
+    with agents(made, WAITS) as jobs:
+        workers = [pid for job in jobs for pid in pids(job, 2)]
+        jobs[1].send(signal.SIGINT)
+        first, second = results(jobs)
+    assert (first.code, second.code) == (130, 130), first.err + second.err
+    for ran in (first, second):
+        assert "the job was stopped by Ctrl-C or SIGINT on node 1 (host-b)" in ran.verdict
+    assert "node 1 (host-b) was asked to stop: ending the job" in first.err
+    assert not any(leaks.alive(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_agent_that_is_killed(network: Making, victim: int) -> None:
+    """kill -9 of one agent: the other names the node, with host, address and what was seen; nobody survives."""
+    made = network()
+    with agents(made, WAITS, "--grace", "2") as jobs:
+        workers = [pid for job in jobs for pid in pids(job, 2)]
+        jobs[victim].send(signal.SIGKILL)
+        other = results(jobs)[1 - victim]
+        host = made.hosts[victim]
+        lost = f"allhands: node {victim} ({host.name}, {host.ipv4}) was lost, and ranks "
+        assert lost in other.verdict
+        assert "connection" in other.verdict
+        assert "(observed)" in other.verdict
+        assert other.code == 1
+        assert other.report["cause"] == "lost"
+        deadline = time.monotonic() + 10
+        while any(leaks.alive(pid) for pid in workers):
+            assert time.monotonic() < deadline, "workers survive their agent"
+            time.sleep(0.05)
+
+
+@pytest.mark.soak
+def test_a_node_whose_cable_is_pulled(network: Making) -> None:
+    """The link of node 1 goes down: both sides give the other up and end their ranks, and say what they saw."""
+    made = network()
+    source = TRAINS.replace("range(40)", "range(10**9)").replace("loss.backward()", "loss.backward(); print('here')")
+    with agents(made, source, "--grace", "3") as jobs:
+        for job in jobs:
+            job.wait_for("here", 20)
+        made.hosts[1].link("down")
+        first, second = results(jobs)
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    assert f"allhands: node 1 (host-b, {made.hosts[1].ipv4}) was lost, and ranks 2 and 3 with it" in first.verdict
+    assert f"allhands: node 0 (host-a, {made.hosts[0].ipv4}) was lost" in second.verdict
+    assert "this node ended its ranks" in second.verdict
+    assert max(first.seconds, second.seconds) < 60
+
+
+# Restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_restarts_count_for_the_job(network: Making) -> None:
+    """All nodes start again together with the same number, as often as node 0 says, whoever failed."""
+    made = network()
+    source = WAITS.replace(
+        "time.sleep(600)",
+        "n = os.environ['ALLHANDS_RESTART']\nif n == '2': sys.exit(0)\nif os.environ['RANK'] == n: os.kill(os.getpid(), 9)\n"
+        "time.sleep(600)",
+    )
+    options = ("--max-restarts", "2", "--restart-if", "signal", "--grace", "2")
+    with agents(made, source, *options, ranks=(1, 1)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.lines(0) == [f"here 0 2 {number}" for number in range(3)]
+    assert second.lines(1) == [f"here 1 2 {number}" for number in range(3)]
+    for ran in (first, second):
+        assert "restart 1 of 2" in ran.err
+        assert "restart 2 of 2" in ran.err
+
+
+@pytest.mark.soak
+def test_a_lost_node_that_comes_back(network: Making) -> None:
+    """With restarts left, node 0 holds the seat of a lost node open: once its agent is started again the job goes on."""
+    made = network()
+    source = WAITS.replace("time.sleep(600)", "n = os.environ['ALLHANDS_RESTART']\nif n == '0': time.sleep(600)")
+    options = ("--max-restarts", "1", "--restart-if", "lost", "--grace", "2")
+    with agents(made, source, *options) as jobs:
+        pids(jobs[1], 2)
+        jobs[1].send(signal.SIGKILL)
+        jobs[0].wait_for("the job goes on once the agent there is started again")
+        line = ("--nnodes", "2", "--coordinator", f"{made.hosts[0].ipv4}:{PORT}", "--node-rank", "1", *options)
+        with running(source, *line, env=made.hosts[1].environment(), before=ENTERING) as back:
+            first, again = jobs[0].result(), back.result()
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert "here 0 4 1" in first.out
+    assert "here 2 4 1" in again.out
+
+
+@pytest.mark.soak
+def test_a_hang_over_nodes(network: Making) -> None:
+    """Rank 3 does not come to a collective: node 0 says so, with the stacks of all ranks of all nodes."""
+    made = network()
+    source = """
+    import os, time, torch, allhands as dist
+    dist.init_process_group()
+    dist.all_reduce(torch.ones(1))
+    def somewhere_else():
+        time.sleep(600)
+    if dist.get_rank() == 3:
+        somewhere_else()
+    dist.all_reduce(torch.ones(1))
+    """
+    with agents(made, source, "--hang-timeout", "3", "--grace", "2") as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (124, 124), first.err + second.err
+    assert "the others wait for rank 3" in first.verdict
+    assert "the others wait for rank 3" in second.verdict
+    assert "somewhere_else" in first.verdict
+    assert sorted(first.report["stacks"]) == ["0", "1", "2", "3"]
