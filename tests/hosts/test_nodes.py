@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import signal
 import socket
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 import leaks
 from hosts.conftest import Host, Making, Network
+from hosts.hostside import CLONE_NEWNET
 from ranks.runner import Ran, Running, running
 
 pytestmark = pytest.mark.hosts
@@ -70,6 +73,7 @@ def agents(
     each: Mapping[int, tuple[str, ...]] | None = None,
     env: Mapping[int, Mapping[str, str]] | None = None,
     on: tuple[int, ...] = (0, 1),
+    nodes: int = 0,
     ranks: tuple[int, ...] = (2, 2),
 ) -> Iterator[list[Running]]:
     """Start an agent on each of the hosts ``on``; they meet at the first host's address unless ``each`` says else."""
@@ -77,12 +81,10 @@ def agents(
         jobs = []
         for node, place in enumerate(on):
             host = made.hosts[place]
-            line = ["--nnodes", str(len(on)), "--coordinator", f"{made.hosts[0].ipv4}:{port}", *options]
+            line = ["--nnodes", str(nodes or len(on)), "--coordinator", f"{made.hosts[0].ipv4}:{port}", *options]
             line += (each or {}).get(node, ("--node-rank", str(node)))
             variables = {**host.environment(), **(env or {}).get(node, {})}
-            jobs.append(
-                stack.enter_context(running(source, *line, ranks=ranks[node], env=variables, before=ENTERING))
-            )
+            jobs.append(stack.enter_context(running(source, *line, ranks=ranks[node], env=variables, before=ENTERING)))
         yield jobs
 
 
@@ -123,11 +125,31 @@ def test_two_agents_train(network: Making) -> None:
 
 def _connections(host: Host, port: int) -> int:
     """Count the established connections to ``port`` on ``host``, as the kernel there lists them."""
-    import subprocess
-
     line = ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/tcp"]
     rows = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
     return sum(1 for row in rows if row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "01")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_a_script_of_torchs_own(network: Making, token: str) -> None:
+    """A script that knows only torch meets at node 0, at a port that its agent chose; with and without a token."""
+    made = network()
+    source = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    print("sum", int(x.item()))
+    dist.destroy_process_group()
+    """
+    # Each host's own name leads to loopback, as on Debian, and Gloo by itself would go there.
+    env = {"GLOO_SOCKET_IFNAME": "eth0", **({"ALLHANDS_TOKEN": token} if token else {})}
+    with agents(made, source, env={0: env, 1: env}, ranks=(1, 2)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out + second.out).count("sum 3") == 3
+    assert ("without a token" in first.err) is not bool(token)
 
 
 def test_numbers_by_arrival(network: Making) -> None:
@@ -135,7 +157,9 @@ def test_numbers_by_arrival(network: Making) -> None:
     made = network()
     endpoint = f"{made.hosts[1].ipv4}:{PORT}"
     line = ("--rdzv-backend", "c10d", "--rdzv-id", "night", "--rdzv-endpoint", endpoint, "--coordinator", "")
-    source = "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'MASTER_ADDR', 'ALLHANDS_NODE_ADDRESS')))"
+    source = (
+        "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'MASTER_ADDR', 'ALLHANDS_NODE_ADDRESS')))"
+    )
     with agents(made, source, each={0: line, 1: line}, ranks=(1, 2)) as jobs:
         first, second = results(jobs)
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -147,85 +171,124 @@ def test_numbers_by_arrival(network: Making) -> None:
 # The roll call between agents ------------------------------------------------------------------------------------
 
 
-def test_faults_of_the_roll_call(network: Making) -> None:
-    """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes."""
+# What each agent is given beside the rest; its environment; the slugs in the order of nodes. Nothing of this decides
+# before the deadline on node 0, so that is short; where it decides at once, the deadline is for a slow machine only.
+Fault = tuple[dict[int, str], dict[int, dict[str, str]], tuple[str, ...]]
+
+AT_THE_DEADLINE: dict[str, Fault] = {
+    "two nodes 0": ({0: "--node-rank 0", 1: "--node-rank 0"}, {}, ("missing-ranks", "address-not-local")),
+    "token": ({}, {0: {"ALLHANDS_TOKEN": "a"}, 1: {"ALLHANDS_TOKEN": "b"}}, ("not-authorised", "not-authorised")),
+    "port": ({1: "--node-rank 1 --coordinator 10.77.0.1:29999"}, {}, ("missing-ranks", "connection-refused")),
+    "name": ({1: "--node-rank 1 --coordinator nowhere.invalid:1"}, {}, ("missing-ranks", "address-unresolvable")),
+    "route": ({1: "--node-rank 1 --coordinator 10.99.0.1:1"}, {}, ("missing-ranks", "no-route")),
+    "loopback": ({1: "--node-rank 1 --coordinator localhost:29998"}, {}, ("missing-ranks", "loopback-advertised")),
+}
+
+AT_ONCE: dict[str, Fault] = {
+    "twice": (
+        {0: "--node-rank 0", 1: "--node-rank 1", 2: "--node-rank 1"},
+        {},
+        ("duplicate-rank", "duplicate-rank", "duplicate-rank"),
+    ),
+    "sizes": ({1: "--node-rank 1 --nnodes 3"}, {}, ("world-size-mismatch", "world-size-mismatch")),
+    "names": ({1: "--node-rank 1 --rdzv-id other"}, {}, ("job-mismatch", "job-mismatch")),
+    "stranger": ({}, {}, ("port-in-use", "wrong-service")),
+    "own name": ({0: "--node-rank 0 --coordinator host-a:29997"}, {}, ("loopback-advertised",)),
+}
+
+SERVED = 29600
+
+
+@pytest.mark.parametrize(
+    ("faults", "timeout"),
+    [pytest.param(AT_ONCE, "60", id="at-once"), pytest.param(AT_THE_DEADLINE, "8", id="late", marks=pytest.mark.soak)],
+)
+def test_faults_of_the_roll_call(network: Making, faults: dict[str, Fault], timeout: str) -> None:
+    """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes; no rank starts."""
     made = network(3)
-    here, timeout = made.hosts[0], ("--timeout", "4")
-    stranger = _service(here, 29600)
-    faults: dict[str, tuple[dict[int, tuple[str, ...]], dict[int, dict[str, str]], tuple[str, str]]] = {
-        "double": ({0: ("--node-rank", "0"), 1: ("--node-rank", "0")}, {}, ("missing-ranks", "address-not-local")),
-        "twice": (
-            {0: ("--node-rank", "0"), 1: ("--node-rank", "1"), 2: ("--node-rank", "1")},
-            {},
-            ("duplicate-rank", "duplicate-rank"),
-        ),
-        "sizes": ({1: ("--node-rank", "1", "--nnodes", "3")}, {}, ("world-size-mismatch", "world-size-mismatch")),
-        "names": ({1: ("--node-rank", "1", "--rdzv-id", "b")}, {}, ("job-mismatch", "job-mismatch")),
-        "token": ({}, {0: {"ALLHANDS_TOKEN": "a"}, 1: {"ALLHANDS_TOKEN": "b"}}, ("not-authorised", "not-authorised")),
-        "no token": ({}, {0: {"ALLHANDS_TOKEN": "a"}}, ("not-authorised", "not-authorised")),
-        "port": ({1: ("--node-rank", "1", "--coordinator", f"{here.ipv4}:29999")}, {}, ("missing-ranks", "connection-refused")),
-        "name": ({1: ("--node-rank", "1", "--coordinator", "nowhere.invalid:1")}, {}, ("missing-ranks", "address-unresolvable")),
-        "route": ({1: ("--node-rank", "1", "--coordinator", "10.99.0.1:1")}, {}, ("missing-ranks", "no-route")),
-        "loopback": ({1: ("--node-rank", "1", "--coordinator", "localhost:29998")}, {}, ("missing-ranks", "loopback-advertised")),
-        "stranger": ({0: ("--node-rank", "1"), 1: ("--node-rank", "1")}, {}, ("wrong-service", "wrong-service")),
-        "taken": ({}, {}, ("port-in-use", "wrong-service")),
-    }
+    stranger = _service(made.hosts[0], SERVED)
     try:
         with ExitStack() as stack:
             begun = {}
-            for number, (name, (each, env, _)) in enumerate(faults.items()):
-                port = 29600 if name in {"stranger", "taken"} else PORT + number
-                on = (0, 1, 2) if len(each) == 3 else (0, 1)
-                given = {2: ("--nnodes", "3")} if len(on) == 3 else {}
-                del given
+            for number, (name, (given, env, slugs)) in enumerate(faults.items()):
                 begun[name] = stack.enter_context(
-                    agents(made, WAITS, *timeout, port=port, each=each, env=env, on=on, ranks=(1, 1, 1))
+                    agents(
+                        made,
+                        WAITS,
+                        *("--timeout", timeout),
+                        port=SERVED if name == "stranger" else PORT + number,
+                        each={node: tuple(line.split()) for node, line in given.items()},
+                        env=env,
+                        on=(0, 1, 2)[: len(slugs)],
+                        nodes=max(2, len(slugs)),
+                        ranks=(1, 1, 1),
+                    )
                 )
             ended = {name: results(jobs) for name, jobs in begun.items()}
     finally:
         stranger.close()
     for name, (_, _, slugs) in faults.items():
-        for ran, slug in zip(ended[name], slugs, strict=False):
+        for ran, slug in zip(ended[name], slugs, strict=True):
             assert f"[{slug}]" in ran.err, f"{name}: {ran.err}"
-            assert ran.code == 1
-            assert "here" not in ran.out
-            assert ran.seconds < 30
-    assert "nothing was ever heard from node 1" in ended["port"][0].err
-    assert "1 of 2 nodes answered" in ended["port"][0].err
-    assert "two processes claim node 1 of 3: " not in ended["twice"][1].err
-    assert "two processes claim node 1 of 3" in ended["twice"][1].err
-    assert "node 0 says 2 and node 1 says 3" in ended["sizes"][0].err
-    assert "start every node with the same --nnodes" in ended["sizes"][1].err
+            assert (ran.code, ran.out) == (1, "")
+    if "port" in faults:
+        assert "nothing was ever heard from node 1" in ended["port"][0].err
+        assert "1 of 2 nodes answered" in ended["port"][0].err
+    else:
+        assert "two processes claim node 1 of 3" in ended["twice"][1].err
+        assert "node 0 says 2 and node 1 says 3" in ended["sizes"][0].err
+        assert "start every node with the same --nnodes" in ended["sizes"][1].err
 
 
 def _service(host: Host, port: int) -> socket.socket:
-    """Listen on ``host`` as something that is not a coordinator: it closes on whoever speaks."""
+    """Listen on ``host`` as something that is not a coordinator."""
     made: list[socket.socket] = []
 
     def serve() -> None:
-        from hosts.hostside import CLONE_NEWNET, _check
-        import ctypes
-
+        # A thread moves to the host by itself; the test stays where it is.
         with (Path("/run/netns") / host.namespace).open() as place:
-            _check(ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET))
+            ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET)
         server = socket.create_server((host.ipv4, port))
         made.append(server)
-        while True:
-            try:
+        with suppress(OSError):
+            while True:
                 connection, _ = server.accept()
-            except OSError:
-                return
-            connection.recv(100)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.close()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-    # A thread moves to the host by itself; the test stays where it is.
     threading.Thread(target=serve, daemon=True).start()
     while not made:
         time.sleep(0.01)
+    # Closing alone would not wake the thread that accepts.
     return made[0]
 
 
+@pytest.mark.soak
+def test_a_node_behind_a_firewall(network: Making) -> None:
+    """Packets to node 0 vanish: filtered on the node behind that, missing on node 0."""
+    made = network()
+    made.hosts[1].lose(made.hosts[0])
+    with agents(made, WAITS, "--timeout", "8") as jobs:
+        first, second = results(jobs)
+    assert "[missing-ranks]" in first.err
+    assert "[connection-filtered]" in second.err
+
+
+@pytest.mark.soak
+def test_ctrl_c_before_all_are_there(network: Making) -> None:
+    """SIGINT to an agent that waits in the roll call ends the others that wait, and says who was asked."""
+    made = network(3)
+    with agents(made, WAITS, nodes=3, ranks=(1, 1)) as jobs:
+        jobs[0].wait_for("2 of 3 nodes are here; waiting for node 2")
+        jobs[1].send(signal.SIGINT)
+        first, second = results(jobs)
+    assert (first.code, second.code) == (130, 130)
+    assert "the job was stopped by SIGINT on node 1 (host-b), before all nodes were there" in first.err
+    assert "the job was stopped by SIGINT on this node" in second.err
+
+
+@pytest.mark.soak
 def test_a_name_that_comes_late(network: Making) -> None:
     """A name that does not exist yet is asked for again, the wait is shown, and the job runs once it is there."""
     made = network()
@@ -243,20 +306,31 @@ def test_a_name_that_comes_late(network: Making) -> None:
 
 
 def test_one_verdict(network: Making) -> None:
-    """A rank of node 1 exits with 7: both agents name it with its node and exit with 7, nobody survives."""
+    """A rank of node 1 is killed, started again with all others, and exits with 7: both agents name it and exit so."""
     made = network()
-    source = WAITS.replace("time.sleep(600)", "time.sleep(1)\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(600)")
-    with agents(made, source, "--grace", "2") as jobs:
+    fails = """
+    first = os.environ['ALLHANDS_RESTART'] == '0'
+    if os.environ['RANK'] == '3':
+        time.sleep(0.5)
+        os.kill(os.getpid(), 9) if first else sys.exit(7)
+    time.sleep(600)
+    """
+    source = textwrap.dedent(WAITS).replace("time.sleep(600)", textwrap.dedent(fails))
+    options = ("--grace", "2", "--max-restarts", "3", "--restart-if", "signal,lost")
+    with agents(made, source, *options) as jobs:
         workers = [pid for job in jobs for pid in pids(job, 2)]
         first, second = results(jobs)
     assert (first.code, second.code) == (7, 7), first.err + second.err
     for ran in (first, second):
         assert "allhands: rank 3 called sys.exit(7)\n  who:   rank 3 (node 1, host-b, pid " in ran.verdict
+        assert "restart 1 of 3" in ran.err
     assert "after: ranks 0-2: ended by allhands (SIGTERM)" in first.verdict
+    assert sorted(first.lines(1) + second.lines(2)) == ["here 1 4 0", "here 1 4 1", "here 2 4 0", "here 2 4 1"]
     assert len(workers) == 4
     assert not any(leaks.alive(pid) for pid in workers)
-    assert [rank["exit_code"] for rank in first.report["ranks"]][3] == 7
+    assert (first.report["attempt"], first.report["ranks"][3]["exit_code"]) == (1, 7)
     assert [rank["host"] for rank in first.report["ranks"]] == ["host-a", "host-a", "host-b", "host-b"]
+    assert first.report == second.report
 
 
 def test_ctrl_c_on_one_node(network: Making) -> None:
@@ -273,9 +347,9 @@ def test_ctrl_c_on_one_node(network: Making) -> None:
     assert not any(leaks.alive(pid) for pid in workers)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_an_agent_that_is_killed(network: Making, victim: int) -> None:
-    """kill -9 of one agent: the other names the node, with host, address and what was seen; nobody survives."""
+    """With kill -9 of one agent, the other names the node, with host, address and what was seen; nobody survives."""
     made = network()
     with agents(made, WAITS, "--grace", "2") as jobs:
         workers = [pid for job in jobs for pid in pids(job, 2)]
@@ -314,13 +388,14 @@ def test_a_node_whose_cable_is_pulled(network: Making) -> None:
 # Restarts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_restarts_count_for_the_job(network: Making) -> None:
     """All nodes start again together with the same number, as often as node 0 says, whoever failed."""
     made = network()
     source = WAITS.replace(
         "time.sleep(600)",
-        "n = os.environ['ALLHANDS_RESTART']\nif n == '2': sys.exit(0)\nif os.environ['RANK'] == n: os.kill(os.getpid(), 9)\n"
-        "time.sleep(600)",
+        "n = os.environ['ALLHANDS_RESTART']\nif n == '2': sys.exit(0)\n"
+        "if os.environ['RANK'] == n: os.kill(os.getpid(), 9)\ntime.sleep(600)",
     )
     options = ("--max-restarts", "2", "--restart-if", "signal", "--grace", "2")
     with agents(made, source, *options, ranks=(1, 1)) as jobs:
@@ -335,7 +410,7 @@ def test_restarts_count_for_the_job(network: Making) -> None:
 
 @pytest.mark.soak
 def test_a_lost_node_that_comes_back(network: Making) -> None:
-    """With restarts left, node 0 holds the seat of a lost node open: once its agent is started again the job goes on."""
+    """With restarts left, node 0 holds a lost node's seat open: the job goes on once its agent is started again."""
     made = network()
     source = WAITS.replace("time.sleep(600)", "n = os.environ['ALLHANDS_RESTART']\nif n == '0': time.sleep(600)")
     options = ("--max-restarts", "1", "--restart-if", "lost", "--grace", "2")

@@ -97,7 +97,7 @@ class _Agent:
             end = await company.begin(number)
             if end is not None:
                 return end
-            self._output.job = company.job
+            number, self._output.job = company.number, company.job
             attempt = Attempt(company, number, self._place, self._output, keyboard, spared=self._spared)
             self._attempt = company.attempt = attempt
             end = await company.settle(await attempt.run())

@@ -43,6 +43,8 @@ class Company(Protocol):
     master: Address
     # The workers' token.
     token: str
+    # Which attempt is under way, from 0: also on a node that joined the job after the first.
+    number: int
     # The attempt that is under way; orders of other nodes go to it.
     attempt: Attempt | None
     # Says a line to people.
@@ -78,14 +80,14 @@ class Alone:
         self.master = job.master or Address("127.0.0.1", 0)
         self.attempt: Attempt | None = None
         self.say: Callable[[str], None] = lambda _: None
-        self._number = 0
+        self.number = 0
         self._stopped = False
         self._port: socket.socket | None = None
         self._hosting: Hosting | None = None
 
     async def begin(self, number: int) -> End | None:
         """Choose a port for torch's own store."""
-        self._number = number
+        self.number = number
         if self.job.master is None:
             self._port = keep_port("127.0.0.1")
             self.master = Address("127.0.0.1", self._port.getsockname()[1])
@@ -119,11 +121,11 @@ class Alone:
         # What the coordinator found is whole once it is closed.
         findings = [] if hosting is None else hosting.findings
         verdict = judge(story.outcomes, findings, story.hanging, story.stopped)
-        repeat = again(self.job, verdict, self._number, stopped=self._stopped)
+        repeat = again(self.job, verdict, self.number, stopped=self._stopped)
         return End(
             exit_code=0 if verdict is None else verdict.exit_code,
             words=last_words(verdict, story),
-            report=report(self.job, self._number, verdict, story),
+            report=report(self.job, self.number, verdict, story),
             again=repeat,
         )
 

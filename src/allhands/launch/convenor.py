@@ -52,6 +52,9 @@ __all__ = ["Convenor"]
 # reported as silent, so that a stopped agent does not hold up everyone else's end.
 _PATIENCE_S = 15.0
 
+# How often it is said who is still awaited, among the lines of the ranks.
+_SAY_S = 10.0
+
 # How long delegates are given to read the last word before their connections close.
 _GOODBYE_S = 1.0
 
@@ -71,7 +74,7 @@ class Convenor:
         self._hosting: Hosting | None = None
         self._port: socket.socket | None = None
         self._hosts: list[str] = []
-        self._number = 0
+        self.number = 0
         self._changed = asyncio.Event()
         self._finishing: float | None = None
         self._stories: dict[int, Story] = {}
@@ -80,6 +83,7 @@ class Convenor:
         self._urging = Urging({})
         self._stopped, self._by = 0, ""
         self._times = 0
+        self._said = 0.0
         seats.on_message, seats.on_lost = self._heard, self._lost
 
     # The roll call -----------------------------------------------------------------------------------------
@@ -139,13 +143,13 @@ class Convenor:
         if self._losses:
             lost = " and ".join(map(str, self._losses))
             self.say(f"waiting for {lost}: the job goes on once the agent there is started again (--timeout)")
-            self._seats.on_waiting = self.say
+            self._seats.on_waiting = self._say_seldom
             self._seats.reopen(self.job.timeout_s)
             try:
                 await self.gather()
             except Stopped:
                 return self._ended_while_waiting()
-        self._number = number
+        self.number = number
         self._stories, self._still, self._losses, self._finishing = {}, {}, [], None
         if self.job.master is None:
             self._port = keep_port(self.address)
@@ -154,10 +158,16 @@ class Convenor:
         self._all(Begin(number, self.master.host, self.master.port))
         return None
 
+    def _say_seldom(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self._said >= _SAY_S:
+            self._said = now
+            self.say(line)
+
     def _ended_while_waiting(self) -> End:
         words = f"allhands: the job was stopped on {self._by} while it waited for a node\n"
         end = End(128 + self._stopped, words, "")
-        self._all(Over(self._number, again=False, exit_code=end.exit_code, words=words, report=""))
+        self._all(Over(self.number, again=False, exit_code=end.exit_code, words=words, report=""))
         return end
 
     async def host(self, name: str) -> None:
@@ -174,7 +184,7 @@ class Convenor:
     def _finish(self, patience_s: float, but: int = -1) -> None:
         if self._finishing is None:
             self._finishing = time.monotonic() + patience_s
-            self._all(Finish(self._number, patience_s), but)
+            self._all(Finish(self.number, patience_s), but)
 
     def still(self, *, still: bool, inside: bool) -> None:
         """Note it of this node."""
@@ -186,7 +196,7 @@ class Convenor:
         running = [each for each in (0, *self._seats.members) if each not in self._stories]
         if self._finishing is None and stands_still(running, self._still):
             self._finishing = time.monotonic()
-            self._all(Inquire(self._number))
+            self._all(Inquire(self.number))
             if self.attempt is not None:
                 self.attempt.inquire()
 
@@ -210,11 +220,11 @@ class Convenor:
         match message:
             case Opened() | Data() | Shut():
                 self._far.heard(node, envoy.came_from, message)
-            case Failing(attempt) if attempt == self._number:
+            case Failing(attempt) if attempt == self.number:
                 self._finish(EXPLAIN_S, but=node)
                 if self.attempt is not None:
                     self.attempt.finish()
-            case Still(attempt, still, inside) if attempt == self._number:
+            case Still(attempt, still, inside) if attempt == self.number:
                 self._stands(node, still=still, inside=inside)
             case Stopping(number, times):
                 more = self._urge(node, number, times)
@@ -223,7 +233,7 @@ class Convenor:
                 for _ in range(more):
                     if self.attempt is not None:
                         self.attempt.stop(number)
-            case Told(attempt, story, clock_s) if attempt == self._number:
+            case Told(attempt, story, clock_s) if attempt == self.number:
                 self._stories[node] = shifted(story, time.monotonic() - clock_s)
                 self._changed.set()
             case _:
@@ -259,11 +269,11 @@ class Convenor:
         whole = merge(self._stories)
         findings = [] if hosting is None else hosting.findings
         verdict = judge(whole.outcomes, findings, whole.hanging, self._stopped, by=self._by, lost=self._losses)
-        repeat = again(self.job, verdict, self._number, stopped=bool(self._stopped))
-        found = report(self.job, self._number, verdict, whole)
+        repeat = again(self.job, verdict, self.number, stopped=bool(self._stopped))
+        found = report(self.job, self.number, verdict, whole)
         end = End(0 if verdict is None else verdict.exit_code, last_words(verdict, whole), found, again=repeat)
         brief = telling.brief(verdict) if verdict is not None else ""
-        self._all(Over(self._number, again=repeat, exit_code=end.exit_code, words=brief, report=found))
+        self._all(Over(self.number, again=repeat, exit_code=end.exit_code, words=brief, report=found))
         return end
 
     async def _collect(self) -> None:

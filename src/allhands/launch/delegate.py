@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..control.frames import FrameError, pack
-from ..control.messages import Closing, Ping, Pong, Remark
+from ..control.messages import Closing, Ping, Pong, Refused, Remark, Waiting
+from ..diagnosis import Diagnosis
+from ..errors import error
 from ..world import Address
 from . import telling
 from .company import End, last_words, report
@@ -63,12 +65,15 @@ class Delegate(asyncio.Protocol):
         self._sock, self._splitter, self._rest = joined.sock, joined.splitter, joined.rest
         self._relay = Relay(self._tell)
         self._transport: asyncio.Transport | None = None
-        self._number = 0
+        self.number = 0
         self._begun = -1
         self._over: Over | None = None
         self._changed = asyncio.Event()
         self._lost: Loss | None = None
-        self._leaving = False
+        self._left = False
+        self._refused: Diagnosis | None = None
+        # Orders that came before the workers they are for.
+        self._early: list[FromConvenor] = []
         self._heard_s = time.monotonic()
         self._urging, self._times, self._by = Urging({}), 0, ""
         self._hosts: list[str] = []
@@ -115,7 +120,7 @@ class Delegate(asyncio.Protocol):
     def _cut(self, how: str) -> None:
         if self._transport is not None:
             self._transport.abort()
-        if self._leaving or self._lost is not None:
+        if self._left or self._lost is not None:
             return
         now = time.monotonic()
         host = self._hosts[0] if self._hosts else ""
@@ -146,54 +151,66 @@ class Delegate(asyncio.Protocol):
                 self._begun = attempt
             case Over():
                 self._over = message
-            case Closing():
-                self._leaving = True
+            case Refused(diagnosis):
+                self._refused = diagnosis
             case Remark(text):
                 self.say(text)
+            case Closing() | Waiting():
+                pass  # What follows from a goodbye is seen when the connection closes.
             case _:
                 self._obey(message)
         self._changed.set()
 
     def _obey(self, message: FromConvenor) -> None:
         attempt = self.attempt
+        if attempt is None:
+            self._early.append(message)
+            return
         match message:
-            case Finish(number, patience_s) if number == self._number and attempt is not None:
+            case Finish(number, patience_s) if number == self.number:
                 attempt.finish(patience_s)
-            case Inquire(number) if number == self._number and attempt is not None:
+            case Inquire(number) if number == self.number:
                 attempt.inquire()
             case Stop(number, by, times):
                 more = self._urging.more(by, times)
                 if more:
                     self.say(f"{by} was asked to stop: ending the job")
                 for _ in range(more):
-                    if attempt is not None:
-                        attempt.stop(number)
+                    attempt.stop(number)
             case _:
                 pass  # Of an attempt that is over here.
 
     async def begin(self, number: int) -> End | None:
         """Wait for node 0 to begin; an End where it is gone, or ends the job without."""
         while self._begun < number:
-            if self._lost is not None:
-                return self._alone(None)
+            if self._refused is not None:
+                # A node that was lost did not come back.
+                raise error(self._refused)
             if self._over is not None and not self._over.again:
                 return self._end(self._over)
+            if self._lost is not None or self._times > 1:
+                return self._alone(None)
             await self._wait()
-        self._number, self._over = number, None
+        self.number, self._over = self._begun, None
         return None
 
     async def host(self, name: str) -> None:
         """Listen for the workers, who think that we are the coordinator."""
         if self._lost is None:
             await self._relay.listen(name)
+        elif self.attempt is not None:
+            self.attempt.finish()
+        early, self._early = self._early, []
+        for message in early:
+            self._obey(message)
 
     def failing(self) -> None:
         """Tell node 0."""
-        self._tell(Failing(self._number))
+        self._tell(Failing(self.number))
 
     def still(self, *, still: bool, inside: bool) -> None:
         """Tell node 0, which knows of the other nodes."""
-        self._tell(Still(self._number, still, inside))
+        self._tell(Still(self.number, still, inside))
 
     def stop(self, number: int) -> int:
         """Someone asked here: node 0 tells the others."""
@@ -208,7 +225,7 @@ class Delegate(asyncio.Protocol):
     async def settle(self, story: Story) -> End:
         """Tell node 0 how it went here, and wait for its verdict."""
         self._relay.close()
-        self._tell(Told(self._number, _cut_texts(story), time.monotonic()))
+        self._tell(Told(self.number, _cut_texts(story), time.monotonic()))
         # Someone who asks twice is not kept waiting for other nodes.
         while self._over is None and self._lost is None and self._times < 2:
             await self._wait()
@@ -224,9 +241,10 @@ class Delegate(asyncio.Protocol):
         stopped = 0 if story is None else story.stopped
         verdict = judge(outcomes, (), None, stopped, by=self._by if stopped else "", lost=lost)
         if story is None:
-            return End(1, telling.words(verdict, []) if verdict is not None else "", "")
+            words = telling.words(verdict, []) if verdict is not None else "allhands: the job was stopped here\n"
+            return End(1, words, "")
         code = 0 if verdict is None else verdict.exit_code
-        return End(code, last_words(verdict, story), report(self.job, self._number, verdict, story))
+        return End(code, last_words(verdict, story), report(self.job, self.number, verdict, story))
 
     async def _wait(self) -> None:
         self._changed.clear()
@@ -234,7 +252,7 @@ class Delegate(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the connection."""
-        self._leaving = True
+        self._left = True
         self._relay.close()
         if self._transport is not None:
             self._transport.close()

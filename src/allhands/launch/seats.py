@@ -20,7 +20,7 @@ from .tidings import FromConvenor, FromDelegate, decode_from_delegate
 __all__ = ["Envoy", "Seats"]
 
 # The number of an agent that was given none.
-UNNUMBERED = -1
+_UNNUMBERED = -1
 
 
 class Envoy(Connection):
@@ -94,7 +94,7 @@ class Seats(Coordinator):
         if not isinstance(connection, Envoy):
             raise TypeError("an agent's connection is an Envoy")
         rank, size = connection.opening.rank, connection.opening.world_size
-        if rank == UNNUMBERED:
+        if rank == _UNNUMBERED:
             free = self._free(size)
             if free is None:
                 connection.send(Refused(self._surplus(connection, claim)))

@@ -141,6 +141,7 @@ def _fail(problem: BaseException, record: int) -> NoReturn:
     problem.__traceback__ = trace
     _write(record, _raised(problem, trace))
     sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, trace
+    _spare_traceback(problem)
     sys.excepthook(type(problem), problem, trace)
     # Raised again, so that exit handlers, exit status and what Ctrl-C does to a process are Python's own.
     sys.excepthook = lambda *_: None
@@ -163,6 +164,18 @@ def _raised(problem: BaseException, trace: TracebackType | None) -> dict[str, An
     if hasattr(problem, "diagnosis"):
         found |= {"slug": problem.slug, "ranks": list(problem.ranks)}  # type: ignore[attr-defined]  # an AllhandsError
     return found
+
+
+def _spare_traceback(problem: BaseException) -> None:
+    """Leave the culprit's traceback out of an error that only passes it on.
+
+    The culprit shows it, and so does the verdict; each of n ranks would show it otherwise.
+    """
+    diagnosis: Any = getattr(problem, "diagnosis", None)
+    if getattr(diagnosis, "traceback", ""):
+        import msgspec
+
+        problem.diagnosis = msgspec.structs.replace(diagnosis, traceback="")  # type: ignore[attr-defined]  # ours
 
 
 def _words(problem: BaseException) -> str:
