@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -168,6 +169,28 @@ def test_numbers_by_arrival(network: Making) -> None:
     assert first.out.splitlines() == [f"[2] 2 1 {master} {made.hosts[0].ipv4}"]
 
 
+@pytest.mark.soak
+def test_large_values_through_the_agents(network: Making) -> None:
+    """Large values of the store pass the agents' one connection in both directions."""
+    made = network()
+    source = """
+    import allhands as dist
+    from allhands import session
+    dist.init_process_group()
+    store, rank = session.current().store, dist.get_rank()
+    store.set(f"from {rank}", bytes([rank]) * (16 << 20))
+    for other in (0, 1):
+        found = store.get(f"from {other}")
+        assert found == bytes([other]) * (16 << 20), (other, len(found))
+    print("same")
+    dist.destroy_process_group()
+    """
+    with agents(made, source, ranks=(1, 1)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out + second.out).count("same") == 2
+
+
 # The roll call between agents ------------------------------------------------------------------------------------
 
 
@@ -203,9 +226,15 @@ SERVED = 29600
     ("faults", "timeout"),
     [pytest.param(AT_ONCE, "60", id="at-once"), pytest.param(AT_THE_DEADLINE, "8", id="late", marks=pytest.mark.soak)],
 )
-def test_faults_of_the_roll_call(network: Making, faults: dict[str, Fault], timeout: str) -> None:
+def test_faults_of_the_roll_call(network: Making, tmp_path: Path, faults: dict[str, Fault], timeout: str) -> None:
     """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes; no rank starts."""
     made = network(3)
+    # What the package index of an installation with another torch says; the agent imports none.
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    other = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    if faults is AT_ONCE:
+        faults = faults | {"versions": ({}, {1: other}, ("version-mismatch", "version-mismatch"))}
     stranger = _service(made.hosts[0], SERVED)
     try:
         with ExitStack() as stack:
@@ -235,6 +264,7 @@ def test_faults_of_the_roll_call(network: Making, faults: dict[str, Fault], time
         assert "nothing was ever heard from node 1" in ended["port"][0].err
         assert "1 of 2 nodes answered" in ended["port"][0].err
     else:
+        assert "node 1 has torch 9.9" in ended["versions"][0].err
         assert "two processes claim node 1 of 3" in ended["twice"][1].err
         assert "node 0 says 2 and node 1 says 3" in ended["sizes"][0].err
         assert "start every node with the same --nnodes" in ended["sizes"][1].err

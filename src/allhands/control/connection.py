@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, coordinator: Coordinator, *, local: bool = False) -> None:
         self.coordinator = coordinator
+        self.most_unread: float = _MOST_UNREAD
         self.opening = Hello(0, "", 0, -1, 0, b"", has_token=False)
         self.arrival: Arrival | None = None
         self.status: Status | None = None
@@ -126,7 +127,7 @@ class Connection(asyncio.Protocol):
         if self.closed or self._transport is None:
             return
         self._transport.write(pack(body))
-        if self._transport.get_write_buffer_size() > _MOST_UNREAD:
+        if self._transport.get_write_buffer_size() > self.most_unread:
             self.drop("it stopped reading")
 
     def hang_up(self) -> None:

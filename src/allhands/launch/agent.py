@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import _core
+from .. import _core, settings
 from ..errors import fail
 from . import telling
 from .attempt import Attempt, Place
@@ -59,7 +59,7 @@ class _Agent:
     async def run(self) -> int:
         self._handle_signals()
         if self._job.nodes == 1:
-            self._company = Alone(self._job, os.environ.get("ALLHANDS_TOKEN", "") or secrets.token_hex(16))
+            self._company = Alone(self._job, settings.read().token or secrets.token_hex(16))
             return await self._run(self._company)
         # One node does not wait for the import of what several need.
         from .gathering import Gathering

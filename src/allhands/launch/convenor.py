@@ -70,7 +70,7 @@ class Convenor:
         self.say: Callable[[str], None] = lambda _: None
         self._shared = shared
         self._seats = seats
-        self._far = Far(self._pass_on, self._unsent)
+        self._far = Far(self._pass_on)
         self._hosting: Hosting | None = None
         self._port: socket.socket | None = None
         self._hosts: list[str] = []
@@ -133,10 +133,6 @@ class Convenor:
         envoy = self._seats.members.get(node)
         if envoy is not None:
             envoy.order(message)
-
-    def _unsent(self, node: int) -> int:
-        envoy = self._seats.members.get(node)
-        return envoy.unsent if envoy is not None else 0
 
     async def begin(self, number: int) -> End | None:
         """Start the attempt on all nodes; where a seat is empty, wait for someone to take it."""

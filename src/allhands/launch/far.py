@@ -15,15 +15,18 @@ __all__ = ["Far"]
 # What a worker may say before there is a coordinator to hear it: a greeting and a claim.
 _MOST_EARLY = 1 << 20
 
+# How much of what the coordinator says goes into one message, so that others get their turn between.
+_PIECE = 1 << 20
+
 _Send = Callable[[int, Data | Shut], None]
 
 
 class Far:
     """All channels of all other nodes."""
 
-    def __init__(self, send: _Send, unsent: Callable[[int], int]) -> None:
-        """``send`` takes a node and a message for it; ``unsent`` tells how much waits to be sent to that node."""
-        self.send, self.unsent = send, unsent
+    def __init__(self, send: _Send) -> None:
+        """``send`` takes a node and a message for it."""
+        self.send = send
         self.coordinator: Callable[[], Coordinator | None] = lambda: None
         self._channels: dict[tuple[int, int], _Channel] = {}
 
@@ -66,6 +69,8 @@ class _FarConnection(Connection):
     def __init__(self, coordinator: Coordinator, came_from: str) -> None:
         super().__init__(coordinator)
         self.came_from = came_from
+        # What is unread waits on the agents' connection, for all ranks of the node, and is bounded there.
+        self.most_unread = float("inf")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Its agent saw where it came from, and checked the user."""
@@ -117,13 +122,15 @@ class _Channel(asyncio.Transport):
     # What the coordinator's end calls ------------------------------------------------------------------------
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        """Send to the worker."""
-        if not self._closed:
-            self._far.send(self._key[0], Data(self._key[1], bytes(data)))
+        """Send to the worker, in pieces: the largest message that it may be sent is as large as one of ours."""
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE):
+            if not self._closed:
+                self._far.send(self._key[0], Data(self._key[1], bytes(view[start : start + _PIECE])))
 
     def get_write_buffer_size(self) -> int:
-        """Say what waits on the agents' connection."""
-        return self._far.unsent(self._key[0])
+        """Say that nothing waits here: it waits on the agents' connection."""
+        return 0
 
     def can_write_eof(self) -> bool:
         """One side can end before the other."""

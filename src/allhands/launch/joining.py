@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from .. import settings
 from .._version import __version__
 from ..control import greeting, handshake, reach
 from ..control.frames import Splitter, pack
@@ -72,7 +72,7 @@ def claim(job: Job) -> Claim:
         launcher="allhands run",
         timeout_s=job.timeout_s,
         local_world_size=job.local_world_size,
-        mixed_versions=bool(os.environ.get("ALLHANDS_MIXED_VERSIONS", "0") not in {"", "0", "false", "no"}),
+        mixed_versions=settings.read().mixed_versions,
     )
 
 

@@ -41,11 +41,6 @@ class Envoy(Connection):
         """Send it one of the agents' own messages."""
         self.send_body(msgspec.msgpack.encode(message))
 
-    @property
-    def unsent(self) -> int:
-        """How many bytes wait to be sent."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
-
 
 class Seats(Coordinator):
     """Who has come from which node. What they say after the roll call is the convenor's to hear."""
@@ -94,6 +89,8 @@ class Seats(Coordinator):
         if not isinstance(connection, Envoy):
             raise TypeError("an agent's connection is an Envoy")
         rank, size = connection.opening.rank, connection.opening.world_size
+        # One connection carries what all ranks of the node are told.
+        connection.most_unread *= 1 + max(0, claim.local_world_size)
         if rank == _UNNUMBERED:
             free = self._free(size)
             if free is None:
