@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
 
 
 def _unproven(connection: Connection, *, has_token: bool) -> Diagnosis:
-    opening, noun = connection.opening, connection.coordinator.roll.party.noun
+    opening, party = connection.opening, connection.coordinator.roll.party
     if has_token and not opening.has_token:
         why = "the job has a token and this process has none"
     elif opening.has_token and not has_token:
@@ -239,10 +239,10 @@ def _unproven(connection: Connection, *, has_token: bool) -> Diagnosis:
         why = "its token is not the job's token"
     return Diagnosis(
         "not-authorised",
-        f"the coordinator does not let {noun} {opening.rank} in",
-        who=f"{noun} {opening.rank} from {connection.came_from}",
+        f"the coordinator does not let {party.one(opening.rank)} in",
+        who=f"{party.one(opening.rank)} from {connection.came_from}",
         why=why,
-        fix=f"give every {noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+        fix=f"give every {party.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
         ranks=(opening.rank,),
     )
 
@@ -250,8 +250,8 @@ def _unproven(connection: Connection, *, has_token: bool) -> Diagnosis:
 def _other_protocol(opening: Hello, party: Party) -> Diagnosis:
     return Diagnosis(
         "version-mismatch",
-        f"{party.noun} {opening.rank} speaks protocol {opening.protocol}, the coordinator {handshake.PROTOCOL}",
-        who=f"{party.noun} {opening.rank}",
+        f"{party.one(opening.rank)} speaks protocol {opening.protocol}, the coordinator {handshake.PROTOCOL}",
+        who=party.one(opening.rank),
         why="different versions of allhands are installed",
         fix="install the same version of allhands everywhere",
         ranks=(opening.rank,),

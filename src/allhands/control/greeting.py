@@ -97,7 +97,7 @@ def greet(
             raise fail(
                 "coordinator-silent",
                 f"what listens on {place} did not answer before the deadline",
-                who=f"{party.noun} {opening.rank} greeted the service at {place}",
+                who=f"{party.one(opening.rank)} greeted the service at {place}",
                 why=f"{quiet} were left to wait, which is too short to tell a slow coordinator from another service",
                 fix=f"raise {party.timeout}",
                 ranks=(0,),
@@ -133,8 +133,8 @@ def _verify(opening: Hello, answer: Challenge, token: bytes, place: str, party: 
     raise error(
         Diagnosis(
             "not-authorised",
-            f"the coordinator at {place} and {party.noun} {opening.rank} do not share a token",
-            who=f"{party.noun} {opening.rank}",
+            f"the coordinator at {place} and {party.one(opening.rank)} do not share a token",
+            who=party.one(opening.rank),
             why=why,
             fix=f"give every {party.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
             ranks=(opening.rank,),

@@ -26,6 +26,10 @@ class Party:
     # What tells on the spot what was given there.
     show: str
 
+    def one(self, number: int) -> str:
+        """Write ``rank 3``; a node that was given no number has none yet."""
+        return f"{self.noun} {number}" if number >= 0 else f"a {self.noun} without a number"
+
     def named(self, numbers: Iterable[int]) -> str:
         """Write ``rank 3`` or ``nodes 0-2 and 5``."""
         return self._own(ranks(numbers))

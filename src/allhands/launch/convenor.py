@@ -136,8 +136,11 @@ class Convenor:
 
     async def begin(self, number: int) -> End | None:
         """Start the attempt on all nodes; where a seat is empty, wait for someone to take it."""
-        if self._losses:
-            lost = " and ".join(map(str, self._losses))
+        empty = [node for node in range(self.job.nodes) if node not in self._seats.roll.present]
+        if empty:
+            # Also one that told its story and was lost after it.
+            names = {loss.node: str(loss) for loss in self._losses}
+            lost = " and ".join(names.get(node, self._name(node)) for node in empty)
             self.say(f"waiting for {lost}: the job goes on once the agent there is started again (--timeout)")
             self._seats.on_waiting = self._say_seldom
             self._seats.reopen(self.job.timeout_s)

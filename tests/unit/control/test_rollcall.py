@@ -466,6 +466,11 @@ def test_nodes_are_called_nodes() -> None:
     assert sizes.who == "node 0 (node-a) and node 1 (node-b)"
 
 
+def test_a_node_without_a_number() -> None:
+    """An agent that was given no --node-rank is not called node -1."""
+    assert (NODES.one(3), NODES.one(-1)) == ("node 3", "a node without a number")
+
+
 def test_nodes_on_loopback_only() -> None:
     """How many ranks an agent starts says nothing about whether all nodes are on one host."""
     state = nodes(arrival(0, 2, local_world_size=2))
