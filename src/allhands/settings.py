@@ -23,6 +23,7 @@ TABLE: dict[str, str] = {
     "ALLHANDS_LOCAL_WORLD_SIZE": "the number of ranks on this node (set by allhands' launcher)",
     "ALLHANDS_NODE_RANK": "this node's number (set by allhands' launcher)",
     "ALLHANDS_COORDINATOR": "where the launcher's coordinator listens: tcp://HOST:PORT or unix:NAME",
+    "ALLHANDS_NODE_ADDRESS": "the address by which other nodes reach this one (set by allhands' launcher)",
     "ALLHANDS_RESTART": "how often the job was restarted (set by allhands' launcher)",
     "ALLHANDS_BOARD_FD": "descriptor and pid of the board that the launcher made (set by allhands' launcher)",
     "ALLHANDS_BIND": "the address that rank 0's coordinator binds, where it is not the one peers connect to",
@@ -46,6 +47,7 @@ class Settings:
     attempt: int = 0
     board_fd: str = ""
     bind: str = ""
+    node_address: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .messages import Claim
+from .party import RANKS, Party
 
 __all__ = ["Arrival"]
 
@@ -21,6 +22,7 @@ class Arrival:
     came_from: str
     at: float
     deadline: float
+    party: Party = RANKS
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.claim.identity})"
+        return f"{self.party.noun} {self.rank} ({self.claim.identity})"

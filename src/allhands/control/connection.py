@@ -26,6 +26,7 @@ from .messages import (
     decode_proof,
     encode,
 )
+from .party import Party
 
 if TYPE_CHECKING:
     from .coordinator import Coordinator
@@ -45,6 +46,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, coordinator: Coordinator, *, local: bool = False) -> None:
         self.coordinator = coordinator
+        self.most_unread: float = _MOST_UNREAD
         self.opening = Hello(0, "", 0, -1, 0, b"", has_token=False)
         self.arrival: Arrival | None = None
         self.status: Status | None = None
@@ -125,7 +127,7 @@ class Connection(asyncio.Protocol):
         if self.closed or self._transport is None:
             return
         self._transport.write(pack(body))
-        if self._transport.get_write_buffer_size() > _MOST_UNREAD:
+        if self._transport.get_write_buffer_size() > self.most_unread:
             self.drop("it stopped reading")
 
     def hang_up(self) -> None:
@@ -165,25 +167,29 @@ class Connection(asyncio.Protocol):
         if self._challenge is None:
             self.opening = decode_hello(frame)
             if self.opening.protocol != handshake.PROTOCOL:
-                self._refuse(_other_protocol(self.opening))
+                self._refuse(_other_protocol(self.opening, self.coordinator.roll.party))
                 return
             self._challenge = handshake.challenge(self.opening, self.coordinator.token)
             self.send(self._challenge)
         elif not self._proven:
             proof = decode_proof(frame).proof
             if not handshake.verify_member(self.opening, self._challenge, proof, self.coordinator.token):
-                self._refuse(_unproven(self.opening, self.came_from, has_token=bool(self.coordinator.token)))
+                self._refuse(_unproven(self, has_token=bool(self.coordinator.token)))
                 return
             self._proven = True
             self._splitter.most = MOST_BYTES
         else:
-            message = decode_from_member(frame)
-            if self.arrival is not None:
-                self.coordinator.heard(self, message)
-            elif isinstance(message, Claim):
-                self.coordinator.claimed(self, message)
-            else:
-                self.drop("no claim")
+            self._said(frame)
+
+    def _said(self, frame: bytes) -> None:
+        """Act on what a proven member says."""
+        message = decode_from_member(frame)
+        if self.arrival is not None:
+            self.coordinator.heard(self, message)
+        elif isinstance(message, Claim):
+            self.coordinator.claimed(self, message)
+        else:
+            self.drop("no claim")
 
     def _refuse(self, diagnosis: Diagnosis) -> None:
         self.send(Refused(diagnosis))
@@ -223,7 +229,8 @@ class Connection(asyncio.Protocol):
         self.coordinator.went(self, self._how)
 
 
-def _unproven(opening: Hello, came_from: str, *, has_token: bool) -> Diagnosis:
+def _unproven(connection: Connection, *, has_token: bool) -> Diagnosis:
+    opening, party = connection.opening, connection.coordinator.roll.party
     if has_token and not opening.has_token:
         why = "the job has a token and this process has none"
     elif opening.has_token and not has_token:
@@ -232,19 +239,19 @@ def _unproven(opening: Hello, came_from: str, *, has_token: bool) -> Diagnosis:
         why = "its token is not the job's token"
     return Diagnosis(
         "not-authorised",
-        f"the coordinator does not let rank {opening.rank} in",
-        who=f"rank {opening.rank} from {came_from}",
+        f"the coordinator does not let {party.one(opening.rank)} in",
+        who=f"{party.one(opening.rank)} from {connection.came_from}",
         why=why,
-        fix="give every rank of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+        fix=f"give every {party.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
         ranks=(opening.rank,),
     )
 
 
-def _other_protocol(opening: Hello) -> Diagnosis:
+def _other_protocol(opening: Hello, party: Party) -> Diagnosis:
     return Diagnosis(
         "version-mismatch",
-        f"rank {opening.rank} speaks protocol {opening.protocol}, the coordinator {handshake.PROTOCOL}",
-        who=f"rank {opening.rank}",
+        f"{party.one(opening.rank)} speaks protocol {opening.protocol}, the coordinator {handshake.PROTOCOL}",
+        who=party.one(opening.rank),
         why="different versions of allhands are installed",
         fix="install the same version of allhands everywhere",
         ranks=(opening.rank,),

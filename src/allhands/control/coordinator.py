@@ -119,11 +119,15 @@ class Coordinator:
     async def listen_tcp(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Listen on exactly ``host``:``port``; return the address bound. OSError is the caller's to explain."""
         server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self), host, port, ssl=tls, reuse_address=True, backlog=4096
+            self._meet, host, port, ssl=tls, reuse_address=True, backlog=4096
         )
         self._servers.append(server)
         bound = server.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
+
+    def _meet(self) -> Connection:
+        """Return what serves a connection that was just made."""
+        return Connection(self)
 
     async def listen_unix(self, name: str) -> None:
         """Listen on the abstract Unix socket ``name`` (without the leading NUL)."""
@@ -186,6 +190,7 @@ class Coordinator:
             came_from=connection.came_from,
             at=now,
             deadline=now + claim.timeout_s,
+            party=self.roll.party,
         )
         if self.refused is not None:
             self._late_for_refusal(connection, arrival)
@@ -231,13 +236,20 @@ class Coordinator:
             case Completed(_, one_host):
                 self.completed_at = now
                 self._completed_wall = time.time()
-                self._tell_all(Complete(one_host, secrets.token_hex(8)))
+                self._complete(one_host=one_host)
             case RefusedRoll(diagnosis):
                 self._refuse(diagnosis, now)
             case Waits():
-                if now - self._waiting_said >= 1.0 and self.members:
+                if now - self._waiting_said >= 1.0:
                     self._waiting_said = now
-                    self.members[min(self.members)].send(Waiting(decision.explanation))
+                    self._show(decision)
+
+    def _complete(self, *, one_host: bool) -> None:
+        self._tell_all(Complete(one_host, secrets.token_hex(8)))
+
+    def _show(self, waits: Waits) -> None:
+        if self.members:
+            self.members[min(self.members)].send(Waiting(waits.explanation))
 
     def _refuse(self, diagnosis: Diagnosis, now: float) -> None:
         self.refused = diagnosis

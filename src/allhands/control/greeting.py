@@ -14,6 +14,7 @@ from ..errors import AllhandsError, error, fail
 from . import handshake
 from .frames import GREETING, MOST_BYTES, FrameError, Splitter, pack
 from .messages import Challenge, Closing, Hello, Proof, Refused, decode_challenge, encode
+from .party import RANKS, Party
 
 __all__ = ["greet", "receive", "secure", "send"]
 
@@ -73,7 +74,7 @@ def receive(sock: socket.socket, splitter: Splitter, deadline: float) -> list[by
 
 
 def greet(
-    sock: socket.socket, opening: Hello, token: bytes, place: str, deadline: float
+    sock: socket.socket, opening: Hello, token: bytes, place: str, deadline: float, *, party: Party = RANKS
 ) -> tuple[Splitter, list[bytes]]:
     """Prove ourselves to the coordinator at ``place`` and have it prove itself.
 
@@ -96,9 +97,9 @@ def greet(
             raise fail(
                 "coordinator-silent",
                 f"what listens on {place} did not answer before the deadline",
-                who=f"rank {opening.rank} greeted the service at {place}",
+                who=f"{party.one(opening.rank)} greeted the service at {place}",
                 why=f"{quiet} were left to wait, which is too short to tell a slow coordinator from another service",
-                fix="raise timeout=",
+                fix=f"raise {party.timeout}",
                 ranks=(0,),
                 certain=False,
             )
@@ -114,13 +115,13 @@ def greet(
         raise error(answer.diagnosis)
     if isinstance(answer, Closing):
         raise _wrong(place, "it is a coordinator that is just ending", certain=False)
-    _verify(opening, answer, token, place)
+    _verify(opening, answer, token, place, party)
     with suppress(OSError):  # It has closed; what it said before that is still to be read.
         send(sock, pack(encode(Proof(handshake.member_proof(opening, answer, token)))), deadline)
     return splitter, frames[1:]
 
 
-def _verify(opening: Hello, answer: Challenge, token: bytes, place: str) -> None:
+def _verify(opening: Hello, answer: Challenge, token: bytes, place: str, party: Party) -> None:
     if handshake.verify_coordinator(opening, answer, token):
         return
     if answer.has_token and not token:
@@ -132,10 +133,10 @@ def _verify(opening: Hello, answer: Challenge, token: bytes, place: str) -> None
     raise error(
         Diagnosis(
             "not-authorised",
-            f"the coordinator at {place} and rank {opening.rank} do not share a token",
-            who=f"rank {opening.rank}",
+            f"the coordinator at {place} and {party.one(opening.rank)} do not share a token",
+            who=party.one(opening.rank),
             why=why,
-            fix="give every rank of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+            fix=f"give every {party.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
             ranks=(opening.rank,),
         )
     )
@@ -155,7 +156,8 @@ def _wrong(place: str, observed: str, *, certain: bool = True) -> AllhandsError:
             f"what listens on {place} is not an allhands coordinator",
             who=f"the service at {place}",
             why=observed if certain else f"probably: {observed}",
-            fix="choose another port (MASTER_PORT, tcp://HOST:PORT); on that host `ss -ltnp` shows who listens there",
+            fix="choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator); on that host `ss -ltnp` shows who "
+            "listens there",
             ranks=(0,),
             certain=certain,
         )

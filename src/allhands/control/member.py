@@ -47,7 +47,7 @@ from .messages import (
     encode,
 )
 
-__all__ = ["Member"]
+__all__ = ["BESIDE", "LAUNCHER", "Member"]
 
 _log = logging.getLogger("allhands")
 
@@ -56,6 +56,9 @@ _GRACE_S = 2.0
 
 # A rank that is about to end waits this long for the coordinator to take note of its exception.
 _ANNOUNCE_S = 1.0
+
+# Where the coordinator runs, for the words.
+BESIDE, LAUNCHER = "beside rank 0", "in the launcher of node 0 (allhands run)"
 
 _live: weakref.WeakSet[Member] = weakref.WeakSet()
 
@@ -73,10 +76,20 @@ class _Waiter:
 class Member:
     """This rank's connection, after the roll call. Made by `roll.answer`."""
 
-    def __init__(self, sock: socket.socket, splitter: Splitter, *, rank: int, world_size: int, place: str) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        splitter: Splitter,
+        *,
+        rank: int,
+        world_size: int,
+        place: str,
+        keeper: str = BESIDE,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.place = place
+        self.keeper = keeper
         self.verdict: Diagnosis | None = None
         self.describe: Callable[[], tuple[str, float]] = lambda: ("running", 0.0)
         self._sock = sock
@@ -239,7 +252,7 @@ class Member:
             f"the coordinator at {self.place} did not give {missing}",
             who=f"rank {self.rank} (pid {self._pid})",
             why="its connection stands but nothing comes (observed); probably its process is stopped or starved",
-            fix="look at the coordinator's process beside rank 0: `ps -o stat,cmd -p PID` (T is stopped)",
+            fix=f"look at the coordinator's process, {self.keeper}: `ps -o stat,cmd -p PID` (T is stopped)",
             ranks=(0,),
             certain=False,
         )
@@ -331,7 +344,7 @@ class Member:
                 "coordinator-lost",
                 f"the coordinator at {self.place} is gone",
                 who=f"rank {self.rank} (pid {self._pid}) noticed",
-                why=f"{how} without a goodbye (observed); it runs beside rank 0, so rank 0's host may be gone too",
+                why=f"{how} without a goodbye (observed); it runs {self.keeper}, so rank 0's host may be gone too",
                 fix="look at rank 0's output and host; restart the job",
                 ranks=(0,),
             )

@@ -19,6 +19,7 @@ from ..diagnosis import Diagnosis, count, duration, join
 from ..errors import AllhandsError, error
 from ..world import Address
 from . import credentials
+from .party import RANKS, Party
 
 __all__ = ["Attempts", "Notify", "diagnose", "reach", "reach_local", "resolve"]
 
@@ -42,6 +43,7 @@ class Attempts:
     """The evidence gathered while trying: what happened last, per address."""
 
     address: Address
+    party: Party = RANKS
     outcomes: dict[str, OSError] = field(default_factory=dict)
     name_error: socket.gaierror | None = None
     tries: int = 0
@@ -96,9 +98,10 @@ def reach(
     late_names: bool = False,
     several_hosts: bool = False,
     notify: Notify | None = None,
+    party: Party = RANKS,
 ) -> socket.socket:
     """Return a connected TCP socket to ``address``, or raise the diagnosis of why there is none."""
-    attempts = Attempts(address)
+    attempts = Attempts(address, party)
     pause = _FIRST_PAUSE_S
     while True:
         try:
@@ -158,7 +161,8 @@ def _final(attempts: Attempts, problem: OSError, *, late_names: bool) -> bool:
 
 def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:
     """Turn the evidence of failed attempts into the exception to raise."""
-    address = attempts.address
+    address, party = attempts.address, attempts.party
+    root = f"{party.noun} 0"
     tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
     evidence = f"{attempts.summary()}; {tried}"
     parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
@@ -169,7 +173,7 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
                 "address-unresolvable",
                 f"the coordinator's host name {address.host!r} has no address",
                 why=evidence + ("" if absent else " (probably the name server, not the name)"),
-                fix=f"check MASTER_ADDR or init_method; `getent hosts {address.host}` must print an address",
+                fix=f"check {party.address_from}; `getent hosts {address.host}` must print an address",
                 certain=absent,
                 **parts,
             )
@@ -177,13 +181,14 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
     codes = {outcome.errno for outcome in attempts.outcomes.values()}
     if errno.ECONNREFUSED in codes:
         if several_hosts and _loopback(attempts.outcomes):
-            return error(_loopback_advertised(address, evidence, parts))
+            return error(_loopback_advertised(attempts, evidence, parts))
         return error(
             Diagnosis(
                 "connection-refused",
                 f"nothing listens on {address}",
-                why=f"{evidence}: the host answers, but rank 0 has not opened the port (or listens on another address)",
-                fix="see that rank 0 was started and runs on that host, and that MASTER_PORT is the same everywhere",
+                why=f"{evidence}: the host answers, but {root} has not opened the port (or listens on another address)",
+                fix=f"see that {root} was started and runs on that host, and that the port is the same everywhere "
+                f"({party.port_from})",
                 ranks=(0,),
                 **parts,
             )
@@ -222,13 +227,14 @@ def _loopback(outcomes: dict[str, OSError]) -> bool:
     return all(host == "::1" or host.startswith("127.") for host in outcomes)
 
 
-def _loopback_advertised(address: Address, evidence: str, parts: dict[str, Any]) -> Diagnosis:
+def _loopback_advertised(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
+    address, party = attempts.address, attempts.party
     return Diagnosis(
         "loopback-advertised",
-        f"the coordinator's address {address} is this machine's own loopback, but rank 0 runs elsewhere",
-        why=f"{evidence}; the launch environment says that ranks are on several nodes",
-        fix="set MASTER_ADDR to a name of rank 0's machine that other machines can reach, not localhost; "
-        "remove 127.0.1.1 lines for it from /etc/hosts",
+        f"the coordinator's address {address} is this machine's own loopback, but {party.noun} 0 runs elsewhere",
+        why=f"{evidence}; the launch environment says that {party.noun}s are on several machines",
+        fix=f"as {party.address_from} give a name of {party.noun} 0's machine that other machines can reach, not "
+        "localhost; remove 127.0.1.1 lines for it from /etc/hosts",
         ranks=(0,),
         certain=False,
         **parts,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..diagnosis import Diagnosis, by_host, count, duration, join, ranks
+from ..diagnosis import Diagnosis, count, duration, join
 from .arrival import Arrival
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def trouble(arrival: Arrival) -> Diagnosis:
 
 def duplicate(first: Arrival, second: Arrival) -> Diagnosis:
     """Two processes claim one rank."""
-    same = first.claim.identity.host == second.claim.identity.host
+    same, party = first.claim.identity.host == second.claim.identity.host, first.party
     return Diagnosis(
         "duplicate-rank",
-        f"two processes claim rank {first.rank} of {first.world_size}",
+        f"two processes claim {first.party.noun} {first.rank} of {first.world_size}",
         who=f"{first} from {first.came_from} and {second} from {second.came_from}",
         why="both are connected at this moment, so neither is a restart of the other"
         + (f"; {_launched(first, second)}" if same else ""),
-        fix="give each process its own rank (RANK, rank=, --node-rank), or end the job that is left over",
+        fix=f"give each process its own {party.noun} ({party.number_from}), or end the job that is left over",
         ranks=(first.rank,),
         hosts=tuple(dict.fromkeys((first.claim.identity.host, second.claim.identity.host))),
     )
@@ -62,12 +62,13 @@ def _launched(first: Arrival, second: Arrival) -> str:
 
 def out_of_range(arrival: Arrival) -> Diagnosis:
     """A rank is not below the world size."""
+    party = arrival.party
     return Diagnosis(
         "rank-out-of-range",
-        f"rank {arrival.rank} does not exist in a world of {arrival.world_size}",
+        f"{party.noun} {arrival.rank} does not exist in a world of {arrival.world_size}",
         who=str(arrival),
-        why=f"ranks go from 0 to {arrival.world_size - 1}",
-        fix="check RANK against WORLD_SIZE (or rank= against world_size=); `allhands whoami` shows where each is from",
+        why=f"{party.noun}s go from 0 to {arrival.world_size - 1}",
+        fix=f"check {party.number_from} against {party.size_from}; `allhands whoami` shows where each is from",
         ranks=(arrival.rank,),
         hosts=(arrival.claim.identity.host,),
     )
@@ -82,29 +83,30 @@ _BY_PARENT = "; ranks that different processes start need tcp://HOST:PORT, or th
 _THING = {
     "job-mismatch": (
         "job",
-        "give every job an address of its own (MASTER_PORT), and every rank of a job the same ALLHANDS_JOB",
+        "give every job an address of its own, and every {noun} of a job the same name (ALLHANDS_JOB, --rdzv-id)",
     ),
-    "world-size-mismatch": ("world size", "start every rank with the same WORLD_SIZE or world_size="),
-    "backend-mismatch": ("backend", "pass the same backend= on every rank"),
+    "world-size-mismatch": ("{size}", "start every {noun} with the same {size_from}"),
+    "backend-mismatch": ("backend", "pass the same backend= on every {noun}"),
     "version-mismatch": (
         "versions",
         "install the same torch and allhands everywhere; ALLHANDS_MIXED_VERSIONS=1 allows torch to differ",
     ),
-    "device-mismatch": ("device", "give every rank the same kind of device_id="),
+    "device-mismatch": ("device", "give every {noun} the same kind of device_id="),
 }
 
 
 def disagreement(slug: str, groups: Mapping[Any, Sequence[int]], arrivals: Mapping[int, Arrival]) -> Diagnosis:
     """Ranks state different things about what must be equal; the smaller groups are named as the odd ones."""
-    thing, fix = _THING[slug]
+    party = next(iter(arrivals.values())).party
+    thing, fix = (text.format(noun=party.noun, size=party.size, size_from=party.size_from) for text in _THING[slug])
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), min(item[1])))
     odd = sorted(rank for _, members in ordered[1:] for rank in members)
-    stated = join([f"{ranks(members)} {_says(slug, value, len(members))}" for value, members in ordered])
+    stated = join([f"{party.named(members)} {_says(slug, value, len(members))}" for value, members in ordered])
     everyone = {rank: arrivals[rank].claim.identity.host for rank in arrivals}
     return Diagnosis(
         slug,
-        f"ranks disagree about the {thing}: {stated}",
-        who=by_host(everyone),
+        f"{party.noun}s disagree about the {thing}: {stated}",
+        who=party.by_host(everyone),
         why="all of them are connected; " + _odd(slug, odd, arrivals),
         fix=fix,
         ranks=tuple(odd),
@@ -114,11 +116,12 @@ def disagreement(slug: str, groups: Mapping[Any, Sequence[int]], arrivals: Mappi
 
 def _odd(slug: str, odd: Sequence[int], arrivals: Mapping[int, Arrival]) -> str:
     sources: dict[str, list[int]] = {}
+    named = next(iter(arrivals.values())).party.named
     for rank in odd:
         sources.setdefault(arrivals[rank].claim.launcher, []).append(rank)
     if slug in _TOLD:
-        return join([f"{ranks(members)} took it from {source}" for source, members in sources.items()])
-    return join([f"{source} started {ranks(members)}" for source, members in sources.items()])
+        return join([f"{named(members)} took it from {source}" for source, members in sources.items()])
+    return join([f"{source} started {named(members)}" for source, members in sources.items()])
 
 
 def _says(slug: str, value: Any, number: int) -> str:
@@ -144,7 +147,7 @@ def gpu_shared(arrivals: Sequence[Arrival]) -> Diagnosis:
     host, gpu = arrivals[0].claim.identity.host, arrivals[0].claim.device
     return Diagnosis(
         "gpu-shared",
-        f"{ranks(members)} use the same GPU ({gpu} on {host}), which NCCL refuses",
+        f"{arrivals[0].party.named(members)} use the same GPU ({gpu} on {host}), which NCCL refuses",
         who=join([str(arrival) for arrival in arrivals[:4]]),
         why=f"all report the device {arrivals[0].claim.gpu}",
         fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='gloo'",
@@ -157,9 +160,9 @@ def by_node(absent: Sequence[int], state: RollCall) -> str:
     """Name missing ranks by the node they should be on, as far as those present show how nodes are numbered."""
     node_of = _nodes(state)
     if node_of is None:
-        return ranks(absent)
+        return state.party.named(absent)
     names = {arrival.claim.node_rank: arrival.claim.identity.host for arrival in state.present.values()}
-    return by_host({rank: names.get(node_of(rank), f"node {node_of(rank)}") for rank in absent})
+    return state.party.by_host({rank: names.get(node_of(rank), f"node {node_of(rank)}") for rank in absent})
 
 
 def _nodes(state: RollCall) -> Any:
@@ -176,10 +179,10 @@ def _nodes(state: RollCall) -> Any:
 
 def missing(now: float, absent: Sequence[int], state: RollCall) -> Diagnosis:
     """Someone never came."""
-    here = len(state.present)
+    here, party = len(state.present), state.party
     waited = duration(now - state.opened)
     froms = sorted({arrival.came_from for arrival in state.present.values()})
-    came = f"{ranks(state.present)} reached {state.listening} from {join(froms[:8])}"
+    came = f"{party.named(state.present)} reached {state.listening} from {join(froms[:8])}"
     reasons = [
         f"{arrival} came and went away after {duration(at - arrival.at)}"
         for rank, (arrival, at) in sorted(state.gone.items())[:4]
@@ -189,13 +192,13 @@ def missing(now: float, absent: Sequence[int], state: RollCall) -> Diagnosis:
     if silent:
         reasons.append(f"nothing was ever heard from {by_node(silent, state)}")
     if state.only_loopback and not _known_to_be_one_host(state):
-        reasons.append("the coordinator listens on loopback only, so ranks on other hosts cannot reach it")
+        reasons.append(f"the coordinator listens on loopback only, so {party.noun}s on other hosts cannot reach it")
     return Diagnosis(
         "missing-ranks",
-        f"{here} of {count(here + len(absent), 'rank')} answered within {waited}",
-        who=f"{ranks(state.present)} ({_hosts(state)}) waited for {by_node(absent, state)}",
+        f"{here} of {count(here + len(absent), party.noun)} answered within {waited}",
+        who=f"{party.named(state.present)} ({_hosts(state)}) waited for {by_node(absent, state)}",
         why="; ".join([*reasons, came]),
-        fix="see that these ranks were started and got this address (`allhands whoami` there), or raise timeout="
+        fix=f"see that these {party.noun}s were started and got this address ({party.show}), or raise {party.timeout}"
         + (_BY_PARENT if state.nameless else ""),
         ranks=tuple(absent),
         hosts=tuple(sorted({arrival.claim.identity.host for arrival, _ in state.gone.values()})),
@@ -203,18 +206,20 @@ def missing(now: float, absent: Sequence[int], state: RollCall) -> Diagnosis:
 
 
 def _known_to_be_one_host(state: RollCall) -> bool:
-    return all(arrival.claim.local_world_size == arrival.world_size for arrival in state.present.values())
+    # Nodes state how many ranks they start, which is another number than that of the nodes.
+    arrivals = state.present.values()
+    return state.party.noun == "rank" and all(each.claim.local_world_size == each.world_size for each in arrivals)
 
 
 def turned_away(absent: Sequence[int], state: RollCall) -> Diagnosis:
     """Someone is missing, and someone who claimed that rank could not prove itself."""
-    turned = [rank for rank in absent if rank in state.turned]
+    turned, party = [rank for rank in absent if rank in state.turned], state.party
     return Diagnosis(
         "not-authorised",
-        f"{ranks(turned)} did not have the job's token",
-        who=join([f"rank {rank} came from {state.turned[rank]}" for rank in turned[:8]]),
+        f"{party.named(turned)} did not have the job's token",
+        who=join([f"{party.noun} {rank} came from {state.turned[rank]}" for rank in turned[:8]]),
         why="what came under that number could not prove that it holds the token, and nothing better came in time",
-        fix="give every rank of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+        fix=f"give every {party.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
         ranks=tuple(turned),
     )
 
@@ -233,13 +238,13 @@ def late(newcomer: Arrival, state: RollCall, completed_wall: float, now: float) 
             {**state.present, newcomer.rank: newcomer},
         )
     if newcomer.claim.identity.started > completed_wall:
-        root = state.present.get(0)
+        root, noun = state.present.get(0), state.party.noun
         return Diagnosis(
             "port-in-use",
-            f"{state.listening} belongs to another job, whose {count(state.world_size, 'rank')} are all there",
+            f"{state.listening} belongs to another job, whose {count(state.world_size, noun)} are all there",
             who=f"{newcomer} met the job of {root}" if root else str(newcomer),
             why=f"this process started after that group was formed; that was {duration(now - state.opened)} ago",
-            fix="end the other job, or choose another port (MASTER_PORT, tcp://HOST:PORT)",
+            fix=f"end the other job, or choose another port ({state.party.port_from})",
             ranks=(newcomer.rank,),
             hosts=(newcomer.claim.identity.host,),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
@@ -15,10 +14,10 @@ from ..diagnosis import Diagnosis, duration
 from ..errors import AllhandsError, ConnectError, error, fail
 from ..settings import Settings
 from ..world import Address, World
-from . import beside, greeting, handshake, reach
+from . import beside, greeting, handshake, listening, reach
 from .frames import FrameError, Splitter, pack
 from .meeting import Board, FileBoard, Notice, local_name, outward_address, random_name
-from .member import Member
+from .member import BESIDE, LAUNCHER, Member
 from .messages import (
     Claim,
     Closing,
@@ -90,6 +89,7 @@ class _Call:
         self.who = f"rank {world.rank} ({claim.identity})"
         self.progress = Progress(f"allhands rank {world.rank}", shown=world.local_rank in {None, 0} or world.rank == 0)
         self.beside: beside.Beside | None = None
+        self.keeper = LAUNCHER if world.socket or world.hosted else BESIDE
 
     # Where -------------------------------------------------------------------------------------------------
 
@@ -129,12 +129,8 @@ class _Call:
             derived=bool(unix),
             path=str(self.board.path.absolute()) if isinstance(self.board, FileBoard) else "",
         )
-        if host and not secret and not _is_loopback(host):
-            _log.warning(
-                "the coordinator listens on %s without a token: anyone who reaches that port can join or disturb this "
-                "job. Set the same ALLHANDS_TOKEN on every rank to close it.",
-                host,
-            )
+        if host and not secret and not listening.is_loopback(host):
+            _log.warning(listening.OPEN, host, "rank")
         self.beside = beside.start(order, self.deadline, lambda: self._ask_holder(order))
         return _Target(order.unix, token=secret)
 
@@ -171,36 +167,17 @@ class _Call:
             seat.member.close()
 
     def _bind_address(self, address: Address) -> str:
-        if self.settings.bind:
-            return self.settings.bind
-        attempts = reach.Attempts(address)
-        while True:
-            try:
-                places = reach.resolve(address.host, address.port, self.deadline)
-                break
-            except socket.gaierror as problem:
-                attempts.tries += 1
-                attempts.name_error = problem
-                waited = time.monotonic() - attempts.started
-                patience = self.deadline - attempts.started if self.world.late_names else _AGAIN_S
-                if waited >= patience:
-                    raise reach.diagnose(attempts, who=self.who, several_hosts=False) from problem
-                self.progress(f"waiting for this host's own name: {attempts.summary()} ({duration(waited)})")
-                time.sleep(0.1)
-        # A name with both kinds of address: peers try all of them, so the older kind serves everyone.
-        host = min(places)[1]
         local = self.world.local_world_size
-        spelled = address.host in {"localhost", host}
-        if _is_loopback(host) and not spelled and local is not None and local < self.world.world_size:
-            raise fail(
-                "loopback-advertised",
-                f"{address.host} resolves to {host} on rank 0's own machine, where no other machine can reach it",
-                who=self.who,
-                why=f"only {local} of {self.world.world_size} ranks are on this machine",
-                fix=f"take {address.host} off the {host} line of /etc/hosts, or set ALLHANDS_BIND to an outer address",
-                ranks=(0,),
-            )
-        return host
+        return listening.bind_address(
+            address,
+            self.deadline,
+            bind=self.settings.bind,
+            late_names=self.world.late_names,
+            # How many of how many are on this machine, where that is known.
+            share=(local, self.world.world_size) if local is not None else None,
+            who=self.who,
+            notify=self.progress,
+        )
 
     def _host_behind(self, board: Board) -> _Target:
         board.prepare()
@@ -368,12 +345,14 @@ class _Call:
             if self.beside is not None:
                 own = self.beside.host
             elif sock.family == socket.AF_UNIX:
-                # The launcher's coordinator on this node; a Unix socket has no address to tell.
-                own = outward_address()
+                # Through the launcher on this node, which knows by what address the others reach it.
+                own = self.settings.node_address or outward_address()
             else:
                 own = str(sock.getsockname()[0])
         world = self.world
-        member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target))
+        member = Member(
+            sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target), keeper=self.keeper
+        )
         member.start(rest)
         return Seat(member, complete, self.beside, own)
 
@@ -382,7 +361,7 @@ class _Call:
             "coordinator-lost",
             f"the coordinator at {target} went away during the roll call",
             who=self.who,
-            why="it closed the connection without a word (observed); it runs beside rank 0",
+            why=f"it closed the connection without a word (observed); it runs {self.keeper}",
             fix="look at rank 0's output and host; restart the job",
             ranks=(0,),
         )
@@ -393,17 +372,10 @@ class _Call:
             f"the coordinator at {target} gave no word by the deadline",
             who=self.who,
             why=f"it took our answer and did not decide within {duration(self.claim.timeout_s)} (observed)",
-            fix="look at the coordinator's process beside rank 0: it may be stopped or starved",
+            fix=f"look at the coordinator's process, {self.keeper}: it may be stopped or starved",
             ranks=(0,),
             certain=False,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def answer(world: World, claim: Claim, *, settings: Settings, deadline: float, board: Board | None = None) -> Seat:

@@ -14,6 +14,7 @@ from ..diagnosis import Diagnosis, duration
 from . import refusals
 from .arrival import Arrival
 from .messages import Claim
+from .party import RANKS, Party
 
 __all__ = ["Completed", "Decision", "RefusedRoll", "RollCall", "Waits", "decide"]
 
@@ -40,10 +41,10 @@ class Waits:
     @property
     def explanation(self) -> str:
         """Who is here and who is missing, by node."""
-        size, here = self.state.world_size, self.state.present
+        size, here, noun = self.state.world_size, self.state.present, self.state.party.noun
         names = refusals.by_node([rank for rank in range(size) if rank not in here], self.state)
         waited = duration(self.now - self.state.opened)
-        return f"{len(here)} of {size or '?'} ranks are here; waiting for {names or 'the first'} ({waited})"
+        return f"{len(here)} of {size or '?'} {noun}s are here; waiting for {names or 'the first'} ({waited})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class RollCall:
     opened: float
     listening: str = ""
     only_loopback: bool = False
+    party: Party = RANKS
     # Ranks meet by a name that they derive, not by an address or a board that they were given.
     nameless: bool = False
     present: dict[int, Arrival] = field(default_factory=dict)
@@ -177,7 +179,7 @@ def decide(now: float, state: RollCall) -> Decision:
     if state.shared_gpu and _uses_nccl(state):
         return RefusedRoll(refusals.gpu_shared([state.present[rank] for rank in state.shared_gpu]))
     if size and len(state.present) == size:
-        words = f"all {size} ranks answered after {duration(now - state.opened)}"
+        words = f"all {size} {state.party.noun}s answered after {duration(now - state.opened)}"
         return Completed(words, one_host=state.hosts == 1)
     if now >= state.deadline:
         absent = [rank for rank in range(size) if rank not in state.present]

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import resource
+import secrets
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from .. import _core
+from .. import _core, settings
 from ..errors import fail
 from . import telling
-from .attempt import Attempt, Place, Story
+from .attempt import Attempt, Place
+from .company import Alone, Company, End
 from .descendants import descendants
 from .guard import Guard
 from .job import Job
 from .keyboard import Keyboard
 from .output import Output
-from .verdict import Verdict, judge
 
 __all__ = ["main"]
 
@@ -34,7 +36,7 @@ def main(job: Job) -> int:
     # A shell that became this process may have left us its children, which are not the job's.
     strangers = descendants(os.getpid())
     _core.adopt_orphans()
-    guard = Guard(*place.mark(job))
+    guard = Guard(*place.mark())
     try:
         return asyncio.run(_Agent(job, place, {guard.pid, *strangers}).run())
     finally:
@@ -42,58 +44,78 @@ def main(job: Job) -> int:
 
 
 class _Agent:
-    """What outlives an attempt: signals, output, and the count of restarts."""
+    """What outlives an attempt: signals, output, and the company of other nodes."""
 
     def __init__(self, job: Job, place: Place, spared: set[int]) -> None:
         self._job, self._place, self._spared = job, place, spared
+        self._company: Company | None = None
         self._attempt: Attempt | None = None
         self._asking: asyncio.Task[None] | None = None
         self._broken = asyncio.Event()
         self._stopped = False
+        # Takes a signal that comes before there is a company.
+        self._stopping: Callable[[int], None] = lambda _: None
 
     async def run(self) -> int:
-        self._output = Output(self._job, self._broken)
-        keyboard = Keyboard()
         self._handle_signals()
+        if self._job.nodes == 1:
+            self._company = Alone(self._job, settings.read().token or secrets.token_hex(16))
+            return await self._run(self._company)
+        # One node does not wait for the import of what several need.
+        from .gathering import Gathering
+
+        gathering = Gathering(self._job)
+        self._stopping = gathering.stop
+        company = await gathering.run()
+        if isinstance(company, End):
+            sys.stderr.write(company.words)
+            return company.exit_code
+        self._company = company
+        return await self._run(company)
+
+    async def _run(self, company: Company) -> int:
+        self._output = Output(company.job, self._broken)
+        company.say = self._output.say
+        keyboard = Keyboard()
         reader = asyncio.create_task(self._until_broken())
         try:
             if self._job.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
                 self._output.say(f"OMP_NUM_THREADS=1 for each of {self._job.local_world_size} ranks; set it to choose")
-            number = 0
-            while True:
-                self._attempt = Attempt(self._job, number, self._place, self._output, keyboard, spared=self._spared)
-                story = await self._attempt.run()
-                verdict = judge(story.outcomes, story.findings, story.hanging, story.stopped)
-                if verdict is None or not self._again(verdict, number):
-                    break
-                number += 1
-                self._output.write(telling.words(verdict, story.leftovers))
-                self._output.say(f"restart {number} of {self._job.max_restarts}")
-            self._tell(verdict, story, number)
+            end = await self._attempts(company, keyboard)
+            self._tell(end)
         finally:
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
+            await company.close()
             self._output.close()
-        return 0 if verdict is None else verdict.exit_code
+        return end.exit_code
 
-    def _again(self, verdict: Verdict, number: int) -> bool:
-        wanted = "any" in self._job.restart_if or verdict.cause in self._job.restart_if
-        # Running out of memory is a signal too.
-        wanted = wanted or (verdict.cause == "oom" and "signal" in self._job.restart_if)
-        return wanted and number < self._job.max_restarts and verdict.cause != "stopped" and not self._stopped
+    async def _attempts(self, company: Company, keyboard: Keyboard) -> End:
+        number = 0
+        while True:
+            end = await company.begin(number)
+            if end is not None:
+                return end
+            number, self._output.job = company.number, company.job
+            attempt = Attempt(company, number, self._place, self._output, keyboard, spared=self._spared)
+            self._attempt = company.attempt = attempt
+            end = await company.settle(await attempt.run())
+            self._attempt = company.attempt = None
+            if not end.again:
+                return end
+            number += 1
+            self._output.write(end.words)
+            self._output.say(f"restart {number} of {self._job.max_restarts}")
 
-    def _tell(self, verdict: Verdict | None, story: Story, number: int) -> None:
-        if self._job.report:
-            found = telling.report(self._job, number, verdict, story.outcomes, story.leftovers)
+    def _tell(self, end: End) -> None:
+        if self._job.report and end.report:
             try:
-                Path(self._job.report).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                Path(self._job.report).write_text(end.report, encoding="utf-8")
             except OSError as problem:
                 self._output.say(f"the report could not be written to {self._job.report}: {problem.strerror}")
-        if verdict is not None:
-            self._output.write(telling.words(verdict, story.leftovers))
-        elif story.leftovers:
-            self._output.say("ended what the ranks had left behind: " + "; ".join(story.leftovers))
+        if end.words:
+            self._output.write(end.words)
 
     # Signals -----------------------------------------------------------------------------------------------
 
@@ -118,8 +140,12 @@ class _Agent:
 
     def _stop(self, number: int) -> None:
         self._stopped = True
-        if self._attempt is not None:
-            self._attempt.stop(number)
+        if self._company is None:
+            self._stopping(number)
+            return
+        for _ in range(self._company.stop(number)):
+            if self._attempt is not None:
+                self._attempt.stop(number)
 
     def _pause(self) -> None:
         """Ctrl-Z: the workers are in sessions of their own, so it reaches only us."""

@@ -9,19 +9,20 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..diagnosis import Diagnosis
-from ..world import Address
 from . import descendants, hang, memory
-from .ending import LEFTOVER_S, Ending
-from .job import Job
+from .ending import EXPLAIN_S, LEFTOVER_S, Ending
 from .keyboard import Keyboard
 from .output import Output
 from .process import Process
 from .variables import MARK, variables
 from .verdict import Outcome
+
+if TYPE_CHECKING:
+    from .company import Company
 
 __all__ = ["Attempt", "Place", "Story"]
 
@@ -37,17 +38,12 @@ _STACKS_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What all attempts of an agent share: where its workers find it, and the job's secret."""
+    """What all attempts of an agent share: where its workers find it."""
 
     name: str = field(default_factory=lambda: f"allhands-{secrets.token_hex(8)}")
-    token: str = field(
-        default_factory=lambda: os.environ.get("ALLHANDS_TOKEN", "") or secrets.token_hex(16), repr=False
-    )
 
-    def mark(self, job: Job) -> tuple[str, str]:
+    def mark(self) -> tuple[str, str]:
         """Return the variable and its value that mark every process of the job on this node."""
-        if job.nodes > 1 and job.node_rank > 0:
-            return MARK, f"tcp://{job.coordinator}"
         return MARK, f"unix:{self.name}"
 
 
@@ -56,7 +52,6 @@ class Story:
     """All that is known once an attempt is over; `verdict.judge` makes the verdict of it."""
 
     outcomes: list[Outcome]
-    findings: list[Diagnosis]
     hanging: hang.Hang | None
     stopped: int
     leftovers: list[str]
@@ -66,55 +61,49 @@ class Attempt:
     """The workers of this node while they run, and the end of them."""
 
     def __init__(
-        self, job: Job, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: set[int]
+        self, company: Company, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: set[int]
     ) -> None:
-        self.job, self.number = job, number
+        self.job, self.number = company.job, number
+        self._company = company
+        self._inquired = False
+        self._stood = (False, False)
         self.processes: list[Process] = []
         self._place, self._output, self._keyboard = place, output, keyboard
         self._spared = spared
-        self._ending = Ending(job.grace_s)
+        self._ending = Ending(self.job.grace_s)
         self._changed = asyncio.Event()
         self._hang: hang.Hang | None = None
-        self._watch = hang.Watch(job.hang_timeout_s)
+        self._watch = hang.Watch(self.job.hang_timeout_s)
         self._stopped = 0
         self._leftovers: list[str] = []
         self._memory = memory.Memory()
 
     async def run(self) -> Story:
         """Start the workers and see them to their end."""
-        hosting = None
         try:
-            with _master(self.job) as master:
-                self._start(master)
-                if self.job.node_rank == 0:
-                    # After the workers, whose interpreters start meanwhile: the control plane takes a while to import.
-                    from .hosting import Hosting
-
-                    hosting = Hosting(self._place.name, self._place.token.encode(), self.job.coordinator)
-                    await hosting.start()
-                await self._follow()
-                await self._leftover()
-                await self._output.drained(_DRAIN_S)
+            self._start()
+            await self._company.host(self._place.name)
+            await self._follow()
+            await self._leftover()
+            await self._output.drained(_DRAIN_S)
         finally:
             self._keyboard.close()
             self.kill()
-            if hosting is not None:
-                await hosting.close()
         outcomes = [self._outcome(process) for process in self.processes]
         for process in self.processes:
             process.close()
-        findings = hosting.findings if hosting is not None else []
-        return Story(outcomes, findings, self._hang, self._stopped, self._leftovers)
+        return Story(outcomes, self._hang, self._stopped, self._leftovers)
 
-    def _start(self, master: Address) -> None:
+    def _start(self) -> None:
         for local_rank in range(self.job.local_world_size):
             environment = variables(
                 self.job,
                 local_rank,
                 self.number,
-                coordinator=self._place.mark(self.job)[1],
-                token=self._place.token,
-                master=master,
+                coordinator=self._place.mark()[1],
+                token=self._company.token,
+                master=self._company.master,
+                address=self._company.address,
                 environment=os.environ,
             )
             stdin, taken = self._keyboard.open() if self.job.rank(local_rank) == 0 else _nothing()
@@ -132,13 +121,22 @@ class Attempt:
         """Wait for the end of every worker, sending what is due on the way."""
         while any(process.alive for process in self.processes):
             now = time.monotonic()
-            if any(process.failed for process in self.processes):
+            if self._failed and not self._ending.begun:
+                self._company.failing()
                 self._ending.fail(now)
             self._send(self._ending.due(now))
             await self._look_for_hang(now)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LOOK_S if self._ending.begun else self._watch.pause_s)
+
+        if not self._ending.begun and self._failed:
+            # It was the last one here; others may run on other nodes.
+            self._company.failing()
+
+    @property
+    def _failed(self) -> bool:
+        return any(process.failed for process in self.processes)
 
     def _send(self, number: int) -> None:
         if number == signal.SIGKILL:
@@ -168,6 +166,16 @@ class Attempt:
         self._ending.stop(time.monotonic(), number)
         self._changed.set()
 
+    def finish(self, patience_s: float = EXPLAIN_S) -> None:
+        """Another node failed, or is lost: the workers may end by themselves for ``patience_s``, then are ended."""
+        self._ending.fail(time.monotonic(), patience_s)
+        self._changed.set()
+
+    def inquire(self) -> None:
+        """The whole job stands still: find out what every worker is doing, then end them."""
+        self._inquired = True
+        self._changed.set()
+
     def pause(self) -> None:
         """Stop every worker, as Ctrl-Z does."""
         for process in self.processes:
@@ -182,10 +190,15 @@ class Attempt:
     # Hangs -------------------------------------------------------------------------------------------------
 
     async def _look_for_hang(self, now: float) -> None:
-        if self._ending.begun or not self._watch.on:
+        if self._ending.begun:
             return
-        boards = {process.rank: process.notes() for process in self.processes if process.alive}
-        if self._watch.hangs(now, boards):
+        if self._watch.on:
+            boards = {process.rank: process.notes() for process in self.processes if process.alive}
+            stands = self._watch.stands(now, boards)
+            if stands != self._stood:
+                self._stood = stands
+                self._company.still(still=stands[0], inside=stands[1])
+        if self._inquired and self._hang is None:
             self._hang = await self.ask()
             self._ending.fail(time.monotonic(), 0.0)
 
@@ -253,24 +266,10 @@ class Attempt:
             stack=process.fatal(),
             board=process.notes(),
             memory=self._memory.killed(process.pid) if status == -signal.SIGKILL and not process.sent else "",
+            node=self.job.node_rank if self.job.nodes > 1 else None,
         )
 
 
 def _nothing() -> tuple[int, Callable[[], None]]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     return nothing, lambda: os.close(nothing)
-
-
-@contextlib.contextmanager
-def _master(job: Job) -> Iterator[Address]:
-    """Yield what MASTER_ADDR and MASTER_PORT are to say.
-
-    A port that is chosen here stays bound, so that nobody else is given it; as it does not listen, rank 0 still can.
-    """
-    if job.master is not None:
-        yield job.master
-        return
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
-        yield Address("127.0.0.1", kept.getsockname()[1])

@@ -46,13 +46,17 @@ class Watch:
 
     def hangs(self, now: float, boards: _Boards) -> bool:
         """Tell whether no board moved, and someone has been inside one collective, for the whole time."""
+        return all(self.stands(now, boards))
+
+    def stands(self, now: float, boards: _Boards) -> tuple[bool, bool]:
+        """Tell whether no board moved for the whole time, and whether someone was inside one collective as long."""
         seen = {rank: _marks(board) for rank, board in boards.items()}
         if seen != self._seen or self._since is None:
             self._seen, self._since = seen, now
-            return False
+            return False, False
         inside = [note for board in boards.values() if board for note in board.under_way]
         longest = max((now - (note.started_s or note.issued_s) for note in inside), default=0.0)
-        return now - self._since >= self._after_s and longest >= self._after_s
+        return now - self._since >= self._after_s, longest >= self._after_s
 
 
 def _marks(board: Board | None) -> tuple[object, ...]:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
+from collections.abc import Callable
 
 from ..control import Coordinator
-from ..control.holder import holder
 from ..diagnosis import Diagnosis
-from ..errors import AllhandsError, fail
-from ..world import Address
 
 __all__ = ["Hosting"]
 
@@ -22,19 +18,23 @@ _LINGER_S = 1.0
 class Hosting:
     """Keeps a coordinator at one place, and what the coordinators there found."""
 
-    def __init__(self, name: str, token: bytes, address: Address | None = None) -> None:
+    def __init__(self, name: str, token: bytes, opened: Callable[[], None] = lambda: None) -> None:
+        """``opened`` is called whenever there is a fresh coordinator."""
         self.findings: list[Diagnosis] = []
-        self._name, self._token, self._address = name, token, address
+        self._name, self._token, self._opened = name, token, opened
         self._coordinator: Coordinator | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen, and go on with a fresh coordinator whenever a group is over; raise why it cannot."""
-        try:
-            self._coordinator = await self._open()
-        except OSError as problem:
-            raise self._trouble(problem) from problem
+        """Listen, and go on with a fresh coordinator whenever a group is over."""
+        self._coordinator = await self._open()
+        self._opened()
         self._task = asyncio.create_task(self._renew())
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The one that serves now; None while a fresh one is being made."""
+        return self._coordinator
 
     async def close(self) -> None:
         """End it; what it found stays in `findings`."""
@@ -51,9 +51,6 @@ class Hosting:
         coordinator = Coordinator(token=self._token, linger_s=_LINGER_S)
         coordinator.roll.listening = "the launcher's coordinator"
         await coordinator.listen_unix(self._name)
-        if self._address is not None:
-            await coordinator.listen_tcp(self._address.host, self._address.port)
-            coordinator.roll.listening = str(self._address)
         coordinator.start()
         return coordinator
 
@@ -64,17 +61,7 @@ class Hosting:
             old, self._coordinator = self._coordinator, None
             await old.close()
             self._coordinator = await self._open()
-
-    def _trouble(self, problem: OSError) -> AllhandsError:
-        taken = problem.errno == errno.EADDRINUSE
-        held = holder(self._address.port) if taken and self._address is not None else None
-        return fail(
-            "port-in-use" if taken else "address-not-local",
-            f"the launcher cannot listen on {self._address}: {problem.strerror or problem}",
-            who=f"the launcher of node 0 (pid {os.getpid()})",
-            why=f"it is held by {held}" if held else "the system refused the address (observed)",
-            fix="give another port" if taken else "give an address of this machine: node 0 must run where it is",
-        )
+            self._opened()
 
     def _note(self, coordinator: Coordinator) -> None:
         found = coordinator.verdict or coordinator.refused

@@ -31,13 +31,17 @@ class Job:
     name: str = ""
     local_world_size: int = 1
     nodes: int = 1
+    # -1 where the agents find out: who can open the coordinator's address is 0, the others are numbered as they come.
     node_rank: int = 0
+    # How many ranks each node has, once the agents have met; () while every node is taken to have as many as this one.
+    layout: tuple[int, ...] = ()
     coordinator: Address | None = None
     master: Address | None = None
     role: str = "default"
     init: bool = False
     max_restarts: int = 0
     restart_if: frozenset[str] = frozenset({"any"})
+    timeout_s: float = 600.0
     grace_s: float = 10.0
     hang_timeout_s: float = 0.0
     prefix: bool = True
@@ -50,11 +54,12 @@ class Job:
     @property
     def world_size(self) -> int:
         """How many ranks the job has on all nodes."""
-        return self.nodes * self.local_world_size
+        return sum(self.layout) or self.nodes * self.local_world_size
 
     def rank(self, local_rank: int) -> int:
         """Return the rank of this node's worker ``local_rank``."""
-        return self.node_rank * self.local_world_size + local_rank
+        before = sum(self.layout[: self.node_rank]) if self.layout else self.node_rank * self.local_world_size
+        return before + local_rank
 
     def streams_of(self, local_rank: int) -> Streams:
         """Return where the streams of this node's worker ``local_rank`` go."""

@@ -45,8 +45,9 @@ def _option(name: str, **kw: Any) -> Callable[[_Function], _Function]:
 @click.command("run", cls=_Command)
 @_option("--nproc-per-node", short="-n", default="1", show_default=True, metavar="N|cpu|gpu|auto", help="Ranks here.")
 @_option("--nnodes", default="1", show_default=True, metavar="M", help="Nodes in all (M, or torchrun's M:M).")
-@_option("--node-rank", type=int, default=None, metavar="R", help="Which node this is, from 0.")
+@_option("--node-rank", type=int, default=None, metavar="R", help="Which node this is, from 0; else as they come.")
 @_option("--coordinator", default="", metavar="HOST:PORT", help="Where node 0's agent listens, for several nodes.")
+@_option("--timeout", type=float, default=None, metavar="S", help="How long nodes wait for each other (600).")
 @_option("--init", is_flag=True, help="Form the group before the script starts, and end it afterwards.")
 @_option("--module", short="-m", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @_option("--no-python", is_flag=True, help="SCRIPT is a program of its own, not Python.")
@@ -68,7 +69,7 @@ def _option(name: str, **kw: Any) -> Callable[[_Function], _Function]:
 @_option("--rdzv-id", default="none", help="The job's name.")
 @_option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="As --coordinator.")
 @_option("--rdzv-backend", default="static", help="static or c10d; both are allhands' own roll call.")
-@_option("--rdzv-conf", default="", help="Accepted from torchrun and not needed.")
+@_option("--rdzv-conf", default="", help="Of torchrun's, join_timeout= and timeout= are as --timeout.")
 @_option("--standalone", is_flag=True, help="One node; what allhands does without --nnodes.")
 @_option("--master-addr", default="", help="MASTER_ADDR for the script; --coordinator where that is not given.")
 @_option("--master-port", type=int, default=None, help="MASTER_PORT for the script; a free port by default.")
@@ -110,8 +111,10 @@ def _job(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
         kind = "program"
     if given["init"] and kind == "program":
         raise _wrong("init", "a program that is not Python has no group to form; leave --no-python out")
-    node_rank = given["node_rank"] or 0
-    if not 0 <= node_rank < nodes:
+    node_rank = given["node_rank"]
+    if node_rank is None:
+        node_rank = 0 if nodes == 1 else -1
+    elif not 0 <= node_rank < nodes:
         raise _wrong("node_rank", f"{node_rank} is not between 0 and {nodes - 1}")
     return Job(
         target=_checked(script, kind),
@@ -127,6 +130,7 @@ def _job(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
         init=given["init"],
         max_restarts=given["max_restarts"],
         restart_if=causes,
+        timeout_s=_timeout(given),
         grace_s=given["grace"],
         hang_timeout_s=given["hang_timeout"],
         prefix=not given["no_prefix"],
@@ -148,6 +152,21 @@ def _name(given: dict[str, Any], nodes: int) -> str:
         return str(given["rdzv_id"])
     # All nodes must say the same name, and know nothing of each other yet.
     return f"run-{secrets.token_hex(4)}" if nodes == 1 else "run"
+
+
+def _timeout(given: dict[str, Any]) -> float:
+    """Return how long nodes wait for each other: torchrun's join_timeout by default."""
+    seconds = given["timeout"]
+    if seconds is None:
+        conf = dict(part.strip().partition("=")[::2] for part in given["rdzv_conf"].split(",") if "=" in part)
+        text = conf.get("join_timeout") or conf.get("timeout") or "600"
+        try:
+            seconds = float(text)
+        except ValueError:
+            raise _wrong("rdzv_conf", f"{text!r} is not a number of seconds") from None
+    if not 0 < seconds < float("inf"):
+        raise _wrong("timeout", f"{seconds} is not a number of seconds above 0")
+    return float(seconds)
 
 
 def _nodes(text: str) -> int:
@@ -199,12 +218,11 @@ def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Addre
         return None, master
     place = given["coordinator"] or given["rdzv_endpoint"]
     if not place and host:
+        # torchrun's static form: this is where the agents meet, and torch's own store gets a port of its own.
         place = f"{given['master_addr']}:{port or _DEFAULT_PORT}"
         master = None
     if not place or given["standalone"]:
         raise _wrong("nnodes", f"{nodes} nodes need --coordinator HOST:PORT, an address of node 0, on each of them")
-    if given["node_rank"] is None:
-        raise _wrong("node_rank", f"each of the {nodes} nodes needs its own number, from 0 to {nodes - 1}")
     # All environments come with it; one node does not wait for them.
     from ..environments.address import parse
     from ..errors import AllhandsError
@@ -213,8 +231,7 @@ def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Addre
         address = parse(place if "://" in place else f"tcp://{place}", f"--coordinator {place}")
     except AllhandsError as problem:
         raise click.UsageError(f"{problem.diagnosis.what}: {problem.diagnosis.why}") from problem
-    # Every node must name the same port for torch's own store, which is not the coordinator's.
-    return address, master or Address(address.host, address.port + 1 if address.port < 65535 else 65534)
+    return address, master
 
 
 def _streams(given: dict[str, Any], local: int) -> tuple[Streams, ...]:

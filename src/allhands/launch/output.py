@@ -68,7 +68,8 @@ class Output:
     """All streams of all workers of this node. Lives as long as the agent; pipes come and go with attempts."""
 
     def __init__(self, job: Job, on_broken: asyncio.Event) -> None:
-        self._job = job
+        # Which ranks are here; others may be here after a restart on several nodes.
+        self.job = job
         self._loop = asyncio.get_running_loop()
         self._broken = on_broken
         self._screen = Screen(resume=self._resume_soon, broken=self._broke)
@@ -86,7 +87,7 @@ class Output:
 
     def label(self, ranks: list[int], stream: int) -> bytes:
         """Return what stands before lines of ``ranks``."""
-        if not self._job.prefix:
+        if not self.job.prefix:
             return b""
         return label(ranges(ranks), ranks[0] if self._coloured[stream] else None)
 
@@ -94,15 +95,15 @@ class Output:
 
     def open(self, local_rank: int, attempt: int) -> tuple[int, int]:
         """Return what a worker is to have as stdout and stderr; give them to `given` once it has them."""
-        streams = self._job.streams_of(local_rank)
+        streams = self.job.streams_of(local_rank)
         found = []
         for stream, bit in ((1, 1), (2, 2)):
             log = self._log(attempt, local_rank, stream) if (streams.redirected | streams.teed) & bit else None
             if streams.redirected & bit and not streams.teed & bit and log is not None:
                 found.append(log)
                 continue
-            shown = self._job.shown is None or local_rank in self._job.shown
-            pipe = Pipe(self, self._job.rank(local_rank), stream, shown=shown, log=log)
+            shown = self.job.shown is None or local_rank in self.job.shown
+            pipe = Pipe(self, self.job.rank(local_rank), stream, shown=shown, log=log)
             self._pipes.add(pipe)
             self._loop.add_reader(pipe.reader, pipe.read)
             found.append(pipe.writer)
@@ -120,11 +121,11 @@ class Output:
     def _log(self, attempt: int, local_rank: int, stream: int) -> int | None:
         """Open torchrun's file for it: DIR/NAME_random/attempt_0/RANK/stdout.log."""
         if self.folder is None:
-            base = self._job.log_dir or None
+            base = self.job.log_dir or None
             try:
                 if base is not None:
                     Path(base).mkdir(parents=True, exist_ok=True)
-                self.folder = Path(tempfile.mkdtemp(prefix=f"{self._job.name}_", dir=base))
+                self.folder = Path(tempfile.mkdtemp(prefix=f"{self.job.name}_", dir=base))
             except OSError as problem:
                 raise fail(
                     "invalid-argument",

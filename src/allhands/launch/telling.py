@@ -12,7 +12,7 @@ from .hang import Hang
 from .job import Job
 from .verdict import Outcome, Verdict, status_word
 
-__all__ = ["culprits", "last_calls", "report", "standing", "words"]
+__all__ = ["brief", "culprits", "last_calls", "report", "standing", "words"]
 
 # More stacks and tracebacks than this are in --report only; the first ones tell who is to blame.
 _MOST_TRACES = 4
@@ -23,12 +23,7 @@ _MOST_CULPRITS = 8
 
 def words(verdict: Verdict, leftovers: list[str]) -> str:
     """Return what people read when a job has died."""
-    lines = [f"allhands: {verdict.what}"]
-    lines += [f"  who:   {each}" for each in culprits(verdict)]
-    if verdict.why:
-        lines.append(f"  why:   {verdict.why}")
-    if verdict.fix:
-        lines.append(f"  fix:   {verdict.fix}")
+    lines = _head(verdict)
     for who, words_ in verdict.followers:
         lines.append(f"  {'after:' if verdict.culprits else 'ranks:'} {ranks(who)}: {words_}")
     lines += last_calls({outcome.rank: outcome.board for outcome in verdict.outcomes})
@@ -46,6 +41,21 @@ def words(verdict: Verdict, leftovers: list[str]) -> str:
         lines += [f"         {each}" for each in leftovers[:8]]
     lines.append(f"  exit status {verdict.exit_code}")
     return "\n".join(lines) + "\n"
+
+
+def brief(verdict: Verdict) -> str:
+    """Return the verdict in short, for the screens of the other nodes: who and why, not how they came there."""
+    return "\n".join([*_head(verdict), f"  exit status {verdict.exit_code} (the whole verdict is on node 0)"]) + "\n"
+
+
+def _head(verdict: Verdict) -> list[str]:
+    lines = [f"allhands: {verdict.what}"]
+    lines += [f"  who:   {each}" for each in culprits(verdict)]
+    if verdict.why:
+        lines.append(f"  why:   {verdict.why}")
+    if verdict.fix:
+        lines.append(f"  fix:   {verdict.fix}")
+    return lines
 
 
 def culprits(verdict: Verdict) -> list[str]:
@@ -127,6 +137,7 @@ def report(
         "followers": [] if verdict is None else [{"ranks": list(who), "did": did} for who, did in verdict.followers],
         "left_behind": leftovers,
         "ranks": [_rank(outcome) for outcome in outcomes],
+        "nodes": job.nodes,
     }
     if verdict is not None:
         found["traces"] = [{"ranks": list(who), "text": text} for who, text in verdict.traces]
@@ -139,6 +150,7 @@ def _rank(outcome: Outcome) -> dict[str, Any]:
     last = outcome.board.last if outcome.board else None
     return {
         "rank": outcome.rank,
+        "node": outcome.node or 0,
         "host": outcome.host,
         "pid": outcome.pid,
         "exit_code": outcome.status if outcome.status >= 0 else None,

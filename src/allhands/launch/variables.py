@@ -13,7 +13,13 @@ __all__ = ["MARK", "STALE", "variables"]
 MARK = "ALLHANDS_COORDINATOR"
 
 # What an outer launcher may have left and would be believed or would be wrong here.
-STALE = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLHANDS_BOARD_FD", "ALLHANDS_TOKEN_FILE")
+STALE = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "ALLHANDS_BOARD_FD",
+    "ALLHANDS_NODE_ADDRESS",
+    "ALLHANDS_TOKEN_FILE",
+)
 
 
 def variables(
@@ -24,6 +30,7 @@ def variables(
     coordinator: str,
     token: str,
     master: Address,
+    address: str = "",
     environment: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the environment of this node's worker ``local_rank`` in the start number ``attempt``.
@@ -59,6 +66,8 @@ def variables(
         MARK: coordinator,
     }
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if address:
+        found["ALLHANDS_NODE_ADDRESS"] = address
     if job.local_world_size > 1:
         # As torchrun: each rank would otherwise start a thread for every core, for its own use.
         found.setdefault("OMP_NUM_THREADS", "1")

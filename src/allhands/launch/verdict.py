@@ -11,6 +11,7 @@ from ..diagnosis import Diagnosis, duration, ranks
 from ..diagnosis.transport import TRANSPORT
 from ..notes import Board
 from .hang import Hang
+from .loss import Loss, words_of
 
 __all__ = ["HANG_STATUS", "Outcome", "Verdict", "judge", "status_word"]
 
@@ -50,9 +51,12 @@ class Outcome:
     stack: str = ""
     board: Board | None = None
     memory: str = ""
+    # Which node it was on, where there are several.
+    node: int | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+        place = self.host if self.node is None else f"node {self.node}, {self.host}"
+        return f"rank {self.rank} ({place}, pid {self.pid})"
 
     @property
     def at_s(self) -> float:
@@ -114,20 +118,27 @@ def judge(
     findings: Sequence[Diagnosis] = (),
     hanging: Hang | None = None,
     stopped: int = 0,
+    *,
+    by: str = "",
+    lost: Sequence[Loss] = (),
 ) -> Verdict | None:
     """Return the verdict on a job that is over, None where it went well.
 
     ``findings`` is what the coordinator saw, ``hanging`` what was found when the job stood still, ``stopped`` the
-    signal by which someone ended it.
+    signal by which someone ended it (``by`` which node, where there are several), ``lost`` the nodes of which no
+    outcomes came.
     """
     if hanging is not None:
         return _hung(outcomes, hanging)
-    if all(outcome.status == 0 for outcome in outcomes):
+    if not lost and all(outcome.status == 0 for outcome in outcomes):
         return None
     failed = [outcome for outcome in outcomes if outcome.status != 0 and not outcome.ended_by_agent]
     own = sorted((outcome for outcome in failed if not outcome.follows), key=lambda outcome: outcome.at_s)
     if stopped and not [outcome for outcome in own if not _interrupted(outcome, stopped)]:
-        return _stopped(outcomes, stopped)
+        return _stopped(outcomes, stopped, by)
+    gone = _to_blame(lost, own)
+    if gone is not None:
+        return _lost(outcomes, gone, lost)
     # The last finding first: a script may have gone on after an earlier group failed.
     findings = list(reversed(findings))
     named = [rank for finding in findings for rank in finding.ranks]
@@ -251,7 +262,31 @@ def _where(hanging: Hang, rank: int) -> str:
     return f"rank {rank} was last in {last.call} at {last.site} and came out of it"
 
 
-def _stopped(outcomes: Sequence[Outcome], number: int) -> Verdict:
+def _to_blame(lost: Sequence[Loss], own: Sequence[Outcome]) -> Loss | None:
+    """Return the node whose loss is to blame: the first, unless a rank failed by itself before that was last heard."""
+    if not lost:
+        return None
+    first = min(lost, key=lambda loss: (not loss.observed, loss.at_s))
+    return None if any(outcome.at_s < first.at_s for outcome in own) else first
+
+
+def _lost(outcomes: Sequence[Outcome], first: Loss, lost: Sequence[Loss]) -> Verdict:
+    why, fix = words_of(first)
+    others = [loss for loss in lost if loss is not first]
+    known = {outcome.rank for outcome in outcomes}
+    return Verdict(
+        cause="lost",
+        culprits=tuple(rank for loss in (first, *others) for rank in loss.ranks if rank not in known),
+        what="; ".join([first.what, *(loss.what for loss in others)]),
+        why=why,
+        fix=fix,
+        exit_code=1,
+        followers=_followers(outcomes, ()),
+        outcomes=tuple(outcomes),
+    )
+
+
+def _stopped(outcomes: Sequence[Outcome], number: int, by: str) -> Verdict:
     name = signal.Signals(number).name
     said = {
         signal.SIGINT: "Ctrl-C or SIGINT",
@@ -261,7 +296,7 @@ def _stopped(outcomes: Sequence[Outcome], number: int) -> Verdict:
     return Verdict(
         cause="stopped",
         culprits=(),
-        what=f"the job was stopped by {said.get(signal.Signals(number), name)}",
+        what=f"the job was stopped by {said.get(signal.Signals(number), name)}" + (f" on {by}" if by else ""),
         why="",
         fix="",
         exit_code=128 + number,

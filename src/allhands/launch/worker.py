@@ -17,7 +17,7 @@ from .record import exited, raised, write
 # Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
 __all__ = ["PROGRAM", "STACKS", "follow", "main", "order"]
 
@@ -144,7 +144,20 @@ def _fail(problem: BaseException, record: int) -> NoReturn:
     problem.__traceback__ = trace
     write(record, raised(problem, trace))
     sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, trace
+    _spare_traceback(problem)
     sys.excepthook(type(problem), problem, trace)
     # Raised again, so that exit handlers, exit status and what Ctrl-C does to a process are Python's own.
     sys.excepthook = lambda *_: None
     raise problem
+
+
+def _spare_traceback(problem: BaseException) -> None:
+    """Leave the culprit's traceback out of an error that only passes it on.
+
+    The culprit shows it, and so does the verdict; each of n ranks would show it otherwise.
+    """
+    diagnosis: Any = getattr(problem, "diagnosis", None)
+    if getattr(diagnosis, "traceback", ""):
+        import msgspec
+
+        problem.diagnosis = msgspec.structs.replace(diagnosis, traceback="")  # type: ignore[attr-defined]  # ours

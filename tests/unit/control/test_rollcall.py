@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from allhands.control import refusals
 from allhands.control.arrival import Arrival
 from allhands.control.identity import Identity
 from allhands.control.messages import Claim
+from allhands.control.party import NODES
 from allhands.control.rollcall import Completed, RefusedRoll, RollCall, Waits, decide
 from allhands.diagnosis import Diagnosis
 
@@ -433,3 +435,44 @@ def test_ranks_that_meet_by_their_parent_are_told_so(nameless: bool) -> None:
     decision = decide(state.deadline, state)
     assert isinstance(decision, RefusedRoll)
     assert ("ALLHANDS_JOB" in decision.diagnosis.fix) is nameless
+
+
+# Nodes in the place of ranks ------------------------------------------------------------------------------------
+
+
+def nodes(*arrivals: Arrival) -> RollCall:
+    """Return the roll call of agents to which these have answered."""
+    state = RollCall(OPENED, listening="node-a:29500", party=NODES)
+    for each in arrivals:
+        state.arrive(replace(each, party=NODES))
+    return state
+
+
+def test_nodes_are_called_nodes() -> None:
+    """The agents' roll call has the ranks' slugs, and speaks of nodes and of the launcher's options."""
+    state = nodes(arrival(0, 3))
+    assert waiting(state) == "1 of 3 nodes are here; waiting for nodes 1 and 2 (2 s)"
+    missing = refused(state, DEADLINE)
+    assert (missing.slug, missing.ranks) == ("missing-ranks", (1, 2))
+    assert missing.what == "1 of 3 nodes answered within 60 s"
+    assert missing.who == "node 0 (node-a) waited for nodes 1 and 2"
+    assert missing.fix.endswith("or raise --timeout")
+    double = refused(nodes(arrival(0, 2), arrival(1, 2), arrival(1, 2, host="node-b")))
+    assert (double.slug, double.what) == ("duplicate-rank", "two processes claim node 1 of 2")
+    assert "its own node (--node-rank)" in double.fix
+    sizes = refused(nodes(arrival(0, 2), arrival(1, 3, host="node-b")))
+    assert sizes.what == "nodes disagree about the number of nodes: node 0 says 2 and node 1 says 3"
+    assert (sizes.slug, sizes.fix) == ("world-size-mismatch", "start every node with the same --nnodes")
+    assert sizes.who == "node 0 (node-a) and node 1 (node-b)"
+
+
+def test_a_node_without_a_number() -> None:
+    """An agent that was given no --node-rank is not called node -1."""
+    assert (NODES.one(3), NODES.one(-1)) == ("node 3", "a node without a number")
+
+
+def test_nodes_on_loopback_only() -> None:
+    """How many ranks an agent starts says nothing about whether all nodes are on one host."""
+    state = nodes(arrival(0, 2, local_world_size=2))
+    state.only_loopback = True
+    assert "nodes on other hosts cannot reach it" in refused(state, DEADLINE).why

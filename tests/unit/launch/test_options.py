@@ -61,12 +61,29 @@ def test_pet_variables(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_nodes(script: str) -> None:
-    """Nodes, coordinator and ranks; torch's own store is at the next port, on every node the same."""
+    """Nodes, coordinator and ranks; node 0 chooses the port of torch's own store, unless one is given."""
     found = job("--nnodes", "2:2", "--node-rank", "1", "-n", "4", "--coordinator", "node-a:4000", script)
     assert (found.nodes, found.world_size, found.rank(2)) == (2, 8, 6)
-    assert (found.coordinator, found.master) == (Address("node-a", 4000), Address("node-a", 4001))
+    assert (found.coordinator, found.master) == (Address("node-a", 4000), None)
+    given = job("--nnodes=2", "--coordinator=a:1", "--master-addr=b", "--master-port=2", script)
+    assert (given.coordinator, given.master, given.node_rank) == (Address("a", 1), Address("b", 2), -1)
     same = job("--nnodes=2", "--node_rank=0", "--master_addr=[::1]", "--master_port=4000", script)
     assert same.coordinator == Address("::1", 4000)
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds"),
+    [
+        ([], 600.0),
+        (["--timeout", "5"], 5.0),
+        (["--rdzv-conf", "last_call_timeout=1,join_timeout=30"], 30.0),
+        (["--rdzv_conf=timeout=900"], 900.0),
+        (["--rdzv-conf", "join_timeout=30", "--timeout", "2.5"], 2.5),
+    ],
+)
+def test_how_long_nodes_wait(script: str, line: list[str], seconds: float) -> None:
+    """--timeout, or what torchrun takes in --rdzv-conf."""
+    assert job(*line, script).timeout_s == seconds
 
 
 @pytest.mark.parametrize(("number", "count"), [("cpu", None), ("auto", None), ("7", 7)])
@@ -90,7 +107,8 @@ def test_how_many(script: str, number: str, count: int | None, monkeypatch: pyte
         (["--nnodes", "0"], "at least 1 node"),
         (["--nnodes", "x"], "'x' is not a number of nodes"),
         (["--nnodes", "2"], "need --coordinator HOST:PORT"),
-        (["--nnodes", "2", "--coordinator", "a:1"], "needs its own number"),
+        (["--timeout", "0"], "0.0 is not a number of seconds above 0"),
+        (["--rdzv-conf", "timeout=soon"], "'soon' is not a number of seconds"),
         (["--nnodes", "2", "--coordinator", "a:1", "--node-rank", "2"], "not between 0 and 1"),
         (["--nnodes", "2", "--coordinator", "a", "--node-rank", "1"], "is not an address"),
         (["--rdzv-backend", "etcd"], "'etcd' is not known"),

@@ -1,0 +1,479 @@
+"""`allhands run` over several nodes: an agent on each of several hosts, which are network namespaces."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import leaks
+from hosts.conftest import Host, Making, Network
+from hosts.hostside import CLONE_NEWNET
+from ranks.runner import Ran, Running, running
+
+pytestmark = pytest.mark.hosts
+
+ENTERING = (sys.executable, str(Path(__file__).with_name("entering.py")))
+
+PORT = 29500
+
+# Neither torch nor a group: for what the agents do by themselves.
+WAITS = """
+import os, sys, time
+print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["ALLHANDS_RESTART"], flush=True)
+time.sleep(600)
+"""
+
+TRAINS = """
+import os, socket
+import torch
+import allhands as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+truth = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+first = last = 0.0
+for step in range(40):
+    x = torch.randn(32, 4)
+    loss = torch.nn.functional.mse_loss(model(x), x @ truth)
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+    first, last = first or loss.item(), loss.item()
+weights = [parameter.detach().clone() for parameter in model.parameters()]
+others = [torch.empty_like(weights[0]) for _ in range(dist.get_world_size())]
+dist.all_gather(others, weights[0])
+assert all(torch.equal(other, weights[0]) for other in others)
+assert last < first / 10, (first, last)
+print("trained", dist.get_rank(), dist.get_world_size(), socket.gethostname(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@contextmanager
+def agents(
+    made: Network,
+    source: str,
+    *options: str,
+    port: int = PORT,
+    each: Mapping[int, tuple[str, ...]] | None = None,
+    env: Mapping[int, Mapping[str, str]] | None = None,
+    on: tuple[int, ...] = (0, 1),
+    nodes: int = 0,
+    ranks: tuple[int, ...] = (2, 2),
+) -> Iterator[list[Running]]:
+    """Start an agent on each of the hosts ``on``; they meet at the first host's address unless ``each`` says else."""
+    with ExitStack() as stack:
+        jobs = []
+        for node, place in enumerate(on):
+            host = made.hosts[place]
+            line = ["--nnodes", str(nodes or len(on)), "--coordinator", f"{made.hosts[0].ipv4}:{port}", *options]
+            line += (each or {}).get(node, ("--node-rank", str(node)))
+            variables = {**host.environment(), **(env or {}).get(node, {})}
+            jobs.append(stack.enter_context(running(source, *line, ranks=ranks[node], env=variables, before=ENTERING)))
+        yield jobs
+
+
+def results(jobs: list[Running]) -> list[Ran]:
+    """Wait for all agents."""
+    return [job.result() for job in jobs]
+
+
+def pids(job: Running, number: int) -> list[int]:
+    """Wait for ``number`` workers of an agent; return their pids."""
+    job.wait_for("here", number)
+    below = [int(pid) for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()]
+    return [pid for pid in below if b"allhands.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+# Jobs that go well -----------------------------------------------------------------------------------------------
+
+
+def test_two_agents_train(network: Making) -> None:
+    """Two agents with two and one ranks train to the end, over one TCP connection to node 0's agent and no other."""
+    made = network()
+    held: list[int] = []
+    with agents(made, TRAINS, ranks=(2, 1)) as jobs:
+        while jobs[0].process.poll() is None:
+            held.append(_connections(made.hosts[0], PORT))
+            time.sleep(0.1)
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert sorted(line.split("trained ")[1] for line in (first.out + second.out).splitlines() if "trained" in line) == [
+        "0 3 host-a",
+        "1 3 host-a",
+        "2 3 host-b",
+    ]
+    assert max(held) == 1
+    assert [rank["node"] for rank in first.report["ranks"]] == [0, 0, 1]
+    assert first.report == second.report
+
+
+def _connections(host: Host, port: int) -> int:
+    """Count the established connections to ``port`` on ``host``, as the kernel there lists them."""
+    line = ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/tcp"]
+    rows = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    return sum(1 for row in rows if row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "01")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_a_script_of_torchs_own(network: Making, token: str) -> None:
+    """A script that knows only torch meets at node 0, at a port that its agent chose; with and without a token."""
+    made = network()
+    source = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    print("sum", int(x.item()))
+    dist.destroy_process_group()
+    """
+    # Each host's own name leads to loopback, as on Debian, and Gloo by itself would go there.
+    env = {"GLOO_SOCKET_IFNAME": "eth0", **({"ALLHANDS_TOKEN": token} if token else {})}
+    with agents(made, source, env={0: env, 1: env}, ranks=(1, 2)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out + second.out).count("sum 3") == 3
+    assert ("without a token" in first.err) is not bool(token)
+
+
+def test_numbers_by_arrival(network: Making) -> None:
+    """Without --node-rank, as with torchrun's c10d: who owns the address is node 0, wherever it is started."""
+    made = network()
+    endpoint = f"{made.hosts[1].ipv4}:{PORT}"
+    line = ("--rdzv-backend", "c10d", "--rdzv-id", "night", "--rdzv-endpoint", endpoint, "--coordinator", "")
+    source = (
+        "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'MASTER_ADDR', 'ALLHANDS_NODE_ADDRESS')))"
+    )
+    with agents(made, source, each={0: line, 1: line}, ranks=(1, 2)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    master = made.hosts[1].ipv4
+    assert second.out.splitlines() == [f"[{rank}] {rank} 0 {master} {master}" for rank in (0, 1)]
+    assert first.out.splitlines() == [f"[2] 2 1 {master} {made.hosts[0].ipv4}"]
+
+
+@pytest.mark.soak
+def test_large_values_through_the_agents(network: Making) -> None:
+    """Large values of the store pass the agents' one connection in both directions."""
+    made = network()
+    source = """
+    import allhands as dist
+    from allhands import session
+    dist.init_process_group()
+    store, rank = session.current().store, dist.get_rank()
+    store.set(f"from {rank}", bytes([rank]) * (16 << 20))
+    for other in (0, 1):
+        found = store.get(f"from {other}")
+        assert found == bytes([other]) * (16 << 20), (other, len(found))
+    print("same")
+    dist.destroy_process_group()
+    """
+    with agents(made, source, ranks=(1, 1)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out + second.out).count("same") == 2
+
+
+# The roll call between agents ------------------------------------------------------------------------------------
+
+
+# What each agent is given beside the rest; its environment; the slugs in the order of nodes. Nothing of this decides
+# before the deadline on node 0, so that is short; where it decides at once, the deadline is for a slow machine only.
+Fault = tuple[dict[int, str], dict[int, dict[str, str]], tuple[str, ...]]
+
+AT_THE_DEADLINE: dict[str, Fault] = {
+    "two nodes 0": ({0: "--node-rank 0", 1: "--node-rank 0"}, {}, ("missing-ranks", "address-not-local")),
+    "token": ({}, {0: {"ALLHANDS_TOKEN": "a"}, 1: {"ALLHANDS_TOKEN": "b"}}, ("not-authorised", "not-authorised")),
+    "port": ({1: "--node-rank 1 --coordinator 10.77.0.1:29999"}, {}, ("missing-ranks", "connection-refused")),
+    "name": ({1: "--node-rank 1 --coordinator nowhere.invalid:1"}, {}, ("missing-ranks", "address-unresolvable")),
+    "route": ({1: "--node-rank 1 --coordinator 10.99.0.1:1"}, {}, ("missing-ranks", "no-route")),
+    "loopback": ({1: "--node-rank 1 --coordinator localhost:29998"}, {}, ("missing-ranks", "loopback-advertised")),
+}
+
+AT_ONCE: dict[str, Fault] = {
+    "twice": (
+        {0: "--node-rank 0", 1: "--node-rank 1", 2: "--node-rank 1"},
+        {},
+        ("duplicate-rank", "duplicate-rank", "duplicate-rank"),
+    ),
+    "sizes": ({1: "--node-rank 1 --nnodes 3"}, {}, ("world-size-mismatch", "world-size-mismatch")),
+    "names": ({1: "--node-rank 1 --rdzv-id other"}, {}, ("job-mismatch", "job-mismatch")),
+    "stranger": ({}, {}, ("port-in-use", "wrong-service")),
+    "own name": ({0: "--node-rank 0 --coordinator host-a:29997"}, {}, ("loopback-advertised",)),
+}
+
+SERVED = 29600
+
+
+@pytest.mark.parametrize(
+    ("faults", "timeout"),
+    [pytest.param(AT_ONCE, "60", id="at-once"), pytest.param(AT_THE_DEADLINE, "8", id="late", marks=pytest.mark.soak)],
+)
+def test_faults_of_the_roll_call(network: Making, tmp_path: Path, faults: dict[str, Fault], timeout: str) -> None:
+    """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes; no rank starts."""
+    made = network(3)
+    # What the package index of an installation with another torch says; the agent imports none.
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    other = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    if faults is AT_ONCE:
+        faults = faults | {"versions": ({}, {1: other}, ("version-mismatch", "version-mismatch"))}
+    stranger = _service(made.hosts[0], SERVED)
+    try:
+        with ExitStack() as stack:
+            begun = {}
+            for number, (name, (given, env, slugs)) in enumerate(faults.items()):
+                begun[name] = stack.enter_context(
+                    agents(
+                        made,
+                        WAITS,
+                        *("--timeout", timeout),
+                        port=SERVED if name == "stranger" else PORT + number,
+                        each={node: tuple(line.split()) for node, line in given.items()},
+                        env=env,
+                        on=(0, 1, 2)[: len(slugs)],
+                        nodes=max(2, len(slugs)),
+                        ranks=(1, 1, 1),
+                    )
+                )
+            ended = {name: results(jobs) for name, jobs in begun.items()}
+    finally:
+        stranger.close()
+    for name, (_, _, slugs) in faults.items():
+        for ran, slug in zip(ended[name], slugs, strict=True):
+            assert f"[{slug}]" in ran.err, f"{name}: {ran.err}"
+            assert (ran.code, ran.out) == (1, "")
+    if "port" in faults:
+        assert "nothing was ever heard from node 1" in ended["port"][0].err
+        assert "1 of 2 nodes answered" in ended["port"][0].err
+    else:
+        assert "node 1 has torch 9.9" in ended["versions"][0].err
+        assert "two processes claim node 1 of 3" in ended["twice"][1].err
+        assert "node 0 says 2 and node 1 says 3" in ended["sizes"][0].err
+        assert "start every node with the same --nnodes" in ended["sizes"][1].err
+
+
+def _service(host: Host, port: int) -> socket.socket:
+    """Listen on ``host`` as something that is not a coordinator."""
+    made: list[socket.socket] = []
+
+    def serve() -> None:
+        # A thread moves to the host by itself; the test stays where it is.
+        with (Path("/run/netns") / host.namespace).open() as place:
+            ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET)
+        server = socket.create_server((host.ipv4, port))
+        made.append(server)
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=serve, daemon=True).start()
+    while not made:
+        time.sleep(0.01)
+    # Closing alone would not wake the thread that accepts.
+    return made[0]
+
+
+@pytest.mark.soak
+def test_a_node_behind_a_firewall(network: Making) -> None:
+    """Packets to node 0 vanish: filtered on the node behind that, missing on node 0."""
+    made = network()
+    made.hosts[1].lose(made.hosts[0])
+    with agents(made, WAITS, "--timeout", "8") as jobs:
+        first, second = results(jobs)
+    assert "[missing-ranks]" in first.err
+    assert "[connection-filtered]" in second.err
+
+
+@pytest.mark.soak
+def test_ctrl_c_before_all_are_there(network: Making) -> None:
+    """SIGINT to an agent that waits in the roll call ends the others that wait, and says who was asked."""
+    made = network(3)
+    with agents(made, WAITS, nodes=3, ranks=(1, 1)) as jobs:
+        jobs[0].wait_for("2 of 3 nodes are here; waiting for node 2")
+        jobs[1].send(signal.SIGINT)
+        first, second = results(jobs)
+    assert (first.code, second.code) == (130, 130)
+    assert "the job was stopped by SIGINT on node 1 (host-b), before all nodes were there" in first.err
+    assert "the job was stopped by SIGINT on this node" in second.err
+
+
+@pytest.mark.soak
+def test_a_name_that_comes_late(network: Making) -> None:
+    """A name that does not exist yet is asked for again, the wait is shown, and the job runs once it is there."""
+    made = network()
+    late = ("--node-rank", "1", "--coordinator", f"late-name:{PORT}")
+    with agents(made, "print('done')", each={1: late}, ranks=(1, 1)) as jobs:
+        jobs[1].wait_for("late-name does not resolve")
+        jobs[0].wait_for("1 of 2 nodes are here; waiting for node 1")
+        with made.hosts[1].hosts_file.open("a") as file:
+            file.write(f"{made.hosts[0].ipv4} late-name\n")
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+def test_one_verdict(network: Making) -> None:
+    """A rank of node 1 is killed, started again with all others, and exits with 7: both agents name it and exit so."""
+    made = network()
+    fails = """
+    first = os.environ['ALLHANDS_RESTART'] == '0'
+    if os.environ['RANK'] == '3':
+        time.sleep(0.5)
+        os.kill(os.getpid(), 9) if first else sys.exit(7)
+    time.sleep(600)
+    """
+    source = textwrap.dedent(WAITS).replace("time.sleep(600)", textwrap.dedent(fails))
+    options = ("--grace", "2", "--max-restarts", "3", "--restart-if", "signal,lost")
+    with agents(made, source, *options) as jobs:
+        workers = [pid for job in jobs for pid in pids(job, 2)]
+        first, second = results(jobs)
+    assert (first.code, second.code) == (7, 7), first.err + second.err
+    for ran in (first, second):
+        assert "allhands: rank 3 called sys.exit(7)\n  who:   rank 3 (node 1, host-b, pid " in ran.verdict
+        assert "restart 1 of 3" in ran.err
+    assert "after: ranks 0-2: ended by allhands (SIGTERM)" in first.verdict
+    assert sorted(first.lines(1) + second.lines(2)) == ["here 1 4 0", "here 1 4 1", "here 2 4 0", "here 2 4 1"]
+    assert len(workers) == 4
+    assert not any(leaks.alive(pid) for pid in workers)
+    assert (first.report["attempt"], first.report["ranks"][3]["exit_code"]) == (1, 7)
+    assert [rank["host"] for rank in first.report["ranks"]] == ["host-a", "host-a", "host-b", "host-b"]
+    assert first.report == second.report
+
+
+def test_ctrl_c_on_one_node(network: Making) -> None:
+    """SIGINT to the agent of node 1 ends the job on both, and both say where it was asked for."""
+    made = network()
+    with agents(made, WAITS) as jobs:
+        workers = [pid for job in jobs for pid in pids(job, 2)]
+        jobs[1].send(signal.SIGINT)
+        first, second = results(jobs)
+    assert (first.code, second.code) == (130, 130), first.err + second.err
+    for ran in (first, second):
+        assert "the job was stopped by Ctrl-C or SIGINT on node 1 (host-b)" in ran.verdict
+    assert "node 1 (host-b) was asked to stop: ending the job" in first.err
+    assert not any(leaks.alive(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_an_agent_that_is_killed(network: Making, victim: int) -> None:
+    """With kill -9 of one agent, the other names the node, with host, address and what was seen; nobody survives."""
+    made = network()
+    with agents(made, WAITS, "--grace", "2") as jobs:
+        workers = [pid for job in jobs for pid in pids(job, 2)]
+        jobs[victim].send(signal.SIGKILL)
+        other = results(jobs)[1 - victim]
+        host = made.hosts[victim]
+        lost = f"allhands: node {victim} ({host.name}, {host.ipv4}) was lost, and ranks "
+        assert lost in other.verdict
+        assert "connection" in other.verdict
+        assert "(observed)" in other.verdict
+        assert other.code == 1
+        assert other.report["cause"] == "lost"
+        deadline = time.monotonic() + 10
+        while any(leaks.alive(pid) for pid in workers):
+            assert time.monotonic() < deadline, "workers survive their agent"
+            time.sleep(0.05)
+
+
+@pytest.mark.soak
+def test_a_node_whose_cable_is_pulled(network: Making) -> None:
+    """The link of node 1 goes down: both sides give the other up and end their ranks, and say what they saw."""
+    made = network()
+    source = TRAINS.replace("range(40)", "range(10**9)").replace("loss.backward()", "loss.backward(); print('here')")
+    with agents(made, source, "--grace", "3") as jobs:
+        for job in jobs:
+            job.wait_for("here", 20)
+        made.hosts[1].link("down")
+        first, second = results(jobs)
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    assert f"allhands: node 1 (host-b, {made.hosts[1].ipv4}) was lost, and ranks 2 and 3 with it" in first.verdict
+    assert f"allhands: node 0 (host-a, {made.hosts[0].ipv4}) was lost" in second.verdict
+    assert "this node ended its ranks" in second.verdict
+    assert max(first.seconds, second.seconds) < 60
+
+
+# Restarts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_restarts_count_for_the_job(network: Making) -> None:
+    """All nodes start again together with the same number, as often as node 0 says, whoever failed."""
+    made = network()
+    source = WAITS.replace(
+        "time.sleep(600)",
+        "n = os.environ['ALLHANDS_RESTART']\nif n == '2': sys.exit(0)\n"
+        "if os.environ['RANK'] == n: os.kill(os.getpid(), 9)\ntime.sleep(600)",
+    )
+    options = ("--max-restarts", "2", "--restart-if", "signal", "--grace", "2")
+    with agents(made, source, *options, ranks=(1, 1)) as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.lines(0) == [f"here 0 2 {number}" for number in range(3)]
+    assert second.lines(1) == [f"here 1 2 {number}" for number in range(3)]
+    for ran in (first, second):
+        assert "restart 1 of 2" in ran.err
+        assert "restart 2 of 2" in ran.err
+
+
+@pytest.mark.soak
+def test_a_lost_node_that_comes_back(network: Making) -> None:
+    """With restarts left, node 0 holds a lost node's seat open: the job goes on once its agent is started again."""
+    made = network()
+    source = WAITS.replace("time.sleep(600)", "n = os.environ['ALLHANDS_RESTART']\nif n == '0': time.sleep(600)")
+    options = ("--max-restarts", "1", "--restart-if", "lost", "--grace", "2")
+    with agents(made, source, *options) as jobs:
+        pids(jobs[1], 2)
+        jobs[1].send(signal.SIGKILL)
+        jobs[0].wait_for("the job goes on once the agent there is started again")
+        line = ("--nnodes", "2", "--coordinator", f"{made.hosts[0].ipv4}:{PORT}", "--node-rank", "1", *options)
+        with running(source, *line, env=made.hosts[1].environment(), before=ENTERING) as back:
+            first, again = jobs[0].result(), back.result()
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert "here 0 4 1" in first.out
+    assert "here 2 4 1" in again.out
+
+
+@pytest.mark.soak
+def test_a_hang_over_nodes(network: Making) -> None:
+    """Rank 3 does not come to a collective: node 0 says so, with the stacks of all ranks of all nodes."""
+    made = network()
+    source = """
+    import os, time, torch, allhands as dist
+    dist.init_process_group()
+    dist.all_reduce(torch.ones(1))
+    def somewhere_else():
+        time.sleep(600)
+    if dist.get_rank() == 3:
+        somewhere_else()
+    dist.all_reduce(torch.ones(1))
+    """
+    with agents(made, source, "--hang-timeout", "3", "--grace", "2") as jobs:
+        first, second = results(jobs)
+    assert (first.code, second.code) == (124, 124), first.err + second.err
+    assert "the others wait for rank 3" in first.verdict
+    assert "the others wait for rank 3" in second.verdict
+    assert "somewhere_else" in first.verdict
+    assert sorted(first.report["stacks"]) == ["0", "1", "2", "3"]
