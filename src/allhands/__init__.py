@@ -36,10 +36,12 @@ if TYPE_CHECKING:
         RollCallRefused,
         RollCallTimeout,
         StoreTimeout,
+        TrainingError,
         WorldError,
     )
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
+    from .parallel import DistributedDataParallel, average_gradients, sync_gradients
     from .shared import empty, register
 
     # isort: split
@@ -54,6 +56,7 @@ __all__ = [
     "CollectiveTimeout",
     "ConnectError",
     "CoordinatorLost",
+    "DistributedDataParallel",
     "EngineFailed",
     "EngineMissing",
     "GroupEnded",
@@ -67,24 +70,30 @@ __all__ = [
     "RollCallRefused",
     "RollCallTimeout",
     "StoreTimeout",
+    "TrainingError",
     "WorldError",
     "__version__",
+    "average_gradients",
     "board",
     "destroy_process_group",
     "empty",
     "init_process_group",
     "process_group",
     "register",
+    "sync_gradients",
 ]
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
+    "DistributedDataParallel": ".parallel",
+    "average_gradients": ".parallel",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
     "init_process_group": ".lifecycle",
     "process_group": ".lifecycle",
     "register": ".shared",
+    "sync_gradients": ".parallel",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 
