@@ -482,6 +482,25 @@ def check_sync_gradients():
     step(model)
     assert not alike([model[0].weight.grad])
 
+def check_a_pass_that_failed_before_anything_was_reduced():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("in backward")
+    torch.manual_seed(0)
+    model = net()
+    with dist.sync_gradients(model):
+        torch.manual_seed(rank)
+        try:
+            model[2:](Fails.apply(model[:2](torch.randn(4, 6)))).sum().backward()
+        except KeyError:
+            pass
+        step(model)
+        assert alike(p.grad for p in model.parameters())
+
 def check_copies_and_pickles():
     ddp = DDP(net())
     step(ddp)

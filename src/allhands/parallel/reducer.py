@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import AllhandsError
-from . import faults
+from . import faults, transfer
 from .bucket import FIRST_BYTES
 from .gradbucket import GradBucket
 from .reduction import Averager, all_reduce, broadcast, gather_bytes
-from .storage import Bucket, Slot, Storage
+from .storage import Bucket, Storage
 
 __all__ = ["Reducer"]
 
@@ -35,11 +35,22 @@ class _Pass:
 
     counts: list[int]
     left: list[int]
-    queued: bool = False
+    # What is called at its end. The engine alone holds it: once it is gone without a call, an exception ended the pass.
+    end: weakref.ref[_End] | None = None
     opened: bool = False
     launched: int = 0
     waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+
+
+class _End:
+    """The callback at the end of a backward pass."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self._reducer.finish()
 
 
 class Reducer:
@@ -150,22 +161,35 @@ class Reducer:
     def open(self) -> None:
         """Note that a backward pass begins whose gradients are to be reduced. Called from inside it."""
         with self._lock:
+            self._begin()
             self._now.opened = True
-            self._queue()
 
-    def _queue(self) -> None:
-        if not self._now.queued:
-            self._now.queued = True
-            _torch.queue_callback(self._finish)
+    def _begin(self) -> None:
+        """Be called at the end of the backward pass that runs now."""
+        if self._is_broken():
+            self._reset()
+        if self._now.end is None:
+            end = _End(self)
+            self._now.end = weakref.ref(end)
+            _torch.queue_callback(end)
+
+    def _is_broken(self) -> bool:
+        """Tell whether the last backward pass was ended by an exception."""
+        return self._now.end is not None and self._now.end() is None
+
+    def _reset(self) -> None:
+        if self._now.launched:
+            raise faults.unfinished(self._rank, self._now.launched, len(self.buckets))
+        self._now = self._fresh()
 
     def came(self, index: int) -> None:
         """Note that the gradient of a parameter is there."""
         with self._lock:
             self._used[index] = 1
-            now = self._now
-            if not now.opened and not self.armed:
+            if not self._now.opened and not self.armed:
                 return
-            self._queue()
+            self._begin()
+            now = self._now
             if index in self._unused_anywhere:
                 raise faults.graph_changed(self._rank, self.names[index])
             now.counts[index] += 1
@@ -192,10 +216,9 @@ class Reducer:
     def expect(self, *, watched: bool) -> None:
         """Make ready for a backward pass. Without ``watched`` outputs the first gradient opens it."""
         with self._lock:
-            if _torch.graph_task() < 0:
-                if self._now.launched:
-                    raise faults.unfinished(self._rank, self._now.launched, len(self.buckets))
-                self._now = self._fresh()
+            # Not in the middle of a pass, where checkpointing may run a forward pass again.
+            if self._now.end is None or self._is_broken():
+                self._reset()
             self.armed = True
             if not watched:
                 self._now.opened = True
@@ -204,8 +227,8 @@ class Reducer:
         """Leave the gradients of the next backward pass to each rank, unless a watched output opens it."""
         with self._lock:
             self.armed = False
-            if _torch.graph_task() < 0 and not self._now.launched:
-                self._now = self._fresh()
+            if self._now.end is None or self._is_broken():
+                self._reset()
 
     def listen(self, *, always: bool) -> None:
         """Reduce every backward pass from now on, or only those that a forward pass announces."""
@@ -225,7 +248,7 @@ class Reducer:
         bucket, now = self.buckets[number], self._now
         last = number == len(self.buckets) - 1
         now.launched = number + 1
-        buffer = self._fill(bucket)
+        buffer = transfer.fill(bucket, self.names, self._rank)
         marked = None
         if last and self._is_marked():
             marked = bucket.marked
@@ -244,39 +267,21 @@ class Reducer:
         """Tell whether the last bucket carries how many gradients are missing; a hook would not know it for one."""
         return self._marks and self.averager.hook is None
 
-    def _fill(self, bucket: Bucket) -> torch.Tensor:
-        """Copy the gradients of ``bucket`` to where they are reduced; return that."""
-        targets, sources = [], []
-        for slot in bucket.slots:
-            gradient = slot.parameter.grad
-            if slot.view is None:
-                return _sparse(slot)
-            if gradient is None:
-                slot.view.zero_()
-            elif gradient is not slot.view:
-                if gradient.shape != slot.view.shape or gradient.dtype != slot.view.dtype:
-                    raise faults.retyped(self._rank, self.names[slot.position], slot.view, gradient)
-                targets.append(slot.view)
-                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-        _torch.foreach_copy(targets, sources)
-        if bucket.flat is None:
-            raise ValueError("a bucket of dense gradients has memory")
-        return bucket.flat
-
     # The end of a pass ---------------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Reduce what is left, wait for everything, and give parameters their gradients. The end of backward."""
         try:
             with self._lock:
+                # Without gradients of parameters it was torch.autograd.grad, which averages nothing.
                 if any(self._now.counts):
                     self._now.opened = True
                     self._complete()
         finally:
             self._now = self._fresh()
             self.armed = False
-            if self.always:
-                self.rebuild()
+        if self.always:
+            self.rebuild()
 
     def _complete(self) -> None:
         now = self._now
@@ -298,7 +303,7 @@ class Reducer:
             self._agree_on_used(learns=learns)
         with torch.no_grad():
             for bucket, result in zip(self.buckets, results, strict=True):
-                self._hand_out(bucket, result)
+                transfer.hand_out(bucket, result, self._unused_now, views=self.views)
         self._used = [0] * len(self.parameters)
         self.passes += 1
         if first:
@@ -306,8 +311,13 @@ class Reducer:
         self._step_optimizers()
 
     def _tell_missing(self, missing: list[int], mark: torch.Tensor | None) -> None:
-        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket."""
-        if self.averager.size == 1:
+        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket.
+
+        On a GPU whoever has too few raises alone, and the others hear of it: reading the mark would stop the device in
+        every pass.
+        """
+        alone = self.averager.size == 1 or self._device.type != "cpu"
+        if alone:
             some: float = len(missing)
         elif mark is not None:
             some = float(mark[-1])
@@ -318,9 +328,11 @@ class Reducer:
         if not some:
             return
         mine = ",".join(map(str, missing)).encode()
-        told = [mine] if self.averager.size == 1 else gather_bytes(mine, self._group, self._device)
+        told = {self._rank: mine}
+        if not alone:
+            told = dict(zip(self._ranks, gather_bytes(mine, self._group, self._device), strict=True))
         where: dict[str, list[int]] = {}
-        for rank, each in zip(self._ranks, told, strict=True):
+        for rank, each in told.items():
             for index in filter(None, each.decode().split(",")):
                 where.setdefault(self.names[int(index)], []).append(rank)
         raise faults.unused(self._rank, where, static=self.static)
@@ -335,29 +347,6 @@ class Reducer:
             self._unused_anywhere = self._unused_now
 
     _unused_now: frozenset[int] = frozenset()
-
-    def _hand_out(self, bucket: Bucket, result: torch.Tensor) -> None:
-        if bucket.flat is None:
-            bucket.slots[0].parameter.grad = result
-            return
-        if result.data_ptr() != bucket.flat.data_ptr():
-            bucket.flat.copy_(result.view(-1))
-        targets, sources = [], []
-        for slot in bucket.slots:
-            parameter, view = slot.parameter, slot.view
-            if view is None or slot.position in self._unused_now or not parameter.requires_grad:
-                continue
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if self.views:
-                parameter.grad = view
-            elif gradient is None or gradient.is_sparse:
-                parameter.grad = view.clone()
-            else:
-                targets.append(gradient)
-                sources.append(view)
-        _torch.foreach_copy(targets, sources)
 
     def take_over_optimizers(self) -> None:
         """Step optimizers that were fused into backward after the reduction and not before it."""
@@ -383,17 +372,8 @@ class Reducer:
         for number, bucket in enumerate(self.buckets):
             last = number == len(self.buckets) - 1
             parameters = [slot.parameter for slot in bucket.slots]
-            marked = None
-            if bucket.marked is None:
-                buffer = _nothing(parameters[0])
-                parts = [buffer]
-            else:
-                marked = torch.zeros_like(bucket.marked)
-                buffer, parts = marked[:-1], []
-                for parameter in parameters:
-                    at = sum(part.numel() for part in parts)
-                    parts.append(buffer[at : at + parameter.numel()].view(parameter.shape))
-                mark = marked if last and self._is_marked() else None
+            marked, buffer, parts = transfer.zeros(bucket)
+            mark = marked if last and self._is_marked() else None
             made = GradBucket(number, buffer, parts, parameters, last=last)
             waits.append(self.averager.start(made, mark, self.divisor, wait=last))
         for wait in waits:
@@ -405,18 +385,6 @@ class Reducer:
             self._used = [0] * len(self.parameters)
             self._agree_on_used(learns=learns)
         self.passes += 1
-
-
-def _nothing(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a sparse gradient of nothing."""
-    return torch.zeros_like(parameter, layout=torch.sparse_coo)
-
-
-def _sparse(slot: Slot) -> torch.Tensor:
-    gradient = slot.parameter.grad
-    if gradient is None:
-        return _nothing(slot.parameter)
-    return gradient if gradient.is_sparse else gradient.to_sparse()
 
 
 def _remove(handles: list[Any]) -> None:
