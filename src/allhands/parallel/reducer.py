@@ -117,7 +117,9 @@ class Reducer:
                 parameter.grad = parameter.grad.clone()
         self._order = order
         self.buckets = self._storage.arrange(order)
-        self._of = {slot.position: number for number, bucket in enumerate(self.buckets) for slot in bucket.slots}
+        self._of = {
+            slot.position: (number, slot) for number, bucket in enumerate(self.buckets) for slot in bucket.slots
+        }
         # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
         self._marks = self.buckets[-1].marked is not None and not self.find_unused
 
@@ -196,7 +198,9 @@ class Reducer:
             count, needed = now.counts[index], self._needed[index]
             if count == 1:
                 now.order.append(index)
-            number = self._of[index]
+            number, slot = self._of[index]
+            if self.views and number >= now.launched:
+                transfer.settle(slot)
             if count > needed and number < now.launched:
                 raise faults.twice(self._rank, self.names[index], static=self.static)
             if count == needed:

@@ -10,7 +10,21 @@ from .. import _torch
 from . import faults
 from .storage import Bucket, Slot
 
-__all__ = ["fill", "hand_out", "zeros"]
+__all__ = ["fill", "hand_out", "settle", "zeros"]
+
+
+def settle(slot: Slot) -> None:
+    """Move the gradient of a parameter, once it is there, to where it will be reduced; let go of its own memory.
+
+    So no more than one gradient at a time lies in two places.
+    """
+    gradient, view = slot.parameter.grad, slot.view
+    if gradient is None or view is None or gradient is view or gradient.requires_grad or gradient.is_sparse:
+        return
+    if gradient.shape == view.shape and gradient.dtype == view.dtype:
+        with torch.no_grad():
+            view.copy_(gradient)
+        slot.parameter.grad = view
 
 
 def fill(bucket: Bucket, names: Sequence[str], rank: int) -> torch.Tensor:
