@@ -501,6 +501,17 @@ def check_a_pass_that_failed_before_anything_was_reduced():
         step(model)
         assert alike(p.grad for p in model.parameters())
 
+def check_functional_calls_and_gradients_of_nothing():
+    ddp = DDP(nn.Linear(2, 2), find_unused_parameters=True)
+    weight = torch.ones(2, 2, requires_grad=True)
+    torch.func.functional_call(ddp, {"module.weight": weight}, torch.ones(1, 2)).sum().backward()
+    assert weight.grad is not None and ddp.module.weight.grad is None
+    ddp.zero_grad()
+    torch._C._functions.UndefinedGrad()(ddp(torch.ones(1, 2)).sum()).backward()
+    assert ddp.module.weight.grad is None
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert alike(p.grad for p in ddp.parameters())
+
 def check_copies_and_pickles():
     ddp = DDP(net())
     step(ddp)

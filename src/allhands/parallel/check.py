@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from .. import _torch
 from . import faults
@@ -115,7 +116,12 @@ class Watch:
         was = self._parameters
         new = [name for name in now if name not in was and name not in self._ignored]
         gone = [name for name in was if name not in now and name not in self._ignored]
-        other = [name for name in now if name in was and now[name] is not was[name] and name not in self._ignored]
+        # Plain tensors are those of torch.func.functional_call, which puts the parameters back afterwards.
+        other = [
+            name
+            for name, each in now.items()
+            if name in was and each is not was[name] and name not in self._ignored and isinstance(each, Parameter)
+        ]
         if new or gone or other:
             raise faults.changed(rank, new, gone, other)
         # Modules without parameters may come and go.

@@ -92,6 +92,11 @@ class DistributedDataParallel(Module, Joinable):
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
         self._caps_bytes = given.caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        # torch's names for them.
+        self.bucket_bytes_cap = self._caps_bytes[-1]
+        self.bucket_bytes_cap_list = list(self._caps_bytes) if bucket_cap_mb_list else []
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._comm_hook: tuple[Any, Any] | None = None
         named = self._named()
         if init_sync:
@@ -294,6 +299,12 @@ class DistributedDataParallel(Module, Joinable):
         self.register_comm_hook(self.process_group, hooks[kind.name])
 
     def _set_static_graph(self) -> None:
+        if self.reducer.passes:
+            raise faults.senseless(
+                "_set_static_graph() should be called before training loop starts",
+                f"{self.reducer.passes} passes are over",
+                "pass static_graph=True",
+            )
         self.static_graph = self.reducer.static = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -316,7 +327,7 @@ class DistributedDataParallel(Module, Joinable):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             "in_shared_memory": int(self.reducer.in_segment),
-            "comm_hook": getattr(self._comm_hook[1], "__qualname__", "") if self._comm_hook is not None else "",
+            **({"comm_hook": getattr(self._comm_hook[1], "__qualname__", "")} if self._comm_hook is not None else {}),
         }
 
     @staticmethod

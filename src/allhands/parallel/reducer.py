@@ -187,7 +187,8 @@ class Reducer:
     def came(self, index: int) -> None:
         """Note that the gradient of a parameter is there."""
         with self._lock:
-            self._used[index] = 1
+            # Backward may come without a gradient, where it is known to be nothing.
+            self._used[index] |= self.parameters[index].grad is not None
             if not self._now.opened and not self.armed:
                 return
             self._begin()
