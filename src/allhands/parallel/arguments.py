@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .. import _torch
 from .bucket import FIRST_BYTES
-from .faults import refused, senseless
+from .faults import senseless
 
 __all__ = ["Arguments"]
 
@@ -87,9 +87,15 @@ class Arguments:
         if device_mesh is None:
             return process_group if process_group is not None else dist.group.WORLD
         if process_group is not None:
-            raise senseless("process_group and device_mesh were both given", "both name the group", "give one of them")
+            raise senseless(
+                "Cannot specify both process_group and device_mesh arguments.",
+                "both name the group",
+                "give one of them",
+            )
         if device_mesh.ndim != 1:
-            raise refused(f"a device_mesh of {device_mesh.ndim} dimensions", "give a mesh of one dimension")
+            raise senseless(
+                "Only 1D device mesh is supported", f"it has {device_mesh.ndim} dimensions", "give one dimension of it"
+            )
         return device_mesh.get_group(mesh_dim=0)
 
     @staticmethod

@@ -72,7 +72,7 @@ def graph_changed(rank: int, name: str) -> AllhandsError:
     """A static graph was not static."""
     return fail(
         "gradient-twice",
-        f"{name} got a gradient, although no rank used it in the first backward pass",
+        f"{name} got a gradient, although it had none in the first backward pass",
         who=_me(rank),
         why="static_graph=True promises that every backward pass uses the same parameters",
         fix="leave out static_graph=True; find_unused_parameters=True allows for what changes",

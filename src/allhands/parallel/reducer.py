@@ -95,8 +95,8 @@ class Reducer:
         self._rank = dist.get_rank()
         self._device = self.parameters[0].device
         self._used = [0] * len(self.parameters)
+        # How often each gradient comes in a pass; a static graph's first pass counts.
         self._needed = [1] * len(self.parameters)
-        self._unused_anywhere: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._storage = Storage(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
@@ -141,9 +141,9 @@ class Reducer:
     _came: Sequence[int] = ()
 
     def _fresh(self) -> _Pass:
-        # Frozen parameters, and those that a static graph does not use, are not waited for.
+        # Frozen parameters, and those that a static graph does not use here, are not waited for.
         left = [
-            sum(slot.parameter.requires_grad and slot.position not in self._unused_anywhere for slot in bucket.slots)
+            sum(slot.parameter.requires_grad and self._needed[slot.position] > 0 for slot in bucket.slots)
             for bucket in self.buckets
         ]
         return _Pass([0] * len(self.parameters), left, opened=self.always)
@@ -193,7 +193,7 @@ class Reducer:
                 return
             self._begin()
             now = self._now
-            if index in self._unused_anywhere:
+            if not self._needed[index]:
                 raise faults.graph_changed(self._rank, self.names[index])
             now.counts[index] += 1
             count, needed = now.counts[index], self._needed[index]
@@ -292,11 +292,11 @@ class Reducer:
         now = self._now
         first, learns = self.passes == 0, self.static and self.passes == 0
         if learns:
-            self._needed = [max(1, count) for count in now.counts]
+            self._needed = list(now.counts)
         missing = [
             index
             for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
-            if count < needed and index not in self._unused_anywhere and self.parameters[index].requires_grad
+            if count < needed and self.parameters[index].requires_grad
         ]
         fatal = 0 if self.find_unused or learns else len(missing)
         for number in range(now.launched, len(self.buckets)):
@@ -305,7 +305,7 @@ class Reducer:
         if not (self.find_unused or learns):
             self._tell_missing(missing, self.buckets[-1].marked if self._is_marked() else None)
         elif learns or not self.static:
-            self._agree_on_used(learns=learns)
+            self._agree_on_used()
         with torch.no_grad():
             for bucket, result in zip(self.buckets, results, strict=True):
                 transfer.hand_out(bucket, result, self._unused_now, views=self.views)
@@ -342,14 +342,12 @@ class Reducer:
                 where.setdefault(self.names[int(index)], []).append(rank)
         raise faults.unused(self._rank, where, static=self.static)
 
-    def _agree_on_used(self, *, learns: bool) -> None:
-        """Find out which parameters no rank used: their gradients are left alone."""
+    def _agree_on_used(self) -> None:
+        """Find out which parameters no rank used: their gradients are left alone, in a static graph from now on."""
         used = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
         if self.averager.size > 1:
             all_reduce(used, self._group, dist.ReduceOp.MAX)
         self._unused_now = frozenset((used == 0).nonzero().flatten().tolist())
-        if learns:
-            self._unused_anywhere = self._unused_now
 
     _unused_now: frozenset[int] = frozenset()
 
@@ -388,7 +386,7 @@ class Reducer:
             self._tell_missing([], mark)
         elif learns or not self.static:
             self._used = [0] * len(self.parameters)
-            self._agree_on_used(learns=learns)
+            self._agree_on_used()
         self.passes += 1
 
 
