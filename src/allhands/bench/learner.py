@@ -17,8 +17,9 @@ from .rank import Line, serve
 
 __all__ = ["main"]
 
-# How long a contestant trains at a time: tens of steps of a small model, and few enough seconds for many rounds.
-_SPELL_S = 0.4
+# How long a contestant trains at a time: several steps of a small model, and short enough for a moment in which nobody
+# else uses the machine.
+_SPELL_S = 0.15
 
 # Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
 _TIMEOUT_S = 60.0
