@@ -68,7 +68,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _legend(row: dict[str, Any]) -> list[str]:
     return [
         "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
-        f"step: median of {row['rounds']} rounds of the slowest rank; least: of the least disturbed; gradients are views",
+        f"step: median of {row['rounds']} rounds, slowest rank; least: the least disturbed round; gradients are views",
         "communication: least step less that of the bare module on all ranks at once (apart); ratio: Gloo's over ours",
         "single: the bare module on one rank while the others sleep; overhead: our least step over it, and over apart",
         "memory: what all ranks together held at most while training, shared pages once, over what they held before",

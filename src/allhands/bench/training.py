@@ -53,9 +53,9 @@ def race(asked: Course, notify: _Notify = lambda _: None) -> list[dict[str, Any]
 def row(asked: Course, model: str, times: dict[str, list[float]], about: dict[str, Any]) -> dict[str, Any]:
     """Return what was measured of one model. ``times`` holds the seconds of a step in each round, by contestant.
 
-    What communication takes is the step less that of the bare module on all ranks at once: hooks, copies, the broadcast of
-    buffers and waiting for others are in it. Both are those of the least disturbed round: a difference of two medians
-    says more about who else used the machine.
+    What communication takes is the step less that of the bare module on all ranks at once: hooks, copies, the broadcast
+    of buffers and waiting for others are in it. Both are those of the least disturbed round: a difference of
+    medians says more about who else used the machine.
     """
     single, apart = (min(times[who]) for who in ("single", "apart"))
     contestants: dict[str, dict[str, Any]] = {}

@@ -56,7 +56,6 @@ class Averager:
         self.state: Any = None
         # Our own engine divides where it reduces; elsewhere each rank divides first, as torch's DDP does.
         self._divides = isinstance(group, HostGroup)
-        self.overlap = True
 
     def start(
         self, bucket: GradBucket, marked: torch.Tensor | None, divisor: float | None, *, wait: bool
@@ -78,7 +77,7 @@ class Averager:
         if not self._divides or divisor is not None or not target.is_floating_point():
             target.mul_(1 / (divisor or self.size))
             op = dist.ReduceOp.SUM
-        if (wait or not self.overlap) and buffer.is_cpu:
+        if wait and buffer.is_cpu:
             # Not handed to another thread and back.
             all_reduce(target, self.group, op)
             return lambda: buffer
