@@ -56,7 +56,8 @@ def hand_out(bucket: Bucket, result: torch.Tensor, unused: frozenset[int], *, vi
     With ``views`` gradients are from now on parts of the bucket.
     """
     if bucket.flat is None:
-        bucket.slots[0].parameter.grad = result
+        if bucket.slots[0].position not in unused:
+            bucket.slots[0].parameter.grad = result
         return
     if result.data_ptr() != bucket.flat.data_ptr():
         bucket.flat.copy_(result.view(-1))
