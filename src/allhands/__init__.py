@@ -39,12 +39,14 @@ if TYPE_CHECKING:
         RollCallTimeout,
         SpawnFailed,
         StoreTimeout,
+        TrainingError,
         WorldError,
     )
     from .launch.blame import SpawnExited, SpawnRaised
     from .launch.children import spawn
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
+    from .parallel import DistributedDataParallel, average_gradients, sync_gradients
     from .shared import empty, register
 
     # isort: split
@@ -59,6 +61,7 @@ __all__ = [
     "CollectiveTimeout",
     "ConnectError",
     "CoordinatorLost",
+    "DistributedDataParallel",
     "EngineFailed",
     "EngineMissing",
     "GroupEnded",
@@ -75,8 +78,10 @@ __all__ = [
     "SpawnFailed",
     "SpawnRaised",
     "StoreTimeout",
+    "TrainingError",
     "WorldError",
     "__version__",
+    "average_gradients",
     "board",
     "destroy_process_group",
     "empty",
@@ -84,12 +89,15 @@ __all__ = [
     "process_group",
     "register",
     "spawn",
+    "sync_gradients",
 ]
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
+    "DistributedDataParallel": ".parallel",
     "SpawnExited": ".launch.blame",
     "SpawnRaised": ".launch.blame",
+    "average_gradients": ".parallel",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
@@ -97,6 +105,7 @@ _HOMES = {
     "process_group": ".lifecycle",
     "register": ".shared",
     "spawn": ".launch.children",
+    "sync_gradients": ".parallel",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 

@@ -18,6 +18,7 @@
      ├── CollectiveTimeout          a collective did not finish in time
      │    └── PeerSilent            because a rank does not answer
      ├── SpawnFailed                a rank of `allhands.spawn` failed
+     ├── TrainingError              a model cannot be trained as it is
      ├── StoreTimeout               a key did not appear in time (also torch.distributed.DistStoreError)
      └── GroupStateError            there is no such group (also ValueError, as torch raises)
           ├── NotInitialised
@@ -59,6 +60,7 @@ __all__ = [
     "RollCallTimeout",
     "SpawnFailed",
     "StoreTimeout",
+    "TrainingError",
     "WorldError",
     "adopt",
     "error",
@@ -170,6 +172,10 @@ class CollectiveMismatch(AllhandsError):
 
 class SpawnFailed(AllhandsError):
     """A rank of `allhands.spawn` failed; `.error_index` and the rest are torch's names for which one and how."""
+
+
+class TrainingError(AllhandsError):
+    """A model cannot be trained as it is: ranks differ in it, or gradients are missing."""
 
 
 class StoreTimeout(AllhandsError, _StoreRoot):
