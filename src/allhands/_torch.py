@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "AllgatherOptions",
+    "BatchNormBase",
     "FileStore",
     "HashStore",
     "TCPStore",
@@ -26,7 +27,9 @@ __all__ = [
     "forget_failed_groups",
     "gather_flat",
     "gloo",
+    "group_named",
     "groups",
+    "kept_out",
     "plain",
     "premul_factor",
     "profiling",
@@ -44,6 +47,9 @@ FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
+
+# What BatchNorm1d, 2d, 3d and SyncBatchNorm share; it has no public name. Seen in 2.11, 2.13.
+BatchNormBase: Any = torch.nn.modules.batchnorm._BatchNorm
 
 
 def coalescing() -> Any:
@@ -81,6 +87,11 @@ def traced_as(made: Any, function: Any) -> None:
     """
     vars(made)["__script_if_tracing_wrapper"] = True
     vars(made)["__original_fn"] = function
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of that name, which is all that an operator can carry. Seen in 2.11, 2.13."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
 
 
 def groups() -> list[Any]:
@@ -153,6 +164,18 @@ def untraced(cls: _Class) -> _Class:
         if isinstance(function, FunctionType):
             frames.set_code_exec_strategy(function.__code__, skip)
     return cls
+
+
+def kept_out(function: Any) -> Any:
+    """Keep torch.compile out of ``function`` and all that it calls: the graph breaks there.
+
+    As the public `torch.compiler.disable`, without importing the compiler, which takes seconds. Seen in 2.13.
+    """
+    function._torchdynamo_disable = True
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def default_timeout(backend: str) -> timedelta:
