@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     )
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
+    from .parallel import (
+        DistributedSampler,
+        LengthGroupedBatches,
+        SyncBatchNorm,
+        gather_metrics,
+        revert_sync_batchnorm,
+        shard_iterable,
+    )
     from .shared import empty, register
 
     # isort: split
@@ -54,10 +62,12 @@ __all__ = [
     "CollectiveTimeout",
     "ConnectError",
     "CoordinatorLost",
+    "DistributedSampler",
     "EngineFailed",
     "EngineMissing",
     "GroupEnded",
     "GroupStateError",
+    "LengthGroupedBatches",
     "NotInitialised",
     "PeerFailed",
     "PeerLost",
@@ -67,24 +77,34 @@ __all__ = [
     "RollCallRefused",
     "RollCallTimeout",
     "StoreTimeout",
+    "SyncBatchNorm",
     "WorldError",
     "__version__",
     "board",
     "destroy_process_group",
     "empty",
+    "gather_metrics",
     "init_process_group",
     "process_group",
     "register",
+    "revert_sync_batchnorm",
+    "shard_iterable",
 ]
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
+    "DistributedSampler": ".parallel",
+    "LengthGroupedBatches": ".parallel",
+    "SyncBatchNorm": ".parallel",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
+    "gather_metrics": ".parallel",
     "init_process_group": ".lifecycle",
     "process_group": ".lifecycle",
     "register": ".shared",
+    "revert_sync_batchnorm": ".parallel",
+    "shard_iterable": ".parallel",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 

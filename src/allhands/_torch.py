@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,8 @@ __all__ = [
     "HashStore",
     "TCPStore",
     "backends",
+    "batches_asked_for",
+    "batches_handed_out",
     "coalescing",
     "default_timeout",
     "forget_failed_groups",
@@ -30,6 +32,7 @@ __all__ = [
     "group_named",
     "groups",
     "kept_out",
+    "loader_iterator",
     "plain",
     "premul_factor",
     "profiling",
@@ -92,6 +95,31 @@ def traced_as(made: Any, function: Any) -> None:
 def group_named(name: str) -> Any:
     """Return the process group of that name, which is all that an operator can carry. Seen in 2.11, 2.13."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+
+
+def loader_iterator(frame: FrameType | None, most: int) -> Any:
+    """Return the DataLoader's iterator that one of the ``most`` frames from ``frame`` up belongs to, if any does.
+
+    A sampler is not told who draws from it. Seen in 2.11, 2.13.
+    """
+    for _ in range(most):
+        if frame is None:
+            return None
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.utils.data.dataloader._BaseDataLoaderIter):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def batches_handed_out(books: dict[str, Any]) -> int:
+    """Return how many batches a DataLoader's iterator with these attributes has handed out. Seen in 2.11, 2.13."""
+    return int(books["_num_yielded"])
+
+
+def batches_asked_for(books: dict[str, Any]) -> int:
+    """Return how many batches its workers have been asked for; without workers, each is made when it is wanted."""
+    return int(books.get("_send_idx", books["_num_yielded"]))
 
 
 def groups() -> list[Any]:
