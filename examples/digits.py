@@ -82,7 +82,7 @@ def job(name: str, epochs: int, group: Any = None) -> Job:
     """Return a training that has not begun: on allhands, or on torch's DDP over ``group``."""
     torch.manual_seed(0)
     train, test = digits()
-    wrap = nn.parallel.DistributedDataParallel
+    wrap = dist.DistributedDataParallel if name == "allhands" else nn.parallel.DistributedDataParallel
     model = wrap(network(group), process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=epochs * TRAIN // BATCH)

@@ -86,7 +86,7 @@ class Model(nn.Module):
 def spread(model: Model, *, fsdp: bool) -> nn.Module:
     """Return the model for all ranks: a copy on each, or a part on each."""
     if not fsdp:
-        return nn.parallel.DistributedDataParallel(model)
+        return dist.DistributedDataParallel(model)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -36,17 +36,21 @@ if TYPE_CHECKING:
         RollCallRefused,
         RollCallTimeout,
         StoreTimeout,
+        TrainingError,
         WorldError,
     )
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
     from .parallel import (
+        DistributedDataParallel,
         DistributedSampler,
         LengthGroupedBatches,
         SyncBatchNorm,
+        average_gradients,
         gather_metrics,
         revert_sync_batchnorm,
         shard_iterable,
+        sync_gradients,
     )
     from .shared import empty, register
 
@@ -62,6 +66,7 @@ __all__ = [
     "CollectiveTimeout",
     "ConnectError",
     "CoordinatorLost",
+    "DistributedDataParallel",
     "DistributedSampler",
     "EngineFailed",
     "EngineMissing",
@@ -78,8 +83,10 @@ __all__ = [
     "RollCallTimeout",
     "StoreTimeout",
     "SyncBatchNorm",
+    "TrainingError",
     "WorldError",
     "__version__",
+    "average_gradients",
     "board",
     "destroy_process_group",
     "empty",
@@ -89,13 +96,16 @@ __all__ = [
     "register",
     "revert_sync_batchnorm",
     "shard_iterable",
+    "sync_gradients",
 ]
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
+    "DistributedDataParallel": ".parallel",
     "DistributedSampler": ".parallel",
     "LengthGroupedBatches": ".parallel",
     "SyncBatchNorm": ".parallel",
+    "average_gradients": ".parallel",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
@@ -105,6 +115,7 @@ _HOMES = {
     "register": ".shared",
     "revert_sync_batchnorm": ".parallel",
     "shard_iterable": ".parallel",
+    "sync_gradients": ".parallel",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 

@@ -6,6 +6,7 @@ Nothing else in allhands touches a private torch name; a test checks that.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ __all__ = [
     "AllgatherOptions",
     "BatchNormBase",
     "FileStore",
+    "GradBucket",
     "HashStore",
     "TCPStore",
     "backends",
@@ -26,26 +28,37 @@ __all__ = [
     "batches_handed_out",
     "coalescing",
     "default_timeout",
+    "foreach_copy",
     "forget_failed_groups",
     "gather_flat",
     "gloo",
+    "graph_task",
     "group_named",
     "groups",
     "kept_out",
     "loader_iterator",
+    "optimizers_in_backward",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
     "plain",
     "premul_factor",
     "profiling",
+    "queue_callback",
     "rendezvous",
     "set_timeout",
     "stand_behind",
+    "take_over_optimizers",
     "traced_as",
     "untraced",
+    "untraced_frame",
+    "untraced_function",
 ]
 
 # Public names that torch's own annotations hide: it imports them under a condition. They stand here so that the
 # rest of allhands is checked strictly.
 AllgatherOptions: Any = c10d.AllgatherOptions  # type: ignore[attr-defined]
+GradBucket: Any = dist.GradBucket  # type: ignore[attr-defined]
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -179,19 +192,67 @@ def set_timeout(timeout: timedelta, group: Any) -> None:
 
 
 _Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(cls: _Class) -> _Class:
-    """Keep torch.compile out of the methods of ``cls``, which torch's C++ code calls in the middle of compiled code.
+    """Keep torch.compile out of the methods of ``cls``, which torch's C++ code calls in the middle of compiled code."""
+    for function in vars(cls).values():
+        if isinstance(function, FunctionType):
+            untraced_function(function)
+    return cls
+
+
+def untraced_function(function: Any) -> None:
+    """Keep torch.compile out of ``function`` and of all that it calls.
 
     The public decorator imports the compiler, which takes seconds, and costs each call a wrapper. Seen in 2.11, 2.13.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for function in vars(cls).values():
-        if isinstance(function, FunctionType):
-            frames.set_code_exec_strategy(function.__code__, skip)
-    return cls
+    frames.set_code_exec_strategy(function.__code__, skip)
+
+
+def untraced_frame(function: _Function) -> _Function:
+    """Keep torch.compile out of ``function`` itself, but not out of what it calls. Seen in 2.11, 2.13.
+
+    `torch.compiler.disable` imports the compiler, which takes seconds, also where nobody compiles anything.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that runs now is over. DDP's own way; seen in 2.11, 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def graph_task() -> int:
+    """Return the number of the backward pass that this thread is in, -1 for none. Seen in 2.11, 2.13."""
+    return int(torch._C._current_graph_task_id())
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target. One call for all of them; torch's optimizers use it so. Seen in 2.11, 2.13."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def optimizers_in_backward(parameter: torch.Tensor) -> list[Any]:
+    """Return the optimizers that step when the gradient of ``parameter`` is there. Seen in 2.11, 2.13.
+
+    `_apply_optimizer_in_backward` leaves them on the parameter for DDP, which steps them after the reduction.
+    """
+    return list(getattr(parameter, "_in_backward_optimizers", ()))
+
+
+def take_over_optimizers(parameter: torch.Tensor) -> None:
+    """Keep the optimizers of ``parameter`` from stepping before its gradient is reduced. Seen in 2.11, 2.13."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    for handle in module.param_to_optim_hook_handle_map.pop(parameter, []) if module is not None else ():
+        handle.remove()
 
 
 def kept_out(function: Any) -> Any:
@@ -200,9 +261,7 @@ def kept_out(function: Any) -> Any:
     As the public `torch.compiler.disable`, without importing the compiler, which takes seconds. Seen in 2.13.
     """
     function._torchdynamo_disable = True
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    untraced_function(function)
     return function
 
 
@@ -210,3 +269,21 @@ def default_timeout(backend: str) -> timedelta:
     """Return what torch would wait for a collective where the caller says nothing. Seen in 2.11, 2.13."""
     made: timedelta = c10d._get_default_timeout(dist.Backend(backend))
     return made
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the table of the parameters that ``module`` itself holds, as it changes. Seen in 2.11, 2.13.
+
+    The public iterators walk the whole module and take ten times as long, which every forward pass would pay.
+    """
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the table of the buffers that ``module`` itself holds, as it changes. Seen in 2.11, 2.13."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the table of the modules directly below ``module``, as it changes. Seen in 2.11, 2.13."""
+    return module._modules

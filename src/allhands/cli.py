@@ -182,6 +182,26 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
     click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
 
 
+@_bench.command("ddp")
+@click.option("--ranks", type=_Numbers(), default="2,4", show_default=True, help="How many processes, in turn.")
+@click.option("--models", default="mlp,cnn,transformer", show_default=True, help="Which models to train.")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Times each is measured.")
+@click.option("--no-memory", is_flag=True, help="Leave out the memory, which is measured in processes of its own.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def _ddp(ranks: list[int], models: str, rounds: int, no_memory: bool, as_json: bool) -> None:
+    """Measure training steps of DistributedDataParallel.
+
+    Our class on our backend, torch's on ours and torch's on Gloo, in turn in the same processes, with what a step takes
+    without any of them.
+    """
+    from .bench.course import course
+    from .bench.figures import figures
+    from .bench.training import measure
+
+    rows = [each for number in ranks for each in measure(course(number, models, rounds), memory=not no_memory)]
+    click.echo(json.dumps(rows, indent=2) if as_json else figures(rows))
+
+
 def _collective(operation: str) -> None:
     """Add ``allhands bench OPERATION``."""
 

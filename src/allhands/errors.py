@@ -17,6 +17,7 @@
      ├── CollectiveMismatch         ranks made different calls
      ├── CollectiveTimeout          a collective did not finish in time
      │    └── PeerSilent            because a rank does not answer
+     ├── TrainingError              a model cannot be trained as it is
      ├── StoreTimeout               a key did not appear in time (also torch.distributed.DistStoreError)
      └── GroupStateError            there is no such group (also ValueError, as torch raises)
           ├── NotInitialised
@@ -54,6 +55,7 @@ __all__ = [
     "RollCallRefused",
     "RollCallTimeout",
     "StoreTimeout",
+    "TrainingError",
     "WorldError",
     "adopt",
     "error",
@@ -161,6 +163,10 @@ class PeerSilent(CollectiveTimeout):
 
 class CollectiveMismatch(AllhandsError):
     """Ranks of one group made different calls."""
+
+
+class TrainingError(AllhandsError):
+    """A model cannot be trained as it is: ranks differ in it, or gradients are missing."""
 
 
 class StoreTimeout(AllhandsError, _StoreRoot):

@@ -20,6 +20,7 @@ _SECTIONS = {
     "missing-ranks": "The roll call",
     "nccl-missing": "What the group runs on",
     "peer-failed": "Life and death of a group",
+    "unused-parameters": "Training",
 }
 
 # From docs/diagnoses.md. Not through the link docs/diagnoses: code hosting sites do not follow it.

@@ -25,9 +25,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["BACKEND", "WORLD_SIZES"]
+__all__ = ["BACKEND", "OUR_DDP", "WORLD_SIZES"]
 
 BACKEND = "allhands"
+
+# A variable that says: run the tests with our DistributedDataParallel in the place of torch's.
+OUR_DDP = "TORCH_SUITE_OUR_DDP"
 
 # Under our own name the tests that any backend has to pass; as "gloo" those that torch knows one CPU backend to
 # pass; as "mpi" those for CPU tensors that Gloo did not do when the tests were written. "open" runs whatever torch
@@ -143,6 +146,12 @@ def load(gating: str) -> type[unittest.TestCase]:
     backend = _Name(BACKEND)
     backend.other = gating
     module.BACKEND = backend  # type: ignore[attr-defined]
+    if os.environ.get(OUR_DDP):
+        import allhands
+
+        # Everywhere that the tests take it from; ours counts as an instance of torch's.
+        torch.nn.parallel.DistributedDataParallel = allhands.DistributedDataParallel  # type: ignore[assignment, misc]
+        module.DistributedDataParallel = allhands.DistributedDataParallel  # type: ignore[attr-defined]
 
     if every:
         _without_gpus(module)

@@ -21,12 +21,13 @@ from typing import Any, Self
 import msgspec
 
 from ..errors import AllhandsError, fail
+from .course import Course
 from .plan import Plan, missing_mpi
 
 __all__ = ["Crew", "cores"]
 
 # Found where this process found the package, as for the coordinator's own process.
-_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.rank import main; main()"
+_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
 
 # Rank 0 speaks after each round of a size, which takes seconds at most; importing torch on a busy machine, most.
 _SILENCE_S = 150.0
@@ -59,8 +60,10 @@ def cores() -> int:
 class Crew:
     """The ranks of one plan while a block runs. Nothing of them is left when it ends."""
 
-    def __init__(self, plan: Plan, silence_s: float = _SILENCE_S) -> None:
+    def __init__(self, plan: Plan | Course, silence_s: float = _SILENCE_S, program: str = "rank") -> None:
         self._plan = plan
+        # The module of this package whose `main` is a rank.
+        self._program = program
         self._silence_s = silence_s
         # MPI's shared memory goes into this folder too, so it must be memory: and goes with it, however mpirun ends.
         memory = str(_MEMORY) if "mpi" in plan.peers and os.access(_MEMORY, os.W_OK) else None
@@ -99,7 +102,16 @@ class Crew:
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
         order = msgspec.json.encode(self._plan).decode()
-        words = [sys.executable, "-P", "-c", _PROGRAM, root, str(self._folder / "socket"), str(self._folder), order]
+        words = [
+            sys.executable,
+            "-P",
+            "-c",
+            _PROGRAM.format(self._program),
+            root,
+            str(self._folder / "socket"),
+            str(self._folder),
+            order,
+        ]
         environment = _environment(self._folder.name)
         if "mpi" in self._plan.peers:
             # The folder of its session, and the memory that its ranks share (Open MPI 4 and 5 call it differently).

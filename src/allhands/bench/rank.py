@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from .floor import COPIES
 from .plan import Plan
 
-__all__ = ["main"]
+__all__ = ["Line", "main", "serve"]
 
 # How long an engine, and a copy, is measured at a time: enough calls for a mean at small sizes, and few enough
 # seconds for a whole range of sizes in a minute.
@@ -39,7 +40,7 @@ _TRIALS = 2
 _MOST = 5_000
 
 
-class _Line:
+class Line:
     """The connection to the command."""
 
     def __init__(self, path: str, folder: str) -> None:
@@ -76,9 +77,14 @@ def main() -> None:
 
     The rank is -1 where MPI knows it.
     """
+    serve(Plan, _measure)
+
+
+def serve(kind: type[Any], measure: Callable[[Any, int, Any, Line], None]) -> None:
+    """Be a rank that does ``measure`` with the plan, of the ``kind`` given, that argv holds."""
     path, folder, order, number = sys.argv[1:5]
-    plan = msgspec.json.decode(order.encode(), type=Plan)
-    line = _Line(path, folder)
+    plan = msgspec.json.decode(order.encode(), type=kind)
+    line = Line(path, folder)
     rank = int(number)
     try:
         mpi = None
@@ -89,7 +95,7 @@ def main() -> None:
             rank = mpi.COMM_WORLD.Get_rank()
             _print_into(f"{folder}/{rank}")
         line.tell(rank=rank, pid=os.getpid())
-        _measure(plan, rank, mpi, line)
+        measure(plan, rank, mpi, line)
         if mpi is not None:
             mpi.Finalize()
     except BaseException as problem:  # noqa: BLE001  # reported, whatever it is
@@ -108,7 +114,7 @@ def _print_into(path: str) -> None:
     os.close(target)
 
 
-def _measure(plan: Plan, rank: int, mpi: Any, line: _Line) -> None:
+def _measure(plan: Plan, rank: int, mpi: Any, line: Line) -> None:
     import torch
 
     from .buffers import Buffers

@@ -75,6 +75,12 @@ _ENTRIES = (
     Entry("already-destroyed", "AlreadyDestroyed", "the process group was destroyed"),
     Entry("forked-process", "NotInitialised", "this process was forked from a rank and has no group of its own"),
     Entry("invalid-argument", "ArgumentError", "an argument makes no sense here"),
+    # Training.
+    Entry("unused-parameters", "TrainingError", "parameters got no gradient on some ranks"),
+    Entry("parameters-differ", "TrainingError", "the ranks' models are not the same"),
+    Entry("module-changed", "TrainingError", "a module's parameters changed after it was wrapped"),
+    Entry("gradient-twice", "TrainingError", "a parameter got a gradient after it had been reduced"),
+    Entry("backward-unfinished", "TrainingError", "a backward pass stopped in the middle of its reductions"),
 )
 
 CATALOGUE: dict[str, Entry] = {entry.slug: entry for entry in _ENTRIES}

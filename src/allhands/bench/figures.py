@@ -1,0 +1,71 @@
+"""The table that `allhands bench ddp` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["figures"]
+
+_MIB = 2**20
+
+_HEADINGS = (
+    ("", "model"),
+    ("", "ranks"),
+    ("step (ms)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+    ("communication (ms)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+    ("", "ratio"),
+    ("bare step (ms)", "single"),
+    ("", "apart"),
+    ("overhead", "single"),
+    ("", "apart"),
+    ("memory (MiB)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+)
+
+
+def figures(rows: list[dict[str, Any]]) -> str:
+    """Put ``rows`` of `training.race` into an aligned table with a legend."""
+    cells = [[top for top, _ in _HEADINGS], [low for _, low in _HEADINGS], *map(_cells, rows)]
+    widths = [max(len(line[column]) for line in cells[1:]) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells[1:]]
+    top = ""
+    for column, text in enumerate(cells[0]):
+        if text:
+            top = top.ljust(sum(widths[:column]) + 2 * column) + text
+    lines.insert(0, top)
+    lines.insert(2, "-" * len(lines[1]))
+    return "\n".join([*lines, "", *_legend(rows[0])])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    who = row["contestants"]
+    order = ("allhands", "torch", "gloo")
+    held = row.get("memory_bytes", {})
+    return [
+        row["model"],
+        str(row["ranks"]),
+        *(f"{who[each]['step_s'] * 1e3:.2f}" for each in order),
+        *(f"{who[each]['communication_s'] * 1e3:.2f}" for each in order),
+        f"{who['gloo']['communication_ratio']:.1f}",
+        f"{row['single_s'] * 1e3:.2f}",
+        f"{row['apart_s'] * 1e3:.2f}",
+        f"{row['overhead']:.1%}",
+        f"{row['overhead_apart']:.1%}",
+        *(f"{held[each] / _MIB:.1f}" if each in held else "-" for each in order),
+    ]
+
+
+def _legend(row: dict[str, Any]) -> list[str]:
+    return [
+        "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
+        f"step: median of {row['rounds']} rounds, slowest rank, in turn in the same processes; gradients are views",
+        "communication: step less that of the bare module on all ranks at once (apart); ratio: Gloo's over ours",
+        "single: the bare module on one rank while the others sleep; overhead: our step over it, and over apart",
+        "memory: what all ranks together held at most while training, shared pages once, over what they held before",
+        f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
+    ]

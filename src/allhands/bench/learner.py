@@ -1,0 +1,123 @@
+"""One rank of `allhands bench ddp`: trains each model with each contestant in turn, and times their steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import allhands
+
+from .course import Course
+from .models import build
+from .rank import Line, serve
+
+__all__ = ["main"]
+
+# How long a contestant trains at a time: tens of steps of a small model, and few enough seconds for many rounds.
+_SPELL_S = 0.4
+
+# Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
+_TIMEOUT_S = 60.0
+
+# Where memory is measured: steps enough for buckets to be rebuilt and every allocator to have seen all it will.
+_MEMORY_STEPS = 12
+_MEMORY_PAUSE_S = 0.03
+
+
+class _Learner:
+    """A model, how it is synchronised, and its optimizer."""
+
+    def __init__(self, model: str, who: str, rank: int, gloo: Any) -> None:
+        self.works = who != "single" or rank == 0
+        self._model, self._batch = build(model)
+        # Views of the buckets for both classes: each at its best.
+        if who == "allhands":
+            self._model = allhands.DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+        elif who in {"torch", "gloo"}:
+            group = gloo if who == "gloo" else None
+            self._model = TorchDDP(self._model, process_group=group, gradient_as_bucket_view=True)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+
+    def step(self, pause_s: float = 0.0) -> None:
+        """Train one batch; ``pause_s`` is waited while all gradients are there."""
+        self._optimizer.zero_grad()
+        self._model(self._batch).pow(2).mean().backward()
+        if pause_s:
+            time.sleep(pause_s)
+        self._optimizer.step()
+
+    def spell(self, steps: int) -> float:
+        """Return the seconds of a step, on the slowest rank, over ``steps`` of them."""
+        took = 0.0
+        allhands.barrier()
+        if self.works:
+            self.step()  # Wakes what has slept, and fills the caches.
+        allhands.barrier()
+        if self.works:
+            begun = time.perf_counter()
+            for _ in range(steps):
+                self.step()
+            took = (time.perf_counter() - begun) / steps
+        slowest = torch.tensor(took, dtype=torch.float64)
+        # Whoever has nothing to do sleeps here.
+        allhands.all_reduce(slowest, op=allhands.ReduceOp.MAX)
+        return float(slowest)
+
+
+def main() -> None:
+    """Be one rank; see `rank.serve`."""
+    serve(Course, _learn)
+
+
+def _learn(asked: Course, rank: int, _: Any, line: Line) -> None:
+    torch.set_num_threads(1)
+    allhands.init_process_group("allhands", rank=rank, world_size=asked.ranks, timeout=_TIMEOUT_S)
+    gloo = torch_dist.new_group(backend="gloo")
+    if rank == 0:
+        line.tell(about={"allhands": allhands.__version__, "torch": torch.__version__}, wait=True)
+    for model in asked.models:
+        if len(asked.who) == 1:
+            _remember(model, asked, rank, gloo, line)
+        else:
+            _race(model, asked, rank, gloo, line)
+    allhands.destroy_process_group()
+
+
+def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
+    learners = {who: _Learner(model, who, rank, gloo) for who in asked.who}
+    steps = {}
+    for who, learner in learners.items():
+        for _ in range(2):  # The first builds, the second rebuilds.
+            learner.spell(1)
+        steps[who] = max(2, int(_SPELL_S / learner.spell(2)))
+    times: dict[str, list[float]] = {who: [] for who in learners}
+    for turn in range(asked.rounds):
+        # Everyone follows everyone in time, so that nobody always comes after the same neighbour.
+        shift = turn % len(learners)
+        for who in [*learners][shift:] + [*learners][:shift]:
+            times[who].append(learners[who].spell(steps[who]))
+        if rank == 0:
+            line.tell(size=model, round=turn + 1, wait=True)
+    if rank == 0:
+        parameters = list(build(model)[0].parameters())
+        about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}
+        line.tell(size=model, times=times, model=about, wait=True)
+
+
+def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
+    """Train with one contestant, slowly enough for the command to look at the memory of all ranks meanwhile."""
+    # What torch's class imports when it is first used is no part of what a model takes.
+    TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
+    allhands.barrier()
+    if rank == 0:
+        line.tell(size=model, phase="before", wait=True)
+    learner = _Learner(model, asked.who[0], rank, gloo)
+    for _ in range(_MEMORY_STEPS):
+        learner.step(_MEMORY_PAUSE_S)
+    allhands.barrier()
+    if rank == 0:
+        line.tell(size=model, phase="after", wait=True)

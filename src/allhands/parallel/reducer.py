@@ -1,0 +1,392 @@
+"""From gradients to their averages: hooks on parameters, buckets that are reduced while backward goes on, and its end.
+
+A backward pass opens with the gradient of an output of the wrapped module (or the first gradient of a parameter where
+no output could be watched), and is finished by a callback at its very end, in which whatever is missing is noticed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import AllhandsError
+from . import faults, transfer
+from .bucket import FIRST_BYTES
+from .gradbucket import GradBucket
+from .reduction import Averager, all_reduce, broadcast, gather_bytes
+from .storage import Bucket, Storage
+
+__all__ = ["Reducer"]
+
+# torch's: large enough for the engine's full speed, small enough for several in a model that is worth distributing.
+_CAP_BYTES = 25 << 20
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One backward pass as far as it has come."""
+
+    counts: list[int]
+    left: list[int]
+    # What is called at its end. The engine alone holds it: once it is gone without a call, an exception ended the pass.
+    end: weakref.ref[_End] | None = None
+    opened: bool = False
+    launched: int = 0
+    waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+
+
+class _End:
+    """The callback at the end of a backward pass."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self._reducer.finish()
+
+
+class Reducer:
+    """Averages the gradients of ``parameters`` over ``group``. All ranks make it with the same arguments.
+
+    ``caps_bytes`` are the sizes of the buckets; the last one is that of all further ones.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        sparse: Sequence[bool],
+        group: Any,
+        *,
+        caps_bytes: Sequence[int] = (FIRST_BYTES, _CAP_BYTES),
+        views: bool = False,
+        find_unused: bool = False,
+        static: bool = False,
+        at_the_end: bool = False,
+        always: bool = False,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self.averager = Averager(group)
+        self.find_unused = find_unused
+        self.static = static
+        # Whether collectives of others (SyncBatchNorm's) stand between those of the buckets, in an order that must not
+        # depend on which gradients a rank has.
+        self.at_the_end = at_the_end
+        self.views = views
+        # What sums are divided by where it is not the number of ranks (see join).
+        self.divisor: float | None = None
+        self.passes = 0
+        self.rebuilt = False
+        # Whether gradients that no watched output announced are to be reduced.
+        self.armed = False
+        # Whether every backward pass is reduced, with no forward pass to announce it.
+        self.always = always
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._rank = dist.get_rank()
+        self._device = self.parameters[0].device
+        self._used = [0] * len(self.parameters)
+        self._needed = [1] * len(self.parameters)
+        self._unused_anywhere: frozenset[int] = frozenset()
+        self._lock = threading.RLock()
+        self._storage = Storage(self.parameters, sparse, group, caps_bytes)
+        self._order: list[int] = []
+        self.buckets: list[Bucket] = []
+        self._arrange(list(reversed(range(len(self.parameters)))))
+        self._now = self._fresh()
+        self._optimizers = False
+        handles = [self._listen(index) for index in range(len(self.parameters))]
+        self.remove = weakref.finalize(self, _remove, handles)
+
+    # What is reduced where ---------------------------------------------------------------------------------------
+
+    def _arrange(self, order: list[int]) -> None:
+        memory = {id(slot.view): slot.parameter for bucket in self.buckets for slot in bucket.slots}
+        for parameter in self.parameters:
+            if parameter.grad is not None and id(parameter.grad) in memory:
+                # It lies where another gradient may lie from now on.
+                parameter.grad = parameter.grad.clone()
+        self._order = order
+        self.buckets = self._storage.arrange(order)
+        self._of = {slot.position: number for number, bucket in enumerate(self.buckets) for slot in bucket.slots}
+        # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
+        self._marks = self.buckets[-1].marked is not None and not self.find_unused
+
+    def rebuild(self) -> bool:
+        """Arrange the buckets in the order in which gradients came, once. All ranks call this at the same time."""
+        if self.rebuilt or not self.passes:
+            return False
+        self.rebuilt = True
+        came = set(self._came)
+        # Those that did not come are last, so that nothing waits for them.
+        order = [*self._came, *(index for index in self._order if index not in came)]
+        decided = torch.tensor(order, dtype=torch.int64, device=self._device)
+        if self.averager.size > 1:
+            broadcast(decided, self._group)
+        self._arrange(decided.tolist())
+        self._now = self._fresh()
+        return True
+
+    _came: Sequence[int] = ()
+
+    def _fresh(self) -> _Pass:
+        # Frozen parameters, and those that a static graph does not use, are not waited for.
+        left = [
+            sum(slot.parameter.requires_grad and slot.position not in self._unused_anywhere for slot in bucket.slots)
+            for bucket in self.buckets
+        ]
+        return _Pass([0] * len(self.parameters), left, opened=self.always)
+
+    # Gradients come ------------------------------------------------------------------------------------------------
+
+    def _listen(self, index: int) -> Any:
+        me = weakref.ref(self)
+
+        def came(_: torch.Tensor) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer.came(index)
+
+        return self.parameters[index].register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+
+    def open(self) -> None:
+        """Note that a backward pass begins whose gradients are to be reduced. Called from inside it."""
+        with self._lock:
+            self._begin()
+            self._now.opened = True
+
+    def _begin(self) -> None:
+        """Be called at the end of the backward pass that runs now."""
+        if self._is_broken():
+            self._reset()
+        if self._now.end is None:
+            end = _End(self)
+            self._now.end = weakref.ref(end)
+            _torch.queue_callback(end)
+
+    def _is_broken(self) -> bool:
+        """Tell whether the last backward pass was ended by an exception."""
+        return self._now.end is not None and self._now.end() is None
+
+    def _reset(self) -> None:
+        if self._now.launched:
+            raise faults.unfinished(self._rank, self._now.launched, len(self.buckets))
+        self._now = self._fresh()
+
+    def came(self, index: int) -> None:
+        """Note that the gradient of a parameter is there."""
+        with self._lock:
+            self._used[index] = 1
+            if not self._now.opened and not self.armed:
+                return
+            self._begin()
+            now = self._now
+            if index in self._unused_anywhere:
+                raise faults.graph_changed(self._rank, self.names[index])
+            now.counts[index] += 1
+            count, needed = now.counts[index], self._needed[index]
+            if count == 1:
+                now.order.append(index)
+            number = self._of[index]
+            if count > needed and number < now.launched:
+                raise faults.twice(self._rank, self.names[index], static=self.static)
+            if count == needed:
+                now.left[number] -= 1
+                if not self._waits_for_the_end():
+                    self._launch_complete()
+
+    def _waits_for_the_end(self) -> bool:
+        # In the first pass of a static graph nobody knows how often each gradient comes.
+        return not self._now.opened or (self.static and not self.passes) or (self.at_the_end and self.find_unused)
+
+    def _launch_complete(self) -> None:
+        now = self._now
+        while now.launched < len(self.buckets) and not now.left[now.launched]:
+            self._launch(now.launched)
+
+    def expect(self, *, watched: bool) -> None:
+        """Make ready for a backward pass. Without ``watched`` outputs the first gradient opens it."""
+        with self._lock:
+            # Not in the middle of a pass, where checkpointing may run a forward pass again.
+            if self._now.end is None or self._is_broken():
+                self._reset()
+            self.armed = True
+            if not watched:
+                self._now.opened = True
+
+    def rest(self) -> None:
+        """Leave the gradients of the next backward pass to each rank, unless a watched output opens it."""
+        with self._lock:
+            self.armed = False
+            if self._now.end is None or self._is_broken():
+                self._reset()
+
+    def listen(self, *, always: bool) -> None:
+        """Reduce every backward pass from now on, or only those that a forward pass announces."""
+        with self._lock:
+            self.always = always
+            self._now = self._fresh()
+
+    @property
+    def in_segment(self) -> bool:
+        """Whether the buckets lie in memory that the ranks share."""
+        return self._storage.in_segment
+
+    # Buckets go ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _launch(self, number: int, missing: int = 0) -> None:
+        bucket, now = self.buckets[number], self._now
+        last = number == len(self.buckets) - 1
+        now.launched = number + 1
+        buffer = transfer.fill(bucket, self.names, self._rank)
+        marked = None
+        if last and self._is_marked():
+            marked = bucket.marked
+            if marked is not None:
+                marked[-1] = missing
+        gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
+        made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
+        try:
+            now.waits.append(self.averager.start(made, marked, self.divisor, wait=last))
+        except AllhandsError:
+            # The group is over, and whatever is called next says why.
+            now.launched = 0
+            raise
+
+    def _is_marked(self) -> bool:
+        """Tell whether the last bucket carries how many gradients are missing; a hook would not know it for one."""
+        return self._marks and self.averager.hook is None
+
+    # The end of a pass ---------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Reduce what is left, wait for everything, and give parameters their gradients. The end of backward."""
+        try:
+            with self._lock:
+                # Without gradients of parameters it was torch.autograd.grad, which averages nothing.
+                if any(self._now.counts):
+                    self._now.opened = True
+                    self._complete()
+        finally:
+            self._now = self._fresh()
+            self.armed = False
+        if self.always:
+            self.rebuild()
+
+    def _complete(self) -> None:
+        now = self._now
+        first, learns = self.passes == 0, self.static and self.passes == 0
+        if learns:
+            self._needed = [max(1, count) for count in now.counts]
+        missing = [
+            index
+            for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
+            if count < needed and index not in self._unused_anywhere and self.parameters[index].requires_grad
+        ]
+        fatal = 0 if self.find_unused or learns else len(missing)
+        for number in range(now.launched, len(self.buckets)):
+            self._launch(number, missing=fatal)
+        results = [wait() for wait in now.waits]
+        if not (self.find_unused or learns):
+            self._tell_missing(missing, self.buckets[-1].marked if self._is_marked() else None)
+        elif learns or not self.static:
+            self._agree_on_used(learns=learns)
+        with torch.no_grad():
+            for bucket, result in zip(self.buckets, results, strict=True):
+                transfer.hand_out(bucket, result, self._unused_now, views=self.views)
+        self._used = [0] * len(self.parameters)
+        self.passes += 1
+        if first:
+            self._came = tuple(now.order)
+        self._step_optimizers()
+
+    def _tell_missing(self, missing: list[int], mark: torch.Tensor | None) -> None:
+        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket.
+
+        On a GPU whoever has too few raises alone, and the others hear of it: reading the mark would stop the device in
+        every pass.
+        """
+        alone = self.averager.size == 1 or self._device.type != "cpu"
+        if alone:
+            some: float = len(missing)
+        elif mark is not None:
+            some = float(mark[-1])
+        else:
+            count = torch.tensor([len(missing)], device=self._device)
+            all_reduce(count, self._group)
+            some = int(count)
+        if not some:
+            return
+        mine = ",".join(map(str, missing)).encode()
+        told = {self._rank: mine}
+        if not alone:
+            told = dict(zip(self._ranks, gather_bytes(mine, self._group, self._device), strict=True))
+        where: dict[str, list[int]] = {}
+        for rank, each in told.items():
+            for index in filter(None, each.decode().split(",")):
+                where.setdefault(self.names[int(index)], []).append(rank)
+        raise faults.unused(self._rank, where, static=self.static)
+
+    def _agree_on_used(self, *, learns: bool) -> None:
+        """Find out which parameters no rank used: their gradients are left alone."""
+        used = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
+        if self.averager.size > 1:
+            all_reduce(used, self._group, dist.ReduceOp.MAX)
+        self._unused_now = frozenset((used == 0).nonzero().flatten().tolist())
+        if learns:
+            self._unused_anywhere = self._unused_now
+
+    _unused_now: frozenset[int] = frozenset()
+
+    def take_over_optimizers(self) -> None:
+        """Step optimizers that were fused into backward after the reduction and not before it."""
+        for parameter in self.parameters:
+            if _torch.optimizers_in_backward(parameter):
+                self._optimizers = True
+                _torch.take_over_optimizers(parameter)
+
+    def _step_optimizers(self) -> None:
+        for parameter in self.parameters if self._optimizers else ():
+            found = _torch.optimizers_in_backward(parameter)
+            for optimizer in found:
+                optimizer.step()
+            if found:
+                parameter.grad = None
+
+    # A rank without inputs -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Take part in the reductions of one backward pass with zeros, and keep nothing of them."""
+        waits, mark = [], None
+        for number, bucket in enumerate(self.buckets):
+            last = number == len(self.buckets) - 1
+            parameters = [slot.parameter for slot in bucket.slots]
+            marked, buffer, parts = transfer.zeros(bucket)
+            mark = marked if last and self._is_marked() else None
+            made = GradBucket(number, buffer, parts, parameters, last=last)
+            waits.append(self.averager.start(made, mark, self.divisor, wait=last))
+        for wait in waits:
+            wait()
+        learns = self.static and self.passes == 0
+        if not (self.find_unused or learns):
+            self._tell_missing([], mark)
+        elif learns or not self.static:
+            self._used = [0] * len(self.parameters)
+            self._agree_on_used(learns=learns)
+        self.passes += 1
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

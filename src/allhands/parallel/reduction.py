@@ -1,0 +1,115 @@
+"""How one bucket is averaged over the ranks of a group: by the engine, by a communication hook, or sparse."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import collectives
+from ..hostgroup import HostGroup
+from .gradbucket import GradBucket
+
+__all__ = ["Averager", "all_reduce", "broadcast", "gather_bytes"]
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    """Return a function of torch.distributed whose failures are explained, with its short way where it has one."""
+    return collectives.quick(name) if name in collectives.QUICK else collectives.guarded(name)
+
+
+def all_reduce(tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Any:
+    """Reduce ``tensor`` over ``group``; with ``later`` return the Work."""
+    return _function("all_reduce")(tensor, op, group, later)
+
+
+def broadcast(tensor: torch.Tensor, group: Any, source: int = 0) -> None:
+    """Give everyone the tensor of the rank ``source`` of ``group``."""
+    _function("broadcast")(tensor, group_src=source, group=group)
+
+
+def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
+    """Give everyone's ``data`` to everyone, in the order of the ranks. Nothing is unpickled."""
+    size = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    _function("all_gather")(sizes, torch.tensor([len(data)], device=device), group)
+    most = max(int(each) for each in sizes)
+    mine = torch.zeros(most, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(size)]
+    if most:
+        _function("all_gather")(found, mine.to(device), group)
+    return [bytes(each[: int(length)].tolist()) for each, length in zip(found, sizes, strict=True)]
+
+
+class Averager:
+    """Averages buckets over ``group``, in the order in which they are given."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.hook: Callable[[Any, Any], Any] | None = None
+        self.state: Any = None
+        # Our own engine divides where it reduces; elsewhere each rank divides first, as torch's DDP does.
+        self._divides = isinstance(group, HostGroup)
+        self.overlap = True
+
+    def start(
+        self, bucket: GradBucket, marked: torch.Tensor | None, divisor: float | None, *, wait: bool
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to average ``bucket``; return what waits for the result.
+
+        ``marked`` is the buffer with an element more that is averaged with it. With ``divisor`` sums are divided by it
+        and not by the number of ranks. With ``wait`` the caller waits anyway.
+        """
+        if self.hook is not None:
+            return self._hooked(bucket)
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return self._sparse(buffer, divisor)
+        target = buffer if marked is None else marked
+        if self.size == 1 and divisor is None:
+            return lambda: buffer
+        op = dist.ReduceOp.AVG
+        if not self._divides or divisor is not None or not target.is_floating_point():
+            target.mul_(1 / (divisor or self.size))
+            op = dist.ReduceOp.SUM
+        if (wait or not self.overlap) and buffer.is_cpu:
+            # Not handed to another thread and back.
+            all_reduce(target, self.group, op)
+            return lambda: buffer
+        work = all_reduce(target, self.group, op, later=True)
+
+        def done() -> torch.Tensor:
+            work.wait()
+            return buffer
+
+        return done
+
+    def _sparse(self, gradient: torch.Tensor, divisor: float | None) -> Callable[[], torch.Tensor]:
+        gradient = (gradient * (1 / (divisor or self.size))).coalesce()
+        if self.size == 1:
+            return lambda: gradient
+        work = all_reduce(gradient, self.group, later=True)
+
+        def done() -> torch.Tensor:
+            work.wait()
+            return gradient
+
+        return done
+
+    def _hooked(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
+        if self.hook is None:
+            raise ValueError("there is no hook")
+        future = self.hook(self.state, bucket)
+
+        def done() -> torch.Tensor:
+            value = future.wait()
+            result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+            return result
+
+        return done

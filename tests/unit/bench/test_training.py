@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from allhands.bench.course import Course, course
+from allhands.bench.figures import figures
+from allhands.bench.training import row
+from allhands.errors import ArgumentError
+
+
+def test_a_model_that_there_is_not() -> None:
+    """The nearest name is offered."""
+    with pytest.raises(ArgumentError, match="did you mean 'transformer'"):
+        course(2, "mlp,transfomer", 3)
+
+
+def test_a_row_and_its_table() -> None:
+    """Communication is the step less the bare one of the same round; ratios are over ours."""
+    times = {
+        "allhands": [0.011, 0.013, 0.012],
+        "torch": [0.013, 0.014, 0.015],
+        "gloo": [0.020, 0.022, 0.021],
+        "apart": [0.010, 0.012, 0.011],
+        "single": [0.010, 0.010, 0.010],
+    }
+    found = row(Course(2, ("mlp",), 3), "mlp", times, {"bytes": 4, "tensors": 1})
+    ours, gloo = found["contestants"]["allhands"], found["contestants"]["gloo"]
+    assert ours["step_s"] == 0.012
+    assert ours["communication_s"] == pytest.approx(0.001)
+    assert gloo["communication_ratio"] == pytest.approx(10)
+    assert gloo["ratio"] == pytest.approx(21 / 12)
+    assert found["overhead"] == pytest.approx(0.2)
+    text = figures([{**found, "load_before": 0.5, "memory_bytes": {"allhands": 2**20}}])
+    assert "mlp" in text
+    assert "20.0%" in text
+    assert "1.0" in text.splitlines()[3]
