@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 # The launcher's ranks write into pipes, so rank 0 is told where to draw its progress bar.
 demo: $(EXAMPLES)
 	$(BIN)/allhands run -n 4 --no-prefix examples/digits.py --against-gloo --plot build/digits.png \
-	  --terminal "$$([ -t 1 ] && readlink /proc/self/fd/1)"
+	  --terminal "$$([ -t 2 ] && readlink /proc/self/fd/2)"
 
 $(EXAMPLES): $(STAMP)
 	@mkdir -p build
