@@ -4,6 +4,7 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
+EXAMPLES := .venv/.examples
 CORE := $(wildcard csrc/*.c csrc/*.h)
 CORE_FLAGS := -std=c11 -O3 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
 INCLUDE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -40,8 +41,15 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup
-	$(BIN)/python examples/demo.py
+# The launcher's ranks write into pipes, so rank 0 is told where to draw its progress bar.
+demo: $(EXAMPLES)
+	$(BIN)/allhands run -n 4 --no-prefix examples/digits.py --against-gloo --plot build/digits.png \
+	  --terminal "$$([ -t 2 ] && readlink /proc/self/fd/2)"
+
+$(EXAMPLES): $(STAMP)
+	@mkdir -p build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[examples]'
+	@touch $@
 
 # pytest comes last, so that its summary is what stays on the screen.
 test: lint test-sanitize test-threads

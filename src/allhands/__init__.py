@@ -46,7 +46,17 @@ if TYPE_CHECKING:
     from .launch.children import spawn
     from .lifecycle import destroy_process_group, init_process_group, process_group
     from .notes import board
-    from .parallel import DistributedDataParallel, average_gradients, sync_gradients
+    from .parallel import (
+        DistributedDataParallel,
+        DistributedSampler,
+        LengthGroupedBatches,
+        SyncBatchNorm,
+        average_gradients,
+        gather_metrics,
+        revert_sync_batchnorm,
+        shard_iterable,
+        sync_gradients,
+    )
     from .shared import empty, register
 
     # isort: split
@@ -62,10 +72,12 @@ __all__ = [
     "ConnectError",
     "CoordinatorLost",
     "DistributedDataParallel",
+    "DistributedSampler",
     "EngineFailed",
     "EngineMissing",
     "GroupEnded",
     "GroupStateError",
+    "LengthGroupedBatches",
     "NotInitialised",
     "PeerFailed",
     "PeerLost",
@@ -78,6 +90,7 @@ __all__ = [
     "SpawnFailed",
     "SpawnRaised",
     "StoreTimeout",
+    "SyncBatchNorm",
     "TrainingError",
     "WorldError",
     "__version__",
@@ -85,9 +98,12 @@ __all__ = [
     "board",
     "destroy_process_group",
     "empty",
+    "gather_metrics",
     "init_process_group",
     "process_group",
     "register",
+    "revert_sync_batchnorm",
+    "shard_iterable",
     "spawn",
     "sync_gradients",
 ]
@@ -95,15 +111,21 @@ __all__ = [
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
     "DistributedDataParallel": ".parallel",
+    "DistributedSampler": ".parallel",
+    "LengthGroupedBatches": ".parallel",
     "SpawnExited": ".launch.blame",
     "SpawnRaised": ".launch.blame",
+    "SyncBatchNorm": ".parallel",
     "average_gradients": ".parallel",
     "board": ".notes",
     "destroy_process_group": ".lifecycle",
     "empty": ".shared",
+    "gather_metrics": ".parallel",
     "init_process_group": ".lifecycle",
     "process_group": ".lifecycle",
     "register": ".shared",
+    "revert_sync_batchnorm": ".parallel",
+    "shard_iterable": ".parallel",
     "spawn": ".launch.children",
     "sync_gradients": ".parallel",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +18,14 @@ from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "AllgatherOptions",
+    "BatchNormBase",
     "FileStore",
     "GradBucket",
     "HashStore",
     "TCPStore",
     "backends",
+    "batches_asked_for",
+    "batches_handed_out",
     "coalescing",
     "default_timeout",
     "foreach_copy",
@@ -30,7 +33,10 @@ __all__ = [
     "gather_flat",
     "gloo",
     "graph_task",
+    "group_named",
     "groups",
+    "kept_out",
+    "loader_iterator",
     "optimizers_in_backward",
     "own_buffers",
     "own_modules",
@@ -57,6 +63,9 @@ FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
+
+# What BatchNorm1d, 2d, 3d and SyncBatchNorm share; it has no public name. Seen in 2.11, 2.13.
+BatchNormBase: Any = torch.nn.modules.batchnorm._BatchNorm
 
 
 def coalescing() -> Any:
@@ -94,6 +103,36 @@ def traced_as(made: Any, function: Any) -> None:
     """
     vars(made)["__script_if_tracing_wrapper"] = True
     vars(made)["__original_fn"] = function
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of that name, which is all that an operator can carry. Seen in 2.11, 2.13."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+
+
+def loader_iterator(frame: FrameType | None, most: int) -> Any:
+    """Return the DataLoader's iterator that one of the ``most`` frames from ``frame`` up belongs to, if any does.
+
+    A sampler is not told who draws from it. Seen in 2.11, 2.13.
+    """
+    for _ in range(most):
+        if frame is None:
+            return None
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.utils.data.dataloader._BaseDataLoaderIter):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def batches_handed_out(books: dict[str, Any]) -> int:
+    """Return how many batches a DataLoader's iterator with these attributes has handed out. Seen in 2.11, 2.13."""
+    return int(books["_num_yielded"])
+
+
+def batches_asked_for(books: dict[str, Any]) -> int:
+    """Return how many batches its workers have been asked for; without workers, each is made when it is wanted."""
+    return int(books.get("_send_idx", books["_num_yielded"]))
 
 
 def groups() -> list[Any]:
@@ -214,6 +253,16 @@ def take_over_optimizers(parameter: torch.Tensor) -> None:
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     for handle in module.param_to_optim_hook_handle_map.pop(parameter, []) if module is not None else ():
         handle.remove()
+
+
+def kept_out(function: Any) -> Any:
+    """Keep torch.compile out of ``function`` and all that it calls: the graph breaks there.
+
+    As the public `torch.compiler.disable`, without importing the compiler, which takes seconds. Seen in 2.13.
+    """
+    function._torchdynamo_disable = True
+    untraced_function(function)
+    return function
 
 
 def default_timeout(backend: str) -> timedelta:
