@@ -214,9 +214,9 @@ say(**found)
 """
 
 
-def run(source: str, ranks: int, **env: str) -> list[harness.Result]:
+def run(source: str, ranks: int, timeout: float = harness.DEADLINE_S, **env: str) -> list[harness.Result]:
     """Run on ``ranks`` ranks, all of which must end well."""
-    results = harness.launch(BEGIN + source, ranks, env)
+    results = harness.launch(BEGIN + source, ranks, env, timeout=timeout)
     for result in results:
         assert result.returncode == 0, result.stderr
     return results
@@ -245,7 +245,8 @@ def test_groups_modes_and_data_parallel_training() -> None:
 @pytest.mark.soak
 def test_compiled_models_keep_it_whole() -> None:
     """A compiled model has no graph break in it and gives the same; an empty batch keeps step."""
-    assert all(result["done"] for result in run(COMPILED, 3))
+    # Each rank imports the compiler, and lets go of it at its end: most of the time, on a loaded machine.
+    assert all(result["done"] for result in run(COMPILED, 3, timeout=180))
 
 
 @pytest.mark.parametrize(
