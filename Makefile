@@ -4,7 +4,6 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
-EXAMPLES := .venv/.examples
 CORE := $(wildcard csrc/*.c csrc/*.h)
 CORE_FLAGS := -std=c11 -O3 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
 INCLUDE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -38,22 +37,20 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	    echo "allhands needs Python 3.11 or later; found: $$(python3 --version 2>&1). Set PYTHON=" >&2; exit 1; fi; \
 	  "$$found" -m venv .venv; fi
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt \
+	  -e '.[dev,examples]'
 	@touch $@
 
 # The launcher's ranks write into pipes, so rank 0 is told where to draw its progress bar.
-demo: $(EXAMPLES)
+demo: setup
+	@mkdir -p build
 	$(BIN)/allhands run -n 4 --no-prefix examples/digits.py --against-gloo --plot build/digits.png \
 	  --terminal "$$([ -t 2 ] && readlink /proc/self/fd/2)"
 
-$(EXAMPLES): $(STAMP)
-	@mkdir -p build
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[examples]'
-	@touch $@
-
 # pytest comes last, so that its summary is what stays on the screen.
+# Ranks wait more than they compute, so three files at a time take two cores.
 test: lint test-sanitize test-threads
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check $(FOLDERS)
