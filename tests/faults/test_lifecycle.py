@@ -126,7 +126,7 @@ say(x=x.tolist())
     for result in results:
         assert not result["initialised"]
         assert result["x"] == [2.0, 2.0]
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 @pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=SOAK), "torch"])
@@ -226,7 +226,7 @@ say(blocked=attempt(dist.all_reduce, x))
     assert found["ranks"] == [1]
     assert found["over"] - left < 2 * SOON_S
     assert results[1].returncode == 3
-    assert results[1].stderr == ""
+    assert results[1].complaints == ""
 
 
 # A rank that vanishes --------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ dist.destroy_process_group()
         assert found["certain"]
         assert found["over"] - killed < SOON_S
     assert len({found["text"] for found in failures(results, *survivors)}) == 1
-    assert {(results[number].returncode, results[number].stderr) for number in survivors} == {(0, "")}
+    assert {(results[number].returncode, results[number].complaints) for number in survivors} == {(0, "")}
 
 
 def test_a_killed_coordinator_is_lost_within_a_second() -> None:
@@ -285,7 +285,7 @@ say(again=attempt(dist.all_reduce, x))
         assert (found["kind"], found["slug"]) == ("CoordinatorLost", "coordinator-lost")
         assert found["over"] - killed < SOON_S
         assert result["again"]["slug"] == "already-destroyed"
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 HOLDING = {
@@ -329,7 +329,7 @@ dist.destroy_process_group()
     found = results[0]["blocked"]
     assert (found["slug"], found["ranks"]) == ("peer-lost", [1])
     assert found["over"] - killed < SOON_S
-    assert (results[0].returncode, results[0].stderr) == (0, "")
+    assert (results[0].returncode, results[0].complaints) == (0, "")
 
 
 # A rank that is late or silent -----------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ dist.destroy_process_group()
         assert "rank 1 is at script.py:5 in elsewhere" in found["text"]
         assert "in all_reduce at script.py:10" in found["text"]
     assert len({found["text"] for found in failures(results, 0, 1, 2)}) == 1
-    assert {(result.returncode, result.stderr) for result in results} == {(0, "")}
+    assert {(result.returncode, result.complaints) for result in results} == {(0, "")}
 
 
 # Ending in good order --------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ say(x=x.item(), alive=dist.is_initialized())
     for result in results:
         assert result["failed"]["slug"] == "backend-unknown"
         assert (result["x"], result["alive"]) == (4.0, True)
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 def test_forgetting_destroy_is_clean() -> None:
@@ -429,7 +429,7 @@ def test_forgetting_destroy_is_clean() -> None:
     results = launch(INIT + "dist.all_reduce(x)\nsay(x=x.tolist())\n", 2, fresh=True)
     for result in results:
         assert result["x"] == [2.0] * 4
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 def test_forgetting_destroy_while_others_go_on_is_clean() -> None:
@@ -447,7 +447,7 @@ if rank:
         3,
     )
     assert [results[number]["value"] for number in (1, 2)] == ["value", "value"]
-    assert {(result.returncode, result.stderr) for result in results} == {(0, "")}
+    assert {(result.returncode, result.complaints) for result in results} == {(0, "")}
 
 
 def test_using_no_group_says_so() -> None:
@@ -542,7 +542,7 @@ say(seconds=time.monotonic() - started)
     assert results[1]["blocked"]["ranks"] == [0]
     assert results[1]["blocked"]["slug"] in {"peer-lost", "coordinator-lost"}
     assert results[1]["seconds"] < 3.0
-    assert results[1].stderr == ""
+    assert results[1].complaints == ""
     assert [result.returncode for result in results] == [0, 0]
 
 
@@ -567,7 +567,7 @@ except dist.PeerLost:
         result = job.results()[0]
     assert result["destroy"]["kind"] == ""
     assert result["destroy"]["seconds"] < 1.5
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, result.complaints) == (0, "")
 
 
 # Signals ---------------------------------------------------------------------------------------------------------
@@ -624,9 +624,9 @@ dist.destroy_process_group()
         job.wait_for("ready")
         sent = job.signal(0, signal.SIGTERM)
         results = job.results()
-    assert (results[0].returncode, results[0].stderr) == (7, "")
+    assert (results[0].returncode, results[0].complaints) == (7, "")
     assert results[1]["blocked"]["over"] - sent < 5.0
-    assert (results[1].returncode, results[1].stderr) == (0, "")
+    assert (results[1].returncode, results[1].complaints) == (0, "")
 
 
 @pytest.mark.parametrize("where", ["python", "destroy", "any"])
@@ -663,7 +663,7 @@ dist.destroy_process_group()
     found = results[0]["blocked"]
     assert (found["slug"], found["ranks"]) == ("peer-lost", [1])
     assert found["over"] - sent < 3.0
-    assert (results[0].returncode, results[0].stderr) == (0, "")
+    assert (results[0].returncode, results[0].complaints) == (0, "")
 
 
 def test_ctrl_c_reaches_all_and_leaves_nothing() -> None:
@@ -710,7 +710,7 @@ dist.destroy_process_group()
     )
     for result in results:
         assert result["total"] == 2 * 2 * sum(range(8))
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 def test_a_forked_child_is_told_that_it_has_no_group() -> None:
@@ -738,7 +738,7 @@ dist.destroy_process_group()
         assert [found.get("slug", "") for found in result["child"]] == ["forked-process"] * 3 + [""]
         assert all(found["seconds"] < SOON_S for found in result["child"])
         assert result["x"] == [2.0] * 4
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 @pytest.mark.parametrize("how", ["exit", "kill", "thread"])

@@ -378,7 +378,7 @@ dist.destroy_process_group()
         )
         stop.with_suffix(".soon").touch()
         results = first.results()
-    assert all(result["unharmed"] and (result.returncode, result.stderr) == (0, "") for result in results)
+    assert all(result["unharmed"] and (result.returncode, result.complaints) == (0, "") for result in results)
     if kind == "tcp":
         for result in second:
             assert result["failed"]["slug"] == "port-in-use", result["failed"]["text"]

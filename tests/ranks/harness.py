@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -30,7 +31,7 @@ from typing import Any, NoReturn, cast
 
 import leaks
 
-__all__ = ["Job", "Result", "forget_nursery", "free_port", "launch", "nursery", "start", "well"]
+__all__ = ["Job", "Result", "complaints", "forget_nursery", "free_port", "launch", "nursery", "start", "well"]
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -46,6 +47,8 @@ AFTERLIFE_S = 5.0
 # Variables of whoever runs the tests must not decide who the ranks are.
 STRANGERS = ("ALLHANDS_", "GLOO_", "NCCL_", "SLURM_", "OMPI_", "PMI", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_")
 PLAIN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+
+WAITING = re.compile(r"allhands rank \d+: .*waiting for rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,22 @@ class Result:
         """What the rank said with `say`, in order."""
         return parse(self.stdout)
 
+    @property
+    def complaints(self) -> str:
+        """Its stderr without the lines that say whom a roll call waits for, which a busy machine may bring."""
+        return complaints(self.stderr)
+
     def __getitem__(self, key: str) -> Any:
         """Return the last thing that the rank said under ``key``."""
         for line in reversed(self.lines):
             if key in line:
                 return line[key]
         raise KeyError(f"rank {self.rank} never said {key!r}; stdout:\n{self.stdout}\nstderr:\n{self.stderr}")
+
+
+def complaints(text: str) -> str:
+    """Return ``text`` without the lines that say whom a roll call waits for."""
+    return "".join(line for line in text.splitlines(keepends=True) if not WAITING.match(line))
 
 
 def parse(text: str) -> list[dict[str, Any]]:

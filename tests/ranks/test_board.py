@@ -85,7 +85,8 @@ if rank == 0:
 else:
     target = int(dist.distributed_c10d._get_default_store().get("pid").decode())
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and not notes.read(target).under_way:
+    states = lambda: [note.state for note in notes.read(target).under_way]
+    while time.monotonic() < deadline and states() != ["running", "waiting"]:
         time.sleep(0.01)
     time.sleep(0.2)
     os.kill(target, signal.SIGSTOP)

@@ -172,7 +172,7 @@ say(unset="GLOO_SOCKET_IFNAME" not in os.environ)
     for result in results:
         assert (result["during"], result["after"], result["hook"], result["unset"]) == ("lo", "lo", True, True)
         assert result["chosen"]
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 # torchrun --------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ say(session=allhands.session.current() is not None)
         assert [result[f"x{turn}"] for turn in range(3)] == [[2.0, 2.0]] * 3
         assert result["backend0"] == "allhands"
         assert result["session"]
-        assert (result.returncode, result.stderr) == (0, "")
+        assert (result.returncode, result.complaints) == (0, "")
 
 
 def test_failures_are_told_behind_torchs_own_front_door(tmp_path: Path) -> None:
