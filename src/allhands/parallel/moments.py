@@ -151,8 +151,9 @@ class _Normalise(torch.autograd.Function):
         inverse = (var + ctx.eps).rsqrt()
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         if batch.numel():
+            # The moments twice: CPU kernels read them as running ones, CUDA's as those saved in forward.
             _, sum_grad_hat, sum_grad = torch.ops.aten.native_batch_norm_backward(
-                grad, batch, scale, mean, var, None, None, False, ctx.eps, [False, True, True]
+                grad, batch, scale, mean, var, mean, inverse, False, ctx.eps, [False, True, True]
             )
         else:
             sum_grad_hat, sum_grad = torch.zeros_like(mean), torch.zeros_like(mean)
