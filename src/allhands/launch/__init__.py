@@ -1,5 +1,6 @@
-"""Starting a job on this node and saying who is to blame when it dies: `allhands run`. Never imports torch."""
+"""Starting ranks and saying who is to blame when they die: `allhands run` and `allhands.spawn`. Never imports torch.
 
-from .job import Job
+Imports nothing at all: every worker comes by here before its script.
+"""
 
-__all__ = ["Job"]
+__all__: list[str] = []

@@ -23,7 +23,13 @@ class Backstage:
         # A daemon: children that nobody joined are waited for at exit, when other threads have been waited for already.
         self._thread = threading.Thread(target=self._run, name="allhands-coordinator", daemon=True)
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:
+            # Ctrl-C: nobody will have it to close.
+            self._ready.wait()
+            self.close()
+            raise
         if self._problem is not None:
             raise self._problem
 

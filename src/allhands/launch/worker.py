@@ -60,9 +60,10 @@ def main() -> None:
 
 def follow(agent: int) -> None:
     """Die when the process ``agent``, which is this one's parent, does: at once."""
-    from .. import _core
+    # By its full name: `from .. import` would ask the facade first, which imports more to answer.
+    from .._core import set_parent_death_signal
 
-    _core.set_parent_death_signal(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     # An agent that ended before that call is not told of: we are already someone else's child.
     if os.getppid() != agent:
         os.kill(os.getpid(), signal.SIGKILL)
