@@ -25,7 +25,7 @@ from ranks.runner import Ran, Running, running
 
 pytestmark = pytest.mark.hosts
 
-ENTERING = (sys.executable, str(Path(__file__).with_name("entering.py")))
+ENTERING = (sys.executable, str(Path(__file__).with_name("command.py")))
 
 PORT = 29500
 
