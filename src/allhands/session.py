@@ -201,16 +201,22 @@ class Session:
     ) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
+        census = self.member.census()
         everyone = [
-            status
-            for status in self.member.census()
-            if among is None or status.rank in among or status.rank == self.member.rank
+            status for status in census if among is None or status.rank in among or status.rank == self.member.rank
         ]
         if self.member.verdict is not None:
             return self.member.verdict
         who = f"rank {self.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
         mine = self.member.rank
         silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
+        between = ""
+        if blamed and not silent:
+            # A message's peer that answers may itself wait for one that does not.
+            silent = [status for status in census if status.state == "silent" and status.rank != mine]
+            between = (
+                f"; {ranks(among or ())} {'answers' if len(among or ()) == 1 else 'answer'}, and may wait for it too"
+            )
         left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
         first = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else type(problem).__name__
         if not everyone and self.member.over:
@@ -229,7 +235,8 @@ class Session:
                 f"{'does' if len(silent) == 1 else 'do'} not answer",
                 who=who,
                 why=join([_silence(status) for status in silent[:8]])
-                + " though connected (observed); probably stopped, swapped out, or in native code with the GIL",
+                + " though connected (observed); probably stopped, swapped out, or in native code with the GIL"
+                + between,
                 fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}` (T: stopped, D: disk), "
                 f"`py-spy dump --pid {silent[0].pid}`",
                 ranks=tuple(status.rank for status in silent),
