@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from allhands.errors import ArgumentError, NotInitialised, WorldError
+from allhands.errors import ArgumentError, GroupStateError, WorldError
 from allhands.parallel import DistributedSampler, LengthGroupedBatches
 
 LENGTHS = st.integers(0, 60)
@@ -274,7 +274,7 @@ def test_arguments_and_states_that_make_no_sense() -> None:
     """A rank out of range, no group to ask, a state of other data or of another version: each says what is wrong."""
     with pytest.raises(WorldError):
         DistributedSampler(range(3), 2, 2)
-    with pytest.raises(NotInitialised):
+    with pytest.raises(GroupStateError):
         DistributedSampler(range(3))
     sampler = DistributedSampler(range(3), 1, 0)
     with pytest.raises(ArgumentError, match="4 items"):

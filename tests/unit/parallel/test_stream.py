@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from allhands.errors import ArgumentError, NotInitialised, WorldError
+from allhands.errors import ArgumentError, GroupStateError, WorldError
 from allhands.parallel import shard_iterable
 
 
@@ -75,7 +75,7 @@ def test_arguments_that_make_no_sense() -> None:
     """A rank out of range, no group to ask, batches of nothing."""
     with pytest.raises(WorldError):
         shard_iterable([], 2, 2)
-    with pytest.raises(NotInitialised):
+    with pytest.raises(GroupStateError):
         shard_iterable([])
     with pytest.raises(ArgumentError):
         shard_iterable([], 2, 0, batch_size=0)
