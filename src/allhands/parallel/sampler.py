@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from .. import collectives
 from ..errors import fail
 from .ledger import Ledger
 from .order import Given, InOrder, Order, Shuffled, Weighted
+from .share import share
 
 __all__ = ["DistributedSampler"]
 
@@ -60,19 +59,7 @@ class DistributedSampler(Sampler[Any]):
         replacement: bool = True,
         advance: bool = True,
     ) -> None:
-        if num_replicas is None:
-            collectives.require_group("DistributedSampler without num_replicas")
-            num_replicas = dist.get_world_size()
-        if rank is None:
-            collectives.require_group("DistributedSampler without rank")
-            rank = dist.get_rank()
-        if not 0 <= rank < num_replicas:
-            raise fail(
-                "rank-out-of-range",
-                f"rank {rank} of {num_replicas} was asked for",
-                who="DistributedSampler",
-                fix=f"give a rank from 0 to {num_replicas - 1}",
-            )
+        num_replicas, rank = share("DistributedSampler", num_replicas, rank)
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .. import collectives
 from ..errors import fail
+from .share import share
 
 __all__ = ["Shard", "shard_iterable"]
 
@@ -82,19 +81,7 @@ def shard_iterable(
     size, leaves those out with ``start``, in the pass of ``epoch`` only: call ``set_epoch`` before each. At the end
     some ranks may have less, or nothing: ``drop_last`` leaves out what does not suffice for a whole batch each.
     """
-    if num_replicas is None:
-        collectives.require_group("shard_iterable without num_replicas")
-        num_replicas = dist.get_world_size()
-    if rank is None:
-        collectives.require_group("shard_iterable without rank")
-        rank = dist.get_rank()
-    if not 0 <= rank < num_replicas:
-        raise fail(
-            "rank-out-of-range",
-            f"rank {rank} of {num_replicas} was asked for",
-            who="shard_iterable",
-            fix=f"give a rank from 0 to {num_replicas - 1}",
-        )
+    num_replicas, rank = share("shard_iterable", num_replicas, rank)
     if batch_size < 1 or start < 0:
         raise fail("invalid-argument", "batch_size must be at least 1, and start at least 0", who="shard_iterable")
     return Shard(
