@@ -78,6 +78,7 @@ CASES, SUB = json.loads(%r)
 for number, (usual, odd, who, where, library, later) in enumerate(CASES):
     dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
     sub = dist.new_group(SUB)
+    gate(f"formed{number}")  # a mismatch among SUB ends the new_group of a rank that is still in it
     group, members = (sub, SUB) if where == "sub" else (dist.group.WORLD, list(range(size)))
     if rank in members:
         seat = members.index(rank)

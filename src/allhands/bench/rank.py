@@ -6,6 +6,7 @@ draws its progress. Every rank keeps its connection: when it breaks, the command
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,9 +55,11 @@ class Line:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        while data := self._socket.recv(64):
-            for _ in data:
-                self._answers.release()
+        # A command that is killed with words of ours unread resets the connection instead of closing it.
+        with contextlib.suppress(ConnectionResetError):
+            while data := self._socket.recv(64):
+                for _ in data:
+                    self._answers.release()
         self._alone()
 
     def _alone(self) -> NoReturn:
@@ -67,7 +70,10 @@ class Line:
 
     def tell(self, *, wait: bool = False, **words: Any) -> None:
         """Send ``words``; with ``wait``, return when they were dealt with."""
-        self._socket.sendall(json.dumps(words).encode() + b"\n")
+        try:
+            self._socket.sendall(json.dumps(words).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self._alone()
         if wait:
             self._answers.acquire()
 
