@@ -239,15 +239,33 @@ def _collective(operation: str) -> None:
     @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
     @click.option("--floor", is_flag=True, help="Measure plain copies too, and say how far from them we are.")
+    @click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        show_default=True,
+        help="Where the tensors are; with cuda, all ranks share the first GPU.",
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
     @click.option("--plot", default="", metavar="FILE", help="Draw time and bandwidth into FILE (.png, .svg, .pdf).")
-    def run(*, ranks: int, sizes: str, against: str, rounds: int, floor: bool, as_json: bool, plot: str) -> None:
+    def run(
+        *, ranks: int, sizes: str, against: str, rounds: int, floor: bool, device: str, as_json: bool, plot: str
+    ) -> None:
         from .bench.bar import bar
         from .bench.collective import measure
         from .bench.plan import plan
         from .bench.table import table
 
-        asked = plan(operation, ranks=ranks, sizes_text=sizes, against=against, rounds=rounds, floor=floor, plot=plot)
+        asked = plan(
+            operation,
+            ranks=ranks,
+            sizes_text=sizes,
+            against=against,
+            rounds=rounds,
+            floor=floor,
+            plot=plot,
+            device=device,
+        )
         with bar(asked) as notify:
             rows = measure(asked, notify)
         click.echo(json.dumps(rows, indent=2) if as_json else table(asked, rows))

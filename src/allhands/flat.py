@@ -12,7 +12,9 @@ from . import _torch
 from .engines import shm
 from .errors import fail
 
-__all__ = ["Flat", "Flats", "dense", "when_ready"]
+__all__ = ["HOST", "Flat", "Flats", "dense", "when_ready"]
+
+HOST = torch.device("cpu")
 
 
 def dense(*tensors: torch.Tensor) -> bool:
@@ -24,12 +26,20 @@ class Flats:
     """Contiguous stand-ins of tensors; with ``back``, what was written to a stand-in is copied back at the end.
 
     With a ``factor`` each stand-in has the tensor's values times it, and the tensor itself stays as it is until then.
+    Stand-ins are on ``device``, in the memory of the host unless told otherwise.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, back: bool = True, factor: complex | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        back: bool = True,
+        factor: complex | None = None,
+        device: torch.device = HOST,
+    ) -> None:
         self._given = [_torch.plain(tensor) for tensor in tensors]
         self._back = back
-        self.tensors = [_stand_in(tensor, factor, back=back) for tensor in self._given]
+        self.tensors = [_stand_in(tensor, factor, device, back=back) for tensor in self._given]
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -46,14 +56,17 @@ class Flats:
             if given is not tensor:
                 # Detached: the caller's no_grad does not reach the thread that does what is not waited for.
                 given.detach().copy_(tensor)
-                _settle(given)
+                if tensor.is_cpu:
+                    _settle(given)
 
 
 class Flat(Flats):
     """A contiguous stand-in of one tensor."""
 
-    def __init__(self, tensor: torch.Tensor, *, back: bool = True, factor: complex | None = None) -> None:
-        super().__init__([tensor], back=back, factor=factor)
+    def __init__(
+        self, tensor: torch.Tensor, *, back: bool = True, factor: complex | None = None, device: torch.device = HOST
+    ) -> None:
+        super().__init__([tensor], back=back, factor=factor, device=device)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -93,9 +106,10 @@ def when_ready(run: Callable[[], None], tensors: Sequence[torch.Tensor]) -> Call
     return later
 
 
-def _stand_in(tensor: torch.Tensor, factor: complex | None, *, back: bool) -> torch.Tensor:
-    """Return ``tensor`` itself where its memory is the host's and holds its values in order, else such a copy."""
-    if factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+def _stand_in(tensor: torch.Tensor, factor: complex | None, device: torch.device, *, back: bool) -> torch.Tensor:
+    """Return ``tensor`` itself where it is on ``device`` and its memory holds its values in order, else such a copy."""
+    here = tensor.is_cpu if device is HOST else tensor.device == device
+    if factor is None and here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         if tensor.data_ptr() == 0 and tensor.numel():
             raise fail(
                 "invalid-argument",
@@ -107,7 +121,7 @@ def _stand_in(tensor: torch.Tensor, factor: complex | None, *, back: bool) -> to
     if back:
         _check_writable(tensor)
     # A conjugate or negative view has the bits of what it is a view of; copying gives it its own.
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
     return made if factor is None else made.mul_(factor)
 
 

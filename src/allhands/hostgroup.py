@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from . import _core, _torch, headcount, mismatch, notes
 from . import session as _session
+from .cards import Cards
 from .engines import shm
 from .errors import fail
-from .flat import dense, when_ready
+from .flat import HOST, dense, when_ready
 from .mail import Mail
+from .streamed import Streamed
 from .work import Done, Line
 
-__all__ = ["HostGroup"]
+__all__ = ["HostGroup", "Via"]
 
 # How long the end of a group waits for what is still in line.
 _END_S = 2.0
@@ -33,9 +35,12 @@ _Tensors = Sequence[torch.Tensor]
 _Base: Any = ProcessGroup
 
 
-def _lies_here(tensors: _Tensors) -> bool:
-    """Tell whether messages of ``tensors`` can go through shared memory."""
-    return dense(*tensors) and all(tensor.is_cpu for tensor in tensors)
+class Via(NamedTuple):
+    """Which way a call goes: what has the operations, where its tensors must be, and who issues it if not the line."""
+
+    core: Any
+    device: torch.device = HOST
+    streamed: Streamed | None = None
 
 
 @_torch.untraced
@@ -48,7 +53,15 @@ class HostGroup(_Base):  # type: ignore[misc]
     writes_notes = True
 
     def __init__(
-        self, rank: int, ranks: list[int], *, engine: Any, gloo: Any, session: _session.Session, timeout: timedelta
+        self,
+        rank: int,
+        ranks: list[int],
+        *,
+        engine: Any,
+        gloo: Any,
+        session: _session.Session,
+        timeout: timedelta,
+        store: Store | None = None,
     ) -> None:
         super().__init__(rank, len(ranks))
         _torch.stand_behind(self, gloo)
@@ -59,13 +72,16 @@ class HostGroup(_Base):  # type: ignore[misc]
         # Under this name the short way of the core finds it.
         self.segment = engine.segment
         self._core: _core.Segment = engine.segment
-        self._board = notes.own()
+        self.board = notes.own()
         self._gloo = gloo
         # Another engine has no short way to keep shut, and no mail.
         self._gate = engine.segment if isinstance(engine.segment, _core.Segment) else None
         self._line = Line("allhands-group", self._gate)
         self.mail = Mail(self) if self._gate is not None else None
         self._limit_ns = int(timeout.total_seconds() * 1e9)
+        self._host = Via(self._core)
+        # Where ranks share no memory, tensors of a GPU go by way of the host's.
+        self._cards = Cards(self, store, timeout.total_seconds()) if self._gate is not None and store else None
         # How long the call may take whose turn it is.
         self._within_ns = self._limit_ns
         self._group_name = ""
@@ -76,19 +92,19 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
         """Send to one rank."""
-        if self.mail is None or not _lies_here(tensors):
+        if self.mail is None or not dense(*tensors):
             return self._gloo.send(tensors, rank, tag)
         return self.mail.send(tensors, rank, tag, self._limit_ns)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int = 0) -> Any:
         """Receive from one rank."""
-        if self.mail is None or not _lies_here(tensors):
+        if self.mail is None or not dense(*tensors):
             return self._gloo.recv(tensors, rank, tag)
         return self.mail.recv(tensors, rank, tag, self._limit_ns)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         """Receive from whoever sends first."""
-        if self.mail is None or not _lies_here(tensors):
+        if self.mail is None or not dense(*tensors):
             return self._gloo.recv_anysource(tensors, tag)
         return self.mail.recv(tensors, None, tag, self._limit_ns)
 
@@ -176,9 +192,7 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the group for everyone, now."""
-        self._core.end(self._rank)
-        if self.mail is not None:
-            self.mail.core.ring()
+        self._end(None)
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
@@ -188,6 +202,8 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._line.close(_END_S)
         if self.mail is not None:
             self.mail.close(_END_S)
+        for each in self._cards.all() if self._cards is not None else []:
+            each.close(_END_S)
         if self._gate is not None:
             self._gate.depart()
         self._gloo.shutdown()
@@ -199,20 +215,46 @@ class HostGroup(_Base):  # type: ignore[misc]
         self._core.end(self._rank)
         if self.mail is not None:
             self.mail.core.ring()
+        for each in self._cards.all() if self._cards is not None else []:
+            each.release()
 
-    def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
+    def agree(self, kind: int) -> None:
+        """Meet everyone at something that is no collective, by the number that it has in the segment."""
+        self._do("agree", lambda: self._call(self._core.agree, kind, 0, 0, 0, -1), [], None).wait()
+
+    def _via(self, tensors: _Tensors) -> Via:
+        """Return which way a call with ``tensors`` goes."""
+        if self._cards is None:
+            return self._host
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        streamed = self._cards.find(device) if device is not None else None
+        return Via(streamed.core, streamed.device, streamed) if streamed is not None else self._host
+
+    def _do(
+        self,
+        name: str,
+        run: Callable[[], None],
+        tensors: list[torch.Tensor],
+        opts: Any,
+        via: Via | None = None,
+    ) -> Any:
         # A forked child has the segment too, and would be taken for its parent.
         self.session.member.check_process()
         root = getattr(opts, "rootRank", 0)
         if not 0 <= root < self.size():
             raise self._wrong(name, f"there is no rank {root} in a group of {self.size()}")
-        run = when_ready(run, tensors)
+        streamed = via.streamed if via is not None else None
+        if streamed is None:
+            run = when_ready(run, tensors)
         site = _session.call_site()
         later = bool(getattr(opts, "asyncOp", True))
         # A limit of the call's own; torch has a negative one where the caller gave none.
         own_ns = int(getattr(opts, "timeout", timedelta(0)).total_seconds() * 1e9)
         within_ns = own_ns if own_ns > 0 else self._limit_ns
         number = self._note(name, tensors, opts, site)
+        if streamed is not None:
+            self._within_ns = within_ns
+            return streamed.issue(name, run, tensors, site, within_ns, number)
         noted = functools.partial(self._noted, name, site, number, run, within_ns)
         if _torch.profiling():
             # Ends with this call, not with the work: the profiler was seen to hang where another thread ends an event.
@@ -227,11 +269,11 @@ class HostGroup(_Base):  # type: ignore[misc]
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         root = getattr(opts, "rootRank", -1)
-        return self._board.begin(name, self._group_name, dtype, reduction, shape, size, root, site)
+        return self.board.begin(name, self._group_name, dtype, reduction, shape, size, root, site)
 
     def _noted(self, name: str, site: str, number: int, run: Callable[[], None], within_ns: int) -> None:
         before = self.session.enter(name, site)
-        self._board.run(number, self._core.sequence())
+        self.board.run(number, self._core.sequence())
         self._within_ns = within_ns
         well = False
         try:
@@ -240,7 +282,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         except shm.Trouble as trouble:
             raise mismatch.explain(self, trouble, name, site) from None
         finally:
-            self._board.end(number, well)
+            self.board.end(number, well)
             self.session.leave(before)
 
     def failed(self, code: int, culprit: int, name: str, site: str, peer: int) -> None:
@@ -255,7 +297,7 @@ class HostGroup(_Base):  # type: ignore[misc]
     def _introduce(self) -> None:
         if self._gate is not None:
             same = self.ranks == list(range(self.size()))
-            self._gate.introduce(self._limit_ns, self._group_name, None if same else tuple(self.ranks), self._board)
+            self._gate.introduce(self._limit_ns, self._group_name, None if same else tuple(self.ranks), self.board)
 
     def _sparse(self, name: str, tensors: list[torch.Tensor], opts: Any, *, can: bool = False) -> Any:
         """Reduce sparse tensors to everyone with Gloo, in their turn and after comparing the calls.

@@ -14,9 +14,10 @@ from .engines import shm
 from .errors import AllhandsError, error
 
 if TYPE_CHECKING:
+    from .engines.fingerprint import Judgement
     from .hostgroup import HostGroup
 
-__all__ = ["explain"]
+__all__ = ["differ", "explain"]
 
 # The sequence number of a rank that has not come to a call yet.
 _NOT_COME = 2**64 - 1
@@ -27,6 +28,9 @@ _UNEVEN = frozenset(shm.KINDS.index(name) for name in ("all_gather", "gather", "
 # How long to wait for more ranks to come to a call that some made differently: two that differ do not say which of
 # them is the odd one. Everyone is to be told within a second.
 _COME_S, _LOOK_S = 0.3, 0.002
+
+# How long others may take to hear what this rank has heard already.
+_HEAR_S = 0.1
 
 # How long the coordinator may take to say who it was that fell.
 _VERDICT_S = 1.0
@@ -66,6 +70,21 @@ def explain(
         case _:
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or _lost(culprit, who, "it ended the group"))
+
+
+def differ(group: HostGroup, judgement: Judgement, name: str, site: str) -> AllhandsError:
+    """Return the exception for calls that were told beforehand and differ. Everyone comes to the same judgement."""
+    member = group.session.member
+    found = Diagnosis(
+        "collective-mismatch",
+        "ranks of one group made different calls",
+        who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}",
+        why="\n".join(judgement.lines),
+        fix="make every rank of the group call the same operations in the same order, with tensors that fit",
+        ranks=tuple(sorted(group.ranks[index] for index in judgement.odd)),
+    )
+    # Ending the group cuts connections that some may still hear it through.
+    return error(member.wait_for_verdict(_HEAR_S) or member.condemn(found))
 
 
 def _lost(culprit: int, who: str, why: str) -> Diagnosis:

@@ -20,7 +20,7 @@ from .engines.relay import Relay
 from .errors import fail
 from .flat import Flat, Flats
 from .flat import dense as _dense
-from .hostgroup import HostGroup
+from .hostgroup import HostGroup, Via
 from .widegroup import Wide
 
 __all__ = ["Group", "WideGroup", "create"]
@@ -53,7 +53,7 @@ def create(options: Any, pg_options: Any) -> Any:
         relay = Relay(gloo, rank, ranks)
         return WideGroup(rank, ranks, engine=relay, gloo=gloo, session=session, timeout=options.timeout)
     engine = shm.form(store, rank, size, options.timeout.total_seconds(), session.member.check)
-    return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout)
+    return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
 
 
 def _chosen(store: Store, rank: int) -> str:
@@ -99,28 +99,30 @@ class Group(HostGroup):
     def _reduce_each(self, name: str, tensors: list[torch.Tensor], opts: Any) -> Any:
         if not _dense(*tensors):
             return self._sparse(name, tensors, opts, can=True)
+        via = self._via(tensors)
 
         def run() -> None:
             for tensor in tensors:
                 dtype, reduction, factor = self._reduction(name, tensor, opts.reduceOp)
-                with Flat(tensor, factor=factor) as flat:
-                    self._call(self._core.all_reduce, *flat.place, dtype, reduction)
+                with Flat(tensor, factor=factor, device=via.device) as flat:
+                    self._call(via.core.all_reduce, *flat.place, dtype, reduction)
 
-        return self._do(name, run, tensors, opts)
+        return self._do(name, run, tensors, opts, via)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce to the root."""
         opts = opts or dist.ReduceOptions()
         if not _dense(*tensors):
             return self._sparse("reduce", tensors, opts)
+        via = self._via(tensors)
 
         def run() -> None:
             for tensor in tensors:
                 dtype, reduction, factor = self._reduction("reduce", tensor, opts.reduceOp)
-                with Flat(tensor, back=self._rank == opts.rootRank, factor=factor) as flat:
-                    self._call(self._core.reduce, *flat.place, dtype, reduction, opts.rootRank)
+                with Flat(tensor, back=self._rank == opts.rootRank, factor=factor, device=via.device) as flat:
+                    self._call(via.core.reduce, *flat.place, dtype, reduction, opts.rootRank)
 
-        return self._do("reduce", run, tensors, opts)
+        return self._do("reduce", run, tensors, opts, via)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Give the root's tensor to everyone."""
@@ -129,14 +131,15 @@ class Group(HostGroup):
         opts = opts or dist.BroadcastOptions()
         if not _dense(*tensors):
             return self._sparse("broadcast", tensors, opts)
+        via = self._via(tensors)
 
         def run() -> None:
             for tensor in tensors:
-                with Flat(tensor, back=self._rank != opts.rootRank) as flat:
+                with Flat(tensor, back=self._rank != opts.rootRank, device=via.device) as flat:
                     code = shm.dtype_code(tensor.dtype)
-                    self._call(self._core.broadcast, *flat.place, code, opts.rootRank)
+                    self._call(via.core.broadcast, *flat.place, code, opts.rootRank)
 
-        return self._do("broadcast", run, tensors, opts)
+        return self._do("broadcast", run, tensors, opts, via)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give everyone's tensor to everyone, as a list."""
@@ -145,18 +148,19 @@ class Group(HostGroup):
         opts = opts or _torch.AllgatherOptions()
         if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
             return self._sparse("all_gather", inputs, opts)
+        via = self._via(inputs)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._gather_into(output, tensor)
+                self._gather_into(output, tensor, via)
 
-        return self._do("all_gather", run, [tensor for each in outputs for tensor in each], opts)
+        return self._do("all_gather", run, [tensor for each in outputs for tensor in each], opts, via)
 
-    def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
+    def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor, via: Via) -> None:
         self._same_number("all_gather", outputs)
         self._same_type("all_gather", tensor, *outputs)
-        with Flat(tensor, back=False) as flat, Flats(outputs) as out:
-            self._call(self._core.all_gather, *flat.place, out.places, shm.dtype_code(tensor.dtype))
+        with Flat(tensor, back=False, device=via.device) as flat, Flats(outputs, device=via.device) as out:
+            self._call(via.core.all_gather, *flat.place, out.places, shm.dtype_code(tensor.dtype))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Give everyone's tensor to everyone, as one tensor."""
@@ -169,13 +173,14 @@ class Group(HostGroup):
         opts = opts or _torch.AllgatherOptions()
         if not _dense(*outputs, *inputs):
             return self._sparse("all_gather_into_tensor", inputs, opts)
+        via = self._via(inputs)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                with Flat(output) as flat:
-                    self._gather_into(self._equal_parts(flat.tensor), tensor)
+                with Flat(output, device=via.device) as flat:
+                    self._gather_into(self._equal_parts(flat.tensor), tensor, via)
 
-        return self._do("all_gather_into_tensor", run, outputs, opts)
+        return self._do("all_gather_into_tensor", run, outputs, opts, via)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -190,36 +195,38 @@ class Group(HostGroup):
         opts = opts or dist.GatherOptions()
         if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
             return self._sparse("gather", inputs, opts)
+        via = self._via(inputs)
 
         def run() -> None:
             code = shm.dtype_code(inputs[0].dtype)
-            with Flat(inputs[0], back=False) as flat:
+            with Flat(inputs[0], back=False, device=via.device) as flat:
                 if self._rank != opts.rootRank:
-                    self._call(self._core.gather, *flat.place, None, code, opts.rootRank)
+                    self._call(via.core.gather, *flat.place, None, code, opts.rootRank)
                     return
                 self._same_number("gather", outputs[0])
-                with Flats(outputs[0]) as out:
-                    self._call(self._core.gather, *flat.place, out.places, code, opts.rootRank)
+                with Flats(outputs[0], device=via.device) as out:
+                    self._call(via.core.gather, *flat.place, out.places, code, opts.rootRank)
 
-        return self._do("gather", run, [tensor for each in outputs for tensor in each], opts)
+        return self._do("gather", run, [tensor for each in outputs for tensor in each], opts, via)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give each rank its tensor of the root's list."""
         opts = opts or dist.ScatterOptions()
         if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
             return self._sparse("scatter", outputs, opts)
+        via = self._via(outputs)
 
         def run() -> None:
             code = shm.dtype_code(outputs[0].dtype)
-            with Flat(outputs[0]) as flat:
+            with Flat(outputs[0], device=via.device) as flat:
                 if self._rank != opts.rootRank:
-                    self._call(self._core.scatter, None, *flat.place, code, opts.rootRank)
+                    self._call(via.core.scatter, None, *flat.place, code, opts.rootRank)
                     return
                 self._same_number("scatter", inputs[0])
-                with Flats(inputs[0], back=False) as given:
-                    self._call(self._core.scatter, given.places, *flat.place, code, opts.rootRank)
+                with Flats(inputs[0], back=False, device=via.device) as given:
+                    self._call(via.core.scatter, given.places, *flat.place, code, opts.rootRank)
 
-        return self._do("scatter", run, outputs, opts)
+        return self._do("scatter", run, outputs, opts, via)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce each tensor of the list to the rank it is for."""
@@ -228,33 +235,37 @@ class Group(HostGroup):
         opts = opts or dist.ReduceScatterOptions()
         if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
             return self._sparse("reduce_scatter", outputs, opts)
+        via = self._via(outputs)
 
         def run() -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                self._reduce_into(output, given, opts.reduceOp)
+                self._reduce_into(output, given, opts.reduceOp, via)
 
-        return self._do("reduce_scatter", run, outputs, opts)
+        return self._do("reduce_scatter", run, outputs, opts, via)
 
-    def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any) -> None:
+    def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any, via: Via) -> None:
         self._same_number("reduce_scatter", inputs)
         self._same_type("reduce_scatter", output, *inputs)
         dtype, reduction, factor = self._reduction("reduce_scatter", output, op)
         if inputs[self._rank].numel() != output.numel():
             raise self._wrong("reduce_scatter", "this rank's tensor of the list and the output differ in size")
         if any(tensor.numel() != output.numel() for tensor in inputs):
-            self._reduce_uneven(output, inputs, dtype, reduction, factor)
+            self._reduce_uneven(output, inputs, dtype, reduction, factor, via)
             return
-        with Flat(output) as flat, Flats(inputs, back=False, factor=factor) as given:
-            self._call(self._core.reduce_scatter, given.places, *flat.place, dtype, reduction)
+        with (
+            Flat(output, device=via.device) as flat,
+            Flats(inputs, back=False, factor=factor, device=via.device) as given,
+        ):
+            self._call(via.core.reduce_scatter, given.places, *flat.place, dtype, reduction)
 
-    def _reduce_uneven(
-        self, output: torch.Tensor, inputs: _Tensors, dtype: int, reduction: int, factor: complex | None
+    def _reduce_uneven(  # noqa: PLR0917  # what a reduction is
+        self, output: torch.Tensor, inputs: _Tensors, dtype: int, reduction: int, factor: complex | None, via: Via
     ) -> None:
         output.copy_(inputs[self._rank].reshape(output.shape))
         for root, tensor in enumerate(inputs):
             mine = root == self._rank
-            with Flat(output if mine else tensor, back=mine, factor=factor) as flat:
-                self._call(self._core.reduce, *flat.place, dtype, reduction, root)
+            with Flat(output if mine else tensor, back=mine, factor=factor, device=via.device) as flat:
+                self._call(via.core.reduce, *flat.place, dtype, reduction, root)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce each part of one tensor to the rank it is for."""
@@ -267,13 +278,14 @@ class Group(HostGroup):
         opts = opts or dist.ReduceScatterOptions()
         if not _dense(*outputs, *inputs):
             return self._sparse("reduce_scatter_tensor", outputs, opts)
+        via = self._via(outputs)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                with Flat(tensor, back=False) as flat:
-                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp)
+                with Flat(tensor, back=False, device=via.device) as flat:
+                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp, via)
 
-        return self._do("reduce_scatter_tensor", run, outputs, opts)
+        return self._do("reduce_scatter_tensor", run, outputs, opts, via)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         """Give each rank its tensor of the list."""
@@ -282,13 +294,14 @@ class Group(HostGroup):
             return self._sparse("all_to_all", outputs, opts)
         self._same_number("all_to_all", outputs)
         self._same_number("all_to_all", inputs)
+        via = self._via(inputs)
 
         def run() -> None:
-            with Flats(outputs) as out, Flats(inputs, back=False) as given:
+            with Flats(outputs, device=via.device) as out, Flats(inputs, back=False, device=via.device) as given:
                 code = shm.dtype_code(inputs[0].dtype)
-                self._call(self._core.all_to_all, given.places, out.places, code)
+                self._call(via.core.all_to_all, given.places, out.places, code)
 
-        return self._do("all_to_all", run, outputs, opts)
+        return self._do("all_to_all", run, outputs, opts, via)
 
     def all_to_all_single(  # torch's signature
         self,
@@ -302,17 +315,18 @@ class Group(HostGroup):
         opts = opts or dist.AllToAllOptions()
         if not _dense(output, tensor):
             return self._sparse("all_to_all_single", [output], opts)
+        via = self._via([output, tensor])
 
         def run() -> None:
-            with Flat(output) as out, Flat(tensor, back=False) as given:
+            with Flat(output, device=via.device) as out, Flat(tensor, back=False, device=via.device) as given:
                 code = shm.dtype_code(tensor.dtype)
                 parts = (
                     shm.parts(self._rows(given.tensor, input_splits)),
                     shm.parts(self._rows(out.tensor, output_splits)),
                 )
-                self._call(self._core.all_to_all, *parts, code)
+                self._call(via.core.all_to_all, *parts, code)
 
-        return self._do("all_to_all_single", run, [output], opts)
+        return self._do("all_to_all_single", run, [output], opts, via)
 
     def _rows(self, tensor: torch.Tensor, splits: list[int]) -> _Tensors:
         size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1

@@ -108,11 +108,11 @@ class Session:
 
     # What this rank is doing -------------------------------------------------------------------------------
 
-    def enter(self, name: str, site: str) -> tuple[str, str, float] | None:
-        """Note that this rank is inside the collective ``name``; return what to give to `leave`."""
+    def enter(self, name: str, site: str, since: float | None = None) -> tuple[str, str, float] | None:
+        """Note that this rank is inside the collective ``name``, ``since`` now; return what to give to `leave`."""
         thread = threading.get_ident()
         before = self._doing.get(thread)
-        self._doing[thread] = (name, site, time.monotonic())
+        self._doing[thread] = (name, site, since if since is not None else time.monotonic())
         return before
 
     def leave(self, before: tuple[str, str, float] | None) -> None:

@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 
+from . import mismatch
 from . import session as _session
 from .diagnosis import Diagnosis
 from .engines.relay import Difference, Relay
-from .errors import AllhandsError, error
-from .hostgroup import HostGroup
+from .errors import AllhandsError
+from .hostgroup import HostGroup, Via
 
 __all__ = ["Wide"]
 
-
-# How long others may take to hear what this rank has heard already.
-_HEAR_S = 0.1
 
 # As much of a refusal as the others are told.
 _MOST_WORDS = 120
@@ -69,11 +67,18 @@ class Wide(HostGroup):
 
     # Inside ------------------------------------------------------------------------------------------------
 
-    def _do(self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], opts: Any) -> Any:
+    def _do(
+        self,
+        name: str,
+        run: Callable[[], None],
+        tensors: list[torch.Tensor],
+        opts: Any,
+        via: Via | None = None,
+    ) -> Any:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES])
         shapes += f" and {len(tensors) - _MOST_SHAPES} more" * (len(tensors) > _MOST_SHAPES)
         told = functools.partial(self._told, name, _session.call_site(), shapes, run)
-        return super()._do(name, told, tensors, opts)
+        return super()._do(name, told, tensors, opts, via)
 
     # What ended a call in the middle, with the frames that hold its tensors: Gloo may still write there.
     _kept: BaseException | None = None
@@ -85,7 +90,7 @@ class Wide(HostGroup):
         try:
             self._together(name, run)
         except Difference as difference:
-            raise self._different(difference, name, site) from None
+            raise mismatch.differ(self, difference.judgement, name, site) from None
         except Exception as problem:
             if not self._core.under_way:
                 raise  # Everyone refused alike and is still in step.
@@ -116,16 +121,3 @@ class Wide(HostGroup):
     def _through(self, issue: Callable[..., Any], *args: Any) -> None:
         self._core.through(issue, *args)
         self._core.done()
-
-    def _different(self, difference: Difference, name: str, site: str) -> AllhandsError:
-        member, odd = self.session.member, difference.judgement.odd
-        found = Diagnosis(
-            "collective-mismatch",
-            "ranks of one group made different calls",
-            who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}",
-            why="\n".join(difference.judgement.lines),
-            fix="make every rank of the group call the same operations in the same order, with tensors that fit",
-            ranks=tuple(sorted(self.ranks[index] for index in odd)),
-        )
-        # Everyone comes to the same judgement. Ending the group cuts connections that some still hear it through.
-        return error(member.wait_for_verdict(_HEAR_S) or member.condemn(found))

@@ -36,9 +36,9 @@ def test_random_operations_agree_with_a_model(ranks: int) -> None:
 import random
 
 def integers(kind, shape, seed):
-    made = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, 5, shape, generator=made)
-    return values.to(kind)
+    made = torch.Generator("cpu").manual_seed(seed)
+    values = torch.randint(0, 5, shape, generator=made, device="cpu")
+    return values.to(torch.get_default_device(), kind)
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
          torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -161,8 +161,9 @@ def test_sixteen_bit_sums_round_once() -> None:
         FORM
         + """
 for kind in (torch.float16, torch.bfloat16):
-    made = torch.Generator().manual_seed(5)
-    everyone = [torch.randn(50_001, generator=made).to(kind) for _ in range(size)]
+    made = torch.Generator("cpu").manual_seed(5)
+    drawn = [torch.randn(50_001, generator=made, device="cpu") for _ in range(size)]
+    everyone = [each.to(torch.get_default_device(), kind) for each in drawn]
     mine = everyone[rank].clone()
     dist.all_reduce(mine)
     exact = everyone[0].float()

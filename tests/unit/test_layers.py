@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "group": {
         "_entry",
         "bootstrap",
+        "cards",
         "collectives",
         "conjugate",
         "ending",
@@ -34,6 +35,7 @@ LAYERS: dict[str, set[str]] = {
         "session",
         "shared",
         "store",
+        "streamed",
         "widegroup",
         "work",
     },

@@ -14,7 +14,7 @@ __all__ = ["Buffers"]
 class Buffers:
     """One rank's tensors for one operation and size: float32, zero, so that summing them again changes nothing."""
 
-    def __init__(self, operation: str, size: int, rank: int, ranks: int) -> None:
+    def __init__(self, operation: str, size: int, rank: int, ranks: int, device: str = "cpu") -> None:
         self._operation = operation
         self._rank = rank
         self._ranks = ranks
@@ -22,9 +22,9 @@ class Buffers:
         self.tensors: dict[str, Any] = {"whole": None, "other": None, "part": None}
         for name in what.buffers:
             if name == "part":
-                self.tensors[name] = torch.zeros(size // 4 // ranks)
+                self.tensors[name] = torch.zeros(size // 4 // ranks, device=device)
             elif rank == 0 or not what.rooted:
-                self.tensors[name] = torch.zeros(size // 4)
+                self.tensors[name] = torch.zeros(size // 4, device=device)
         self._parts = self._cut("whole")
         self._others = self._cut("other")
 

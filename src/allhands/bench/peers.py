@@ -30,7 +30,10 @@ _TIMEOUT_S = 60.0
 class Call:
     """One operation by one engine, as this rank makes it; a rank that has no part in it has no text."""
 
-    def __init__(self, text: str, names: dict[str, Any], trips: int = 1) -> None:
+    def __init__(self, text: str, names: dict[str, Any], trips: int = 1, *, device: str = "cpu") -> None:
+        if text and device != "cpu":
+            # Done when the GPU has done it.
+            text, names = f"{text}; finish()", {**names, "finish": torch.cuda.synchronize}
         self._timer = timeit.Timer(text, globals=names) if text else None
         self._trips = trips
 
@@ -57,6 +60,8 @@ class Engines:
         self._plan = plan
         self._rank = rank
         self._mpi = mpi
+        if plan.device != "cpu":
+            torch.cuda.set_device(0)
         allhands.init_process_group("allhands", rank=rank, world_size=plan.ranks, timeout=_TIMEOUT_S)
         self._gloo = torch_dist.new_group(backend="gloo") if "gloo" in plan.peers else None
         self._source, self._target = self._copies()
@@ -65,7 +70,7 @@ class Engines:
     def _copies(self) -> tuple[Any, Any]:
         count = copied(max(self._plan.sizes)) // 4 if self._plan.floor else 0
         # Written, not zeros as they come: pages that nobody wrote are all the same page, and that one is cached.
-        return torch.ones(count), torch.ones(count)
+        return torch.ones(count, device=self._plan.device), torch.ones(count, device=self._plan.device)
 
     def calls(self, buffers: Buffers, size: int) -> dict[str, Call]:
         """Return the calls to measure for ``buffers``: engines, and the floor's copies where it is wanted."""
@@ -79,15 +84,23 @@ class Engines:
         if self._mpi is not None:
             made["mpi"] = self._call(what.mpi, self._mpi_names(names), "")
         if self._plan.floor and size:
-            found = {"move": ctypes.memmove, "count": copied(size)}
-            found |= {"to": self._target.data_ptr(), "origin": self._source.data_ptr()}
+            text, found = self._copy(copied(size))
             busy = bool(self._text(what.torch))
             for name, everyone in COPIES.items():
-                made[name] = Call("move(to, origin, count)" if (busy if everyone else self._rank == 0) else "", found)
+                mine = busy if everyone else self._rank == 0
+                made[name] = Call(text if mine else "", found, device=self._plan.device)
         return made
 
+    def _copy(self, size: int) -> tuple[str, dict[str, Any]]:
+        """Return what copies ``size`` bytes on the device."""
+        if self._plan.device != "cpu":
+            return "to.copy_(origin)", {"to": self._target[: size // 4], "origin": self._source[: size // 4]}
+        places = {"to": self._target.data_ptr(), "origin": self._source.data_ptr()}
+        return "move(to, origin, count)", {"move": ctypes.memmove, "count": size, **places}
+
     def _call(self, texts: tuple[str, ...], names: dict[str, Any], group: str) -> Call:
-        return Call(self._text(texts).format(group=group), names, OPERATIONS[self._plan.operation].trips)
+        trips, device = OPERATIONS[self._plan.operation].trips, self._plan.device
+        return Call(self._text(texts).format(group=group), names, trips, device=device)
 
     def _text(self, texts: tuple[str, ...]) -> str:
         """Return which of ``texts`` is this rank's; "" where it is idle."""

@@ -34,10 +34,19 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     peers: tuple[str, ...] = ()
     floor: bool = False
+    device: str = "cpu"
 
 
 def plan(
-    operation: str, *, ranks: int, sizes_text: str, against: str, rounds: int, floor: bool = False, plot: str = ""
+    operation: str,
+    *,
+    ranks: int,
+    sizes_text: str,
+    against: str,
+    rounds: int,
+    floor: bool = False,
+    plot: str = "",
+    device: str = "cpu",
 ) -> Plan:
     """Return the plan that the options ask for.
 
@@ -47,8 +56,10 @@ def plan(
     what = OPERATIONS[operation]
     # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
     wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
-    made = Plan(operation, ranks, wanted, rounds, peers(against), floor)
+    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, device)
     check_memory(made)
+    if device == "cuda":
+        _check_gpu(made)
     if "mpi" in made.peers:
         _check_mpi()
     if plot:
@@ -137,6 +148,25 @@ def _available() -> int:
     except (OSError, KeyError, ValueError):
         return free  # no cgroup version 2 here, or not at its usual place
     return max(0, free)
+
+
+def _check_gpu(asked: Plan) -> None:
+    if not Path("/proc/driver/nvidia/version").exists():
+        raise fail(
+            "gpu-missing",
+            "--device cuda was asked for, but this machine has no driver for a GPU",
+            who=_WHO,
+            why="there is no /proc/driver/nvidia/version",
+            fix="run where nvidia-smi shows a GPU, or measure with --device cpu",
+        )
+    if "mpi" in asked.peers:
+        raise fail(
+            "invalid-argument",
+            "--against mpi measures tensors of the CPU only",
+            who=_WHO,
+            why="an MPI takes memory of a GPU only where it was built for that",
+            fix="measure CUDA tensors with --against gloo",
+        )
 
 
 def _check_mpi() -> None:

@@ -131,7 +131,7 @@ def _measure(plan: Plan, rank: int, mpi: Any, line: Line) -> None:
     if rank == 0:
         line.tell(about=engines.about(), wait=True)
     for size in plan.sizes:
-        buffers = Buffers(plan.operation, size, rank, plan.ranks)
+        buffers = Buffers(plan.operation, size, rank, plan.ranks, plan.device)
         calls = engines.calls(buffers, size)
         for name, call in calls.items():
             _check(name, call, buffers, engines)

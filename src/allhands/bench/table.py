@@ -95,7 +95,8 @@ def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
     kind = " of float32, SUM" if "reduce" in plan.operation else " of float32" if what.buffers else ""
     half = ", half of that round trip between ranks 0 and 1" if what.trips == 2 else ""
     lines = [
-        f"{plan.operation}{kind}, {plan.ranks} ranks, {first['cores']} cores ({crowded}), one thread per rank",
+        f"{plan.operation}{kind}, {plan.ranks} ranks, {first['cores']} cores ({crowded}), one thread per rank"
+        + (", tensors of one GPU, which all ranks share" if plan.device != "cpu" else ""),
         f"each call: {what.torch[0].format(group='')}{half}",
         f"median, least: us per call of {plan.rounds} rounds; the engines take turns in the same processes;",
         "  a round's time is that of the slowest rank",

@@ -31,6 +31,7 @@ __all__ = [
     "LEAST_SLOT_KIB",
     "LINEAR",
     "MOST_RANKS",
+    "ON_GPU",
     "PREMUL_SUM",
     "REDUCTIONS",
     "REDUCTION_NAMES",
@@ -119,6 +120,8 @@ KINDS = (
 )
 # Above these: the same operation, agreed on here and then done by Gloo. No operation of the core has such a number.
 BESIDE = 64
+# And this: that the ranks' tensors are on a GPU, agreed on once before their first call there.
+ON_GPU = 128
 CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken", "interrupted", "departed")
 
 
@@ -179,6 +182,8 @@ os.register_at_fork(after_in_child=_shut_in_child)
 
 def kind_name(kind: int) -> str:
     """Return what an operation is called."""
+    if kind == ON_GPU:
+        return "a collective of CUDA tensors"
     if BESIDE < kind < BESIDE + len(KINDS):
         return f"{KINDS[kind - BESIDE]} through Gloo"
     return KINDS[kind] if kind < len(KINDS) else f"operation {kind}"
@@ -200,7 +205,7 @@ class Shm:
         self.size_bytes = size_bytes
         # Of each rank, 0 where it means nothing here.
         self.pids = pids
-        self._handing = handing
+        self.handing = handing
         self._windows = 0
         _LIVE.add(self)
         # The core looks at them as long as this lives; at exit the kernel closes them.
@@ -210,7 +215,7 @@ class Shm:
         """Make memory that all ranks share, ``size`` bytes for each. Every rank of the group calls this."""
         self._windows += 1
         stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor, _ = self._handing.share(
+        descriptor, _ = self.handing.share(
             f"window/{self._windows}", functools.partial(_new_window, stride=stride), timeout_s
         )
         try:
