@@ -65,6 +65,7 @@ class Card:
         self._arena = arena
         self._rank = rank
         self._ranks = ranks
+        self._context = driver.context()
         self._own = driver.Stream()
         self.stream = torch.cuda.ExternalStream(self._own.number, device=device)  # type: ignore[no-untyped-call]
         self._call = 0
@@ -242,6 +243,7 @@ class Card:
         self._end()
 
     def _post(self, call: fingerprint.Call, sizes: Sequence[int], limit_ns: int) -> None:
+        driver.enter(self._context)
         judgement = self.flags.tell(call, sizes, time.monotonic() + limit_ns / 1e9, self.check)
         if judgement is not None:
             raise Difference(judgement)
@@ -347,6 +349,7 @@ class Card:
         Rank 0, which has it, gives it back once the others have let go, or after ``within_s`` leaves it to the end of
         the process: memory that is freed under somebody's mapping is undefined.
         """
+        driver.enter(self._context)
         self._arena.close()
         self.flags.go()
         until = time.monotonic() + within_s

@@ -14,6 +14,8 @@ __all__ = [
     "DriverError",
     "Stream",
     "allocate",
+    "context",
+    "enter",
     "free",
     "handle",
     "map_host",
@@ -69,6 +71,18 @@ def _do(name: str, *args: Any) -> None:
         words = ctypes.c_char_p()
         _library().cuGetErrorName(code, ctypes.byref(words))
         raise DriverError(f"{name}: {(words.value or b'error').decode()} ({code})")
+
+
+def context() -> int:
+    """Return the context that is current in this thread."""
+    made = ctypes.c_void_p()
+    _do("cuCtxGetCurrent", ctypes.byref(made))
+    return int(made.value or 0)
+
+
+def enter(context: int) -> None:
+    """Make ``context`` current in this thread. torch does so only in threads in which it has had something to do."""
+    _do("cuCtxSetCurrent", ctypes.c_void_p(context))
 
 
 def allocate(size: int) -> int:
