@@ -28,6 +28,7 @@ __all__ = [
     "batches_handed_out",
     "coalescing",
     "default_timeout",
+    "exchange",
     "foreach_copy",
     "forget_failed_groups",
     "gather_flat",
@@ -37,6 +38,7 @@ __all__ = [
     "groups",
     "kept_out",
     "loader_iterator",
+    "nccl",
     "optimizers_in_backward",
     "own_buffers",
     "own_modules",
@@ -79,6 +81,22 @@ def gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     # torch does this for its own groups; monitored collectives and the flight recorder count on it.
     made._set_sequence_number_for_group()
     return made
+
+
+def nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Return an NCCL backend. torch makes one only for groups that are called "nccl". Seen in 2.11."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    made = c10d.ProcessGroupNCCL(store, rank, world_size, options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def exchange(  # noqa: PLR0917  # torch's signature
+    backend: Any, output: torch.Tensor, tensor: torch.Tensor, takes: list[int], gives: list[int], options: Any
+) -> Any:
+    """Give each rank its part of one tensor; a backend by itself has only torch's older name. Seen in 2.11."""
+    return backend.alltoall_base(output, tensor, takes, gives, options)
 
 
 def gather_flat(gloo: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:

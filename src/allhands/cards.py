@@ -1,7 +1,8 @@
 """Which way the CUDA tensors of a group on one host go: found at its first call with one, the same on every rank.
 
-Ranks that all use one GPU go through memory of it (`engines.cuda_ipc`), where NCCL refuses. Where the driver
-or a container does not allow that, and where ranks use several GPUs, tensors go by way of the host's memory.
+With a GPU for each rank by NCCL (`engines.rings`). Ranks that all use one GPU go through memory of it
+(`engines.cuda_ipc`), where NCCL refuses. Where some share and some do not, and where the driver or a container does not
+allow it, tensors go by way of the host's memory.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from . import settings
+from . import _torch, settings
 from .engines import cuda_ipc, nccl, shm
+from .engines.lane import Lane, agree, share
+from .engines.rings import Rings
 from .errors import fail
 from .streamed import Streamed
 
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Cards"]
 
 # What ALLHANDS_CUDA may say; rank 0's word counts.
-_WAYS = ("auto", "cuda_ipc", "host")
+_WAYS = ("auto", "nccl", "cuda_ipc", "host")
 
 
 class _Word(msgspec.Struct):
@@ -35,6 +40,7 @@ class _Word(msgspec.Struct):
     gpu: str
     way: str
     device: str
+    has_nccl: bool
 
 
 class Cards:
@@ -65,30 +71,20 @@ class Cards:
         group.agree(shm.ON_GPU)
         store = PrefixStore(f"gpu/{len(self._found)}/", self._store)
         rank, numbers = group.rank(), group.ranks
-        own = _Word(nccl.gpu(device), _way(), str(device))
+        own = _Word(nccl.gpu(device), _way(), str(device), dist.is_nccl_available())
         store.set(f"rank/{rank}", msgspec.json.encode(own).decode())
         words = [msgspec.json.decode(store.get(f"rank/{each}"), type=_Word) for each in range(len(numbers))]
-        shared = len({word.gpu for word in words}) == 1
-        way = words[0].way
-        if way == "host" or (way == "auto" and not shared):
+        way = self._choose(words)
+        if way == "host":
             return None
-        if not shared:
-            told = ", ".join(f"rank {number} {word.device}" for number, word in zip(numbers, words, strict=True))
-            raise fail(
-                "invalid-argument",
-                "ALLHANDS_CUDA=cuda_ipc, but the ranks of the group use several GPUs",
-                who=f"ranks {numbers[0]} to {numbers[-1]}",
-                why=told,
-                fix="unset ALLHANDS_CUDA, or use one GPU: torch.cuda.set_device(0) on every rank",
-            )
         with torch.cuda.device(device):
-            made = cuda_ipc.form(store, group.engine.handing, rank, numbers, device, self._timeout_s)
-        if isinstance(made, cuda_ipc.Card):
+            made = self._make(way, store, device)
+        if isinstance(made, Lane):
             return Streamed(group, made)
-        if way == "cuda_ipc":
+        if words[0].way != "auto":
             raise fail(
                 "engine-failed",
-                "ALLHANDS_CUDA=cuda_ipc, but the ranks cannot share memory of their GPU",
+                f"ALLHANDS_CUDA={way}, but CUDA tensors of this group cannot go that way",
                 who=f"rank {numbers[rank]} ({socket.gethostname()}, pid {os.getpid()})",
                 why=made,
                 fix="unset ALLHANDS_CUDA; in containers, start them with --ipc=host and one pid namespace",
@@ -98,6 +94,41 @@ class Cards:
                 f"allhands: CUDA tensors go by way of the host's memory, which is slower: {made}", stacklevel=2
             )
         return None
+
+    def _choose(self, words: list[_Word]) -> str:
+        """Return the way that everyone takes, as rank 0 was asked to or as their GPUs are."""
+        numbers, way = self._group.ranks, words[0].way
+        different = len({word.gpu for word in words})
+        able = {
+            "cuda_ipc": different == 1,
+            "nccl": different == len(words) and all(word.has_nccl for word in words),
+            "host": True,
+        }
+        if way == "auto":
+            return next(name for name in ("nccl", "cuda_ipc", "host") if able[name])
+        if not able[way]:
+            raise fail(
+                "invalid-argument",
+                f"ALLHANDS_CUDA={way} does not fit the GPUs of this group",
+                who=", ".join(f"rank {number} {word.device}" for number, word in zip(numbers, words, strict=True)),
+                why="cuda_ipc is for ranks that all use one GPU, nccl for a GPU each and a torch with NCCL",
+                fix="unset ALLHANDS_CUDA, or see to each rank's torch.cuda.set_device",
+            )
+        return way
+
+    def _make(self, way: str, store: Store, device: torch.device) -> Lane | str:
+        """Return what has the operations, or why there is none, the same on every rank."""
+        group = self._group
+        rank, ranks = group.rank(), group.size()
+        key = f"lane/{len(self._found)}"
+        flags, trouble = share(group.engine.handing, key, rank, group.ranks, self._timeout_s)
+        trouble = agree(store, "flags", rank, ranks, trouble)
+        if trouble or flags is None:
+            return trouble
+        if way == "cuda_ipc":
+            return cuda_ipc.form(flags, store, rank, ranks, device)
+        backend = _torch.nccl(PrefixStore("nccl/", store), rank, ranks, timedelta(seconds=self._timeout_s))
+        return Rings(flags, backend, rank, ranks, device)
 
 
 def _way() -> str:

@@ -26,7 +26,7 @@ from .control import Member, Seat
 from .control.messages import Status
 from .diagnosis import Diagnosis, duration, join, ranks
 from .diagnosis.transport import TIMEOUT, TRANSPORT
-from .engines import Wire
+from .engines import Wire, nccl
 from .errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from .store import MemberStore
 
@@ -178,6 +178,8 @@ class Session:
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
             return None
+        if words := nccl.duplicate(problem):
+            return error(self.member.condemn(self._shared_gpu(words, name, site)))
         if not is_transport_error(problem):
             return None
         late = bool(TIMEOUT.search(str(problem)))
@@ -188,6 +190,20 @@ class Session:
                 self._from_census(problem, name, site, among, blamed=blamed, late_rank=late_rank)
             )
         return error(verdict)
+
+    def _shared_gpu(self, words: str, name: str, site: str) -> Diagnosis:
+        """Say that ranks use one GPU, which NCCL finds out in its first collective only."""
+        device, host = f"cuda:{torch.cuda.current_device()}", socket.gethostname()
+        return Diagnosis(
+            "gpu-shared",
+            f"ranks on {host} use the same GPU ({device}), which NCCL refuses",
+            who=f"rank {self.member.rank} ({host}, pid {os.getpid()}) in {name} at {site}",
+            why=f"NCCL says: {words}; a rank that never calls torch.cuda.set_device is on cuda:0",
+            fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='allhands', on "
+            "which ranks may share a GPU",
+            ranks=(self.member.rank,),
+            hosts=(host,),
+        )
 
     def _from_census(
         self,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import _torch, mismatch
 from .engines import shm
-from .engines.cuda_ipc import Card
+from .engines.lane import Lane
 from .engines.relay import Difference
 from .errors import AllhandsError, error, fail
 
@@ -111,7 +111,7 @@ class _Under:
 class Streamed:
     """The calls of a group on one GPU. Those who issue them do it in the same order on every rank."""
 
-    def __init__(self, group: HostGroup, card: Card) -> None:
+    def __init__(self, group: HostGroup, card: Lane) -> None:
         self.device = card.device
         self.problem: AllhandsError | None = None
         self._group = group
@@ -125,7 +125,7 @@ class Streamed:
         threading.Thread(target=self._watch, name="allhands-card", daemon=True).start()
 
     @property
-    def core(self) -> Card:
+    def core(self) -> Lane:
         """What has the operations."""
         return self._card
 
@@ -204,7 +204,7 @@ class Streamed:
             if self.problem is None and member.verdict is not None:
                 self._over(error(member.verdict))
             if self.problem is not None:
-                self._card.flags.release()
+                self._card.release()
                 time.sleep(_RELEASE_S)
                 continue
             if self._turn.acquire(blocking=False):
@@ -245,7 +245,7 @@ class Streamed:
         """Let the stream go: the group is over. The thread does it again until the stream is empty."""
         if self.problem is None and self._group.session.member.verdict is not None:
             self._over(error(self._group.session.member.verdict))
-        self._card.flags.release()
+        self._card.release()
 
     def close(self, within_s: float) -> None:
         """End this rank's part after what is under way, and give the GPU's memory back once the others have let go."""

@@ -112,3 +112,23 @@ def test_gloo_serves_two_ranks_on_one_gpu() -> None:
     assert [result["value"] for result in results] == [[3.0] * 8] * 2
     assert results[0]["slug"] == "peer-lost"
     assert results[0]["ranks"] == [1]
+
+
+def test_ranks_that_never_choose_a_gpu() -> None:
+    """No device chosen, so all are on cuda:0: NCCL's refusal in the first collective becomes gpu-shared everywhere."""
+    results = harness.launch(
+        """
+        import torch
+        import allhands as dist
+
+        dist.init_process_group("nccl", rank=rank, world_size=size, timeout=60)
+        say(found=attempt(lambda: dist.all_reduce(torch.ones(4, device="cuda"))))
+        """,
+        2,
+        fresh=True,
+        timeout=180,
+    )
+    for result in results:
+        assert result["found"]["slug"] == "gpu-shared", result["found"]
+        assert "set_device" in result["found"]["text"]
+        assert "backend='allhands'" in result["found"]["text"]

@@ -25,7 +25,8 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=60)
 
 def run(source: str, engine: str) -> list[harness.Result]:
     """Run ``source`` on two ranks that share the first GPU."""
-    results = harness.launch(FORM + source, 2, {"ALLHANDS_ENGINE": engine}, fresh=True, timeout=180)
+    ways = {"ALLHANDS_ENGINE": engine, "ALLHANDS_CUDA": "host"}
+    results = harness.launch(FORM + source, 2, ways, fresh=True, timeout=180)
     for result in results:
         assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return results

@@ -150,7 +150,8 @@ def gpu_shared(arrivals: Sequence[Arrival]) -> Diagnosis:
         f"{arrivals[0].party.named(members)} use the same GPU ({gpu} on {host}), which NCCL refuses",
         who=join([str(arrival) for arrival in arrivals[:4]]),
         why=f"all report the device {arrivals[0].claim.gpu}",
-        fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='gloo'",
+        fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='allhands', on which "
+        "ranks may share a GPU",
         ranks=tuple(members),
         hosts=(host,),
     )

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from . import driver
+from .lane import agree, at
 
-__all__ = ["Arena", "at"]
+__all__ = ["Arena"]
 
 # A row at first: enough for what most models send at a time, and 72 MiB in all for eight ranks.
 _FIRST_BYTES = 4 << 20
@@ -24,25 +25,6 @@ _SHARE = 32
 
 # Rows are used in turn, so that data of the next call can be brought while others still read that of the last.
 _TURNS = 2
-
-
-class _Raw:
-    """Memory of the GPU as torch takes it from others (the CUDA array interface)."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the ``size`` bytes of ``device`` at ``address`` as a tensor."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.as_tensor(_Raw(address, size), device=device)
 
 
 class Arena:
@@ -79,7 +61,7 @@ class Arena:
             address = self._hold(total)
         except (driver.DriverError, RuntimeError) as problem:
             trouble = str(problem) or type(problem).__name__
-        trouble = self.agree(trouble)
+        trouble = agree(self._store, f"arena/{self._number}/rank", self._rank, self._ranks, trouble)
         if trouble:
             # Nobody asks again for more than there is.
             self._most = self.row_bytes
@@ -110,13 +92,6 @@ class Arena:
                 driver.free(address)
             raise
         return address
-
-    def agree(self, trouble: str) -> str:
-        """Return the first trouble that any rank has."""
-        key = f"arena/{self._number}/rank"
-        self._store.set(f"{key}/{self._rank}", trouble)
-        told = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._ranks)]
-        return next((f"rank {rank} of the group: {words}" for rank, words in enumerate(told) if words), "")
 
     def _let_go(self, address: int) -> None:
         if self._rank:

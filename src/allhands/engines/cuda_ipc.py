@@ -11,20 +11,17 @@ than another keeps nobody waiting.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from . import driver, fingerprint, shm
-from .arena import Arena, at
-from .flags import BROUGHT, FOLDED, LEFT, Flags, region_bytes
+from . import driver, shm
+from .arena import Arena
+from .flags import BROUGHT, FOLDED, LEFT, Flags
 from .fold import fold
-from .handing import Handing
-from .relay import Difference
+from .lane import Lane, at
 
 __all__ = ["Card", "form"]
 
@@ -42,7 +39,6 @@ _LINE = 256
 _SWITCH_BYTES = 384 << 20
 
 _TYPES = {code: dtype for dtype, code in shm.DTYPES.items()}
-_KINDS = {name: kind for kind, name in enumerate(shm.KINDS)}
 _SUMS = frozenset(shm.REDUCTION_NAMES.index(name) for name in ("SUM", "PREMUL_SUM"))
 # What torch adds on a GPU as the C core does: 16-bit floats in 32 bits, rounded once.
 _ADDED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64})
@@ -50,31 +46,17 @@ _ADDED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16,
 _Places = tuple[int, ...]
 
 
-class Card:
+class Card(Lane):
     """One rank's end of a group on one GPU. One call at a time; addresses and sizes must be right.
 
     Each operation returns 0 once it stands in the stream, or raises: `Difference`, or what the driver raises.
     """
 
     def __init__(self, flags: Flags, arena: Arena, rank: int, ranks: int, device: torch.device) -> None:
-        self.site = ""
-        self.shape = ""
-        self.check: Callable[[], None] = lambda: None
-        self.flags = flags
-        self.device = device
+        super().__init__(flags, rank, ranks, device)
         self._arena = arena
-        self._rank = rank
-        self._ranks = ranks
-        self._context = driver.context()
-        self._own = driver.Stream()
-        self.stream = torch.cuda.ExternalStream(self._own.number, device=device)  # type: ignore[no-untyped-call]
-        self._call = 0
         # By turn of the rows: the number that everyone has written who has left what this rank put there last.
         self._need = [0, 0]
-
-    def sequence(self) -> int:
-        """Return the number of the next call."""
-        return self._call
 
     # The operations of the core ----------------------------------------------------------------------------
 
@@ -214,55 +196,7 @@ class Card:
             self._leave(number)
         return self._end()
 
-    # Telling -----------------------------------------------------------------------------------------------
-
-    def _tell(
-        self,
-        name: str,
-        limit_ns: int,
-        size: int,
-        gives: Sequence[int] = (),
-        takes: Sequence[int] = (),
-        **what: Any,
-    ) -> None:
-        """Tell everyone of this call; raise Difference where others have told of another one.
-
-        ``gives`` and ``takes``, the bytes for and from each rank, are told where they may differ from rank to rank.
-        """
-        call = fingerprint.Call(
-            self._call, _KINDS[name], size, uneven=bool(gives), shape=self.shape, site=self.site, **what
-        )
-        self._post(call, [*gives, *takes], limit_ns)
-
-    def refuse(self, name: str, why: str, limit_ns: int) -> None:
-        """Tell the others that this rank cannot make its call; raise Difference where one of them can."""
-        words = why or "it did not say why"
-        call = fingerprint.Call(self._call, _KINDS.get(name, 0), shape=self.shape, site=self.site, refused=words)
-        self._post(call, [], limit_ns)
-        self._meet(limit_ns)
-        self._end()
-
-    def _post(self, call: fingerprint.Call, sizes: Sequence[int], limit_ns: int) -> None:
-        driver.enter(self._context)
-        judgement = self.flags.tell(call, sizes, time.monotonic() + limit_ns / 1e9, self.check)
-        if judgement is not None:
-            raise Difference(judgement)
-
-    def _meet(self, limit_ns: int) -> None:
-        judgement = self.flags.meet(time.monotonic() + limit_ns / 1e9, self.check)
-        if judgement is not None:
-            raise Difference(judgement)
-
-    def compare(self) -> None:
-        """Raise Difference where others have told of other calls than this rank, since it told of its own."""
-        judgement = self.flags.compare()
-        if judgement is not None:
-            raise Difference(judgement)
-
-    def behind(self) -> int | None:
-        """Return a rank of the group that has told of fewer calls than this one, None where there is none."""
-        mine = self.flags.told(self._rank)
-        return next((rank for rank in range(self._ranks) if self.flags.told(rank) < mine), None)
+    # Room -----------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int, limit_ns: int) -> None:
         """Make the rows larger where the call is: everyone makes the same call, so everyone comes here."""
@@ -281,10 +215,6 @@ class Card:
     def _share(self) -> int:
         """Return how much of a row there is for each rank."""
         return self._arena.row_bytes // self._ranks // _LINE * _LINE
-
-    def _parts(self, places: _Places | None) -> list[torch.Tensor]:
-        places = places or ()
-        return [at(places[index], places[index + 1], self.device) for index in range(0, len(places), 2)]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._ranks) if rank != self._rank]
@@ -338,10 +268,10 @@ class Card:
         driver.order(self.stream.cuda_stream, waits=[(self.flags.address(kind, rank), value) for rank in ranks])
 
     def _end(self) -> int:
-        self._call += 1
+        code = super()._end()
         place = self.flags.address(LEFT, self._rank)
         driver.order(self.stream.cuda_stream, write=(place, self._call * _STRIDE))
-        return 0
+        return code
 
     def close(self, within_s: float) -> None:
         """Let go of the GPU's memory, once the stream is empty.
@@ -357,38 +287,17 @@ class Card:
             time.sleep(_LOOK_S)
         if self.flags.all_gone():
             self._arena.free()
-        self.flags.close()
-        self._own.close()
+        super().close(within_s)
 
 
-def form(  # noqa: PLR0917  # what a group is
-    store: Store, handing: Handing, rank: int, numbers: Sequence[int], device: torch.device, timeout_s: float
-) -> Card | str:
+def form(flags: Flags, store: Store, rank: int, ranks: int, device: torch.device) -> Card | str:
     """Make the memory that ranks on one ``device`` share. Every rank of the group calls this.
 
     Returns why it cannot be done here, the same on every rank, where the driver or the container does not allow it.
     """
-
-    def make(ranks: int, _: bytes) -> tuple[int, int]:
-        size = region_bytes(ranks) * ranks
-        descriptor = os.memfd_create("allhands-card", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size)
-        return descriptor, size
-
-    descriptor, _ = handing.share("card", make, timeout_s)
-    flags: Flags | None = None
-    trouble = ""
-    try:
-        flags = Flags(descriptor, rank, numbers)
-    except driver.DriverError as problem:
-        trouble = str(problem)
-    finally:
-        os.close(descriptor)
-    arena = Arena(store, rank, len(numbers), device)
-    found = arena.agree(trouble) or arena.grow(0)
-    if found or flags is None:
-        return found
-    return Card(flags, arena, rank, len(numbers), device)
+    arena = Arena(store, rank, ranks, device)
+    trouble = arena.grow(0)
+    return trouble or Card(flags, arena, rank, ranks, device)
 
 
 def _rounds(size: int, each: int) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import fail
 
-__all__ = ["check_shared_memory", "gpu"]
+__all__ = ["check_shared_memory", "duplicate", "gpu"]
 
 # What NCCL's shared-memory transport takes for one rank with its default buffers, rounded down: below this
 # it fails with "No space left on device" in the middle of the first collective.
@@ -21,6 +21,11 @@ def gpu(device: torch.device | None) -> str:
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+
+
+def duplicate(problem: BaseException) -> str:
+    """Return NCCL's words where it refused because ranks use one GPU, "" where ``problem`` is something else."""
+    return next((line.strip() for line in str(problem).splitlines() if "Duplicate GPU detected" in line), "")
 
 
 def check_shared_memory(local_ranks: int, rank: int, path: str = "/dev/shm") -> None:  # noqa: S108
