@@ -26,7 +26,7 @@ from .errors import AllhandsError, error, fail
 if TYPE_CHECKING:
     from .hostgroup import HostGroup
 
-__all__ = ["Streamed"]
+__all__ = ["Passing", "Streamed"]
 
 # How often to look at what is under way: a difference is to be told within a second, and looking costs some time.
 _LOOK_S = 0.05
