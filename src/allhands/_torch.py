@@ -48,6 +48,7 @@ __all__ = [
     "profiling",
     "queue_callback",
     "rendezvous",
+    "sequence",
     "set_timeout",
     "stand_behind",
     "take_over_optimizers",
@@ -202,6 +203,11 @@ def premul_factor(op: Any) -> Any:
 def profiling() -> bool:
     """Tell whether a profiler watches this thread. No public call tells. Seen in 2.11, 2.13."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def sequence(group: Any) -> int:
+    """Return how many operations ``group`` has begun on this rank. No public call tells. Seen in 2.11, 2.13."""
+    return int(group._get_sequence_number_for_group())
 
 
 def set_timeout(timeout: timedelta, group: Any) -> None:

@@ -22,6 +22,7 @@ from . import session as _session
 from .diagnosis import Diagnosis
 from .engines import shm
 from .errors import AllhandsError, NotInitialised, error, fail
+from .overheard import overhear
 
 __all__ = ["GUARDED", "QUICK", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "quick", "require_group"]
 
@@ -363,10 +364,16 @@ def guarded(name: str) -> Callable[..., Any]:
         else:
             work = beside if beside is not None and _must_listen() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
+        heard = session.overheard.get(group)
+        count = heard.before(name, args, kw, site) if heard is not None else 0
         note, well = _note(name, group, args, kw, site), False
         try:
             result = _run(session, name, site, work, *args, **kw)
             well = True
+            if heard is not None:
+                heard.after(count)
+            if name == "new_group" and isinstance(result, dist.ProcessGroup):
+                overhear(session, result)
         finally:
             pending = well and isinstance(result, dist.Work)
             if note and not pending:

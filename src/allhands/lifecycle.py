@@ -25,6 +25,7 @@ from .ending import abandon, end, hook
 from .engines import nccl, needs
 from .errors import AllhandsError, fail
 from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
+from .overheard import overhear
 from .session import Session, call_site
 
 __all__ = [
@@ -124,6 +125,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             form()  # The current GPU belongs to the thread.
         else:
             form_by(max(deadline, time.monotonic() + _LEAST_CONNECT_S), session, form)
+        overhear(session, dist.group.WORLD)
     except Exception as problem:  # noqa: BLE001  # raised again as what it means
         explained = not_formed(session, name, problem)
         abandon(session, explained)

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from . import notes
 from .diagnosis import Diagnosis, duration, ranks
@@ -16,6 +16,7 @@ from .errors import AllhandsError, error
 if TYPE_CHECKING:
     from .engines.fingerprint import Judgement
     from .hostgroup import HostGroup
+    from .session import Session
 
 __all__ = ["differ", "explain"]
 
@@ -72,7 +73,14 @@ def explain(
             return error(verdict or _lost(culprit, who, "it ended the group"))
 
 
-def differ(group: HostGroup, judgement: Judgement, name: str, site: str) -> AllhandsError:
+class _Grouped(Protocol):
+    """A group as far as it is needed here."""
+
+    ranks: list[int]
+    session: Session
+
+
+def differ(group: _Grouped, judgement: Judgement, name: str, site: str) -> AllhandsError:
     """Return the exception for calls that were told beforehand and differ. Everyone comes to the same judgement."""
     member = group.session.member
     found = Diagnosis(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,8 @@ class Session:
         self.failed = False
         notes.own().sign(seat.member.rank, seat.member.world_size)
         self.undo: list[Callable[[], None]] = []
+        # By group: what compares the calls of torch's own groups (`overheard.Overheard`).
+        self.overheard: dict[Any, Any] = {}
         self._main = threading.main_thread().ident
         # By thread: an operation beside the main thread is not what the main thread is doing.
         self._doing: dict[int, tuple[str, str, float]] = {}

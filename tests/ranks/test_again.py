@@ -32,3 +32,32 @@ dist.destroy_process_group()
     assert results[0]["tries"] == [""]
     # It may have come in time to hear why the first attempt failed.
     assert results[1]["tries"] in ([""], ["missing-ranks", ""])
+
+
+@pytest.mark.parametrize("where", ["local", "tcp"])
+def test_who_is_done_with_a_group_first_waits_for_the_next(where: str) -> None:
+    """A rank that left its group by an exception asks for the next one while others are in the old one: it forms."""
+    method = f"tcp://127.0.0.1:{free_port()}" if where == "tcp" else None
+    results = launch(
+        f"""
+import time
+import allhands as dist, torch
+def old():
+    with dist.process_group("gloo", {method!r}, 20.0, rank=rank, world_size=2):
+        if rank == 1:
+            raise KeyError("left the block")
+        # Here when the other one asks for the next group: it begins only once this one is over.
+        gate("left", 1)
+        time.sleep(1.0)
+        dist.barrier()
+say(old=attempt(old))
+with dist.process_group("gloo", {method!r}, 20.0, rank=rank, world_size=2):
+    x = torch.ones(2)
+    dist.all_reduce(x)
+say(x=x.tolist())
+""",
+        2,
+    )
+    assert results[0]["old"]["slug"] == "peer-failed"
+    for result in results:
+        assert result["x"] == [2.0, 2.0]

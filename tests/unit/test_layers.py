@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
         "lifecycle",
         "mail",
         "mismatch",
+        "overheard",
         "processgroup",
         "session",
         "shared",

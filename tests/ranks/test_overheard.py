@@ -1,0 +1,84 @@
+"""torch's own groups on one host: calls that differ are told on every rank, and what only looks odd is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranks import harness, test_shm
+from ranks.test_shm import MISMATCHES, check
+
+pytestmark = pytest.mark.usefixtures("nursery")
+
+FORM = test_shm.FORM.replace('"allhands"', '"gloo"')
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_mismatch_raises_on_every_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that call different things on Gloo all get collective-mismatch, with what each called and where."""
+    monkeypatch.setattr(test_shm, "FORM", FORM)
+    test_shm.test_a_mismatch_raises_on_every_rank(kind)
+
+
+def test_a_mismatch_in_a_subgroup_and_in_what_is_not_waited_for() -> None:
+    """A group of new_group, and calls that are in flight: the odd rank is named by its number in the job."""
+    results = harness.launch(
+        FORM
+        + """
+sub = dist.new_group([1, 2])
+dist.barrier()
+if rank:
+    def calls():
+        works = [dist.all_reduce(torch.ones(4), group=sub, async_op=True) for _ in range(3)]
+        works.append(dist.all_reduce(torch.ones(4 + rank), group=sub, async_op=True))
+        for work in works:
+            work.wait()
+    say(found=attempt(calls))
+""",
+        3,
+    )
+    for result in results[1:]:
+        assert result["found"]["slug"] == "collective-mismatch", result["found"]
+        assert "rank 2 called all_reduce of float32 x 6" in result["found"]["text"]
+
+
+def test_nothing_is_taken_for_a_difference_that_is_none() -> None:
+    """Messages of some ranks, calls past allhands on some and through it on others, objects, roots by either name."""
+    results = harness.launch(
+        FORM
+        + """
+x = torch.ones(4)
+for turn in range(100):
+    if turn % 3 == 0:
+        # Only two of the ranks.
+        if rank == 0:
+            dist.send(x, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+    if turn % 5 == 0:
+        if rank == 2:
+            torch_dist.send(x, 0)
+        elif rank == 0:
+            torch_dist.recv(x, 2)
+    # One rank past allhands, the others through it.
+    (torch_dist if rank == turn % size else dist).all_reduce(x.clone())
+    (torch_dist if rank == 1 else dist).broadcast(x, 0)
+    dist.broadcast(x, **({"src": 1} if rank else {"group_src": 1}))
+    dist.all_gather([torch.empty(4) for _ in range(size)], x)
+    boxes = [None] * size
+    dist.all_gather_object(boxes, turn)
+    works = [dist.all_reduce(torch.ones(turn + 1), async_op=True) for _ in range(3)]
+    dist.barrier()
+    for work in works:
+        work.wait()
+    dist.reduce(x.clone(), 2, op=dist.ReduceOp.MAX)
+    dist.gather(x, [torch.empty(4) for _ in range(size)] if rank == 0 else None)
+    sizes = [turn % 4 + each for each in range(size)]
+    dist.all_to_all_single(torch.empty(size * sizes[rank]), torch.ones(sum(sizes)), [sizes[rank]] * size, sizes)
+say(done=True)
+dist.destroy_process_group()
+""",
+        3,
+        timeout=90,
+    )
+    check(results)
+    assert all(result["done"] for result in results)
