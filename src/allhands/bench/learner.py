@@ -58,7 +58,7 @@ class _Learner:
         """Return the seconds of a step on the slowest rank, over ``steps`` of them, and the core time of all ranks."""
         took = cores = 0.0
         allhands.barrier()
-        if self.works and steps > 1:
+        if self.works:
             self.step()  # Wakes what has slept, and fills the caches.
         allhands.barrier()
         if self.works:
@@ -99,7 +99,7 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     for who, learner in learners.items():
         for _ in range(2):  # The first builds, the second rebuilds.
             learner.spell(1)
-        steps[who] = max(1, int(_SPELL_S / learner.spell(2)[0]))
+        steps[who] = max(2, int(_SPELL_S / learner.spell(2)[0]))
     times: dict[str, list[float]] = {who: [] for who in learners}
     cores: dict[str, list[float]] = {who: [] for who in learners}
     for turn in range(asked.rounds):
