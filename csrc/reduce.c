@@ -235,11 +235,22 @@ WIDE static void divide_f32(float *values, size_t n, float by)
         values[i] /= by;
 }
 
-WIDE static void divide_f64(double *values, size_t n, double by)
-{
-    for (size_t i = 0; i < n; i++)
-        values[i] /= by;
-}
+/* The sum of the last two, divided by the number of all: one pass less over what was just written. Where the number is
+ * a power of two, multiplying by its inverse gives the same bits in a fraction of the time. */
+#define AVERAGE(name, type)                                                                         \
+    WIDE static void name(void *out, const void *a, const void *b, size_t n, uint32_t number)       \
+    {                                                                                               \
+        type *to = out, by = (type)number, inverse = 1 / by;                                        \
+        const type *left = a, *right = b;                                                           \
+        if ((number & (number - 1)) == 0) {                                                         \
+            _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) to[i] = (left[i] + right[i]) * inverse; \
+            return;                                                                                 \
+        }                                                                                           \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) to[i] = (left[i] + right[i]) / by;      \
+    }
+
+AVERAGE(average_f32, float)
+AVERAGE(average_f64, double)
 
 /* ---------------------------------------------------------------------------------------------------------- */
 
@@ -290,11 +301,15 @@ void ah_reduce(uint32_t dtype, uint32_t reduction, void *out, const void *const 
             /* `out` may be a source that comes later, so it is written last. */
             void *into = source + 1 == number ? to : total;
 
-            step(into, source == 1 ? first : total, (const unsigned char *)sources[source] + at * size, n);
+            const void *before = source == 1 ? first : total;
+            const void *next = (const unsigned char *)sources[source] + at * size;
+
+            if (reduction != AH_AVG || source + 1 < number)
+                step(into, before, next, n);
+            else if (dtype == AH_F32)
+                average_f32(into, before, next, n, number);
+            else
+                average_f64(into, before, next, n, number);
         }
-        if (reduction == AH_AVG && dtype == AH_F32)
-            divide_f32((float *)to, n, (float)number);
-        if (reduction == AH_AVG && dtype == AH_F64)
-            divide_f64((double *)to, n, (double)number);
     }
 }

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 import leaks
+
+# Its own deadline for an example, 200 ms, is a tight time where three files run on two cores.
+hypothesis.settings.register_profile("allhands", deadline=None)
+hypothesis.settings.load_profile("allhands")
 
 # Tests that wait long, or say in another way what the one beside them says: `make soak` runs them too, `make test` has
 # twelve minutes on two cores.

@@ -131,3 +131,24 @@ def estimate(output: str) -> tuple[float, int]:
     found = re.fullmatch(r"pi is about (\d\.\d{4}); world size (\d+)\n", output)
     assert found is not None, output
     return float(found[1]), int(found[2])
+
+
+def test_digits_against_gloo(tmp_path: Path) -> None:
+    """The comparison that `make demo` shows: both jobs train, and the curves of both are drawn."""
+    pytest.importorskip("sklearn", reason="the digits example needs the extra 'examples'")
+    pytest.importorskip("matplotlib", reason="the digits example needs the extra 'examples'")
+    picture = tmp_path / "digits.png"
+    done = run(
+        *(sys.executable, "-m", "allhands", "run", "-n", "2", "--no-prefix", EXAMPLES / "digits.py"),
+        *("--epochs", "1", "--against-gloo", "--plot", str(picture)),
+    )
+    assert done.returncode == 0, done.stderr
+    first, told, ours, theirs = done.stdout.splitlines()
+    assert first.startswith("epoch  1/1  loss ")
+    assert told == f"the curves are in {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # The same samples in the same order: the models agree but for the rounding of their normalisation.
+    found = [float(text) for line in (ours, theirs) for text in re.findall(r"accuracy (\S+)%", line)]
+    assert len(found) == 2
+    assert abs(found[0] - found[1]) < 10
+    assert re.search(r"which is \d+\.\d\d times as long$", theirs)

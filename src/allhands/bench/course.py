@@ -14,8 +14,9 @@ __all__ = ["CONTESTANTS", "MODELS", "Course", "course"]
 MODELS = ("mlp", "cnn", "transformer")
 
 # Who trains, in the order in which they are shown: our class on our backend, torch's on ours, torch's on Gloo; the
-# module itself without any synchronisation on all ranks at once, and on rank 0 alone while the others sleep.
-CONTESTANTS = ("allhands", "torch", "gloo", "apart", "single")
+# module itself on all ranks at once, with a barrier after each backward pass and nothing else between them, and with
+# nothing at all; and on rank 0 alone while the others sleep.
+CONTESTANTS = ("allhands", "torch", "gloo", "lockstep", "apart", "single")
 
 
 class Course(msgspec.Struct, frozen=True):

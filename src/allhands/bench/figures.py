@@ -14,15 +14,17 @@ _HEADINGS = (
     ("step (ms)", "allhands"),
     ("", "torch"),
     ("", "gloo"),
-    ("least (ms)", "allhands"),
+    ("communication (ms)", "allhands"),
     ("", "torch"),
     ("", "gloo"),
-    ("communication (ms)", "allhands"),
+    ("", "ratio"),
+    ("core time (ms)", "allhands"),
     ("", "torch"),
     ("", "gloo"),
     ("", "ratio"),
     ("bare step (ms)", "single"),
     ("", "apart"),
+    ("", "lockstep"),
     ("overhead", "single"),
     ("", "apart"),
     ("memory (MiB)", "allhands"),
@@ -49,28 +51,36 @@ def _cells(row: dict[str, Any]) -> list[str]:
     who = row["contestants"]
     order = ("allhands", "torch", "gloo")
     held = row.get("memory_bytes", {})
-    ratio = who["gloo"]["communication_ratio"]
     return [
         row["model"],
         str(row["ranks"]),
         *(f"{who[each]['step_s'] * 1e3:.2f}" for each in order),
-        *(f"{who[each]['least_s'] * 1e3:.2f}" for each in order),
-        *(f"{who[each]['communication_s'] * 1e3:.2f}" for each in order),
-        "-" if ratio is None else f"{ratio:.1f}",
+        *_compared(who, "communication"),
+        *_compared(who, "core"),
         f"{row['single_s'] * 1e3:.2f}",
         f"{row['apart_s'] * 1e3:.2f}",
+        f"{row['lockstep_s'] * 1e3:.2f}",
         f"{row['overhead']:.1%}",
         f"{row['overhead_apart']:.1%}",
         *(f"{held[each] / _MIB:.1f}" if each in held else "-" for each in order),
     ]
 
 
+def _compared(who: dict[str, Any], name: str) -> list[str]:
+    """Return what ``name`` takes of each contestant, and how many times ours Gloo's is."""
+    ratio = who["gloo"][f"{name}_ratio"]
+    found = [f"{who[each][f'{name}_s'] * 1e3:.2f}" for each in ("allhands", "torch", "gloo")]
+    return [*found, "-" if ratio is None else f"{ratio:.1f}"]
+
+
 def _legend(row: dict[str, Any]) -> list[str]:
     return [
         "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
-        f"step: median of {row['rounds']} rounds, slowest rank; least: the least disturbed round; gradients are views",
-        "communication: least step less that of the bare module on all ranks at once (apart); ratio: Gloo's over ours",
-        "single: the bare module on one rank while the others sleep; overhead: our least step over it, and over apart",
+        f"step: median of {row['rounds']} rounds, slowest rank; gradients are views; ratio: Gloo's over ours",
+        "communication: step less that of the bare module whose ranks only wait for each other, median of the rounds",
+        "core time: what all threads of a rank compute in a step, less those of the bare module",
+        "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
+        "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",
         "memory: what all ranks together held at most while training, shared pages once, over what they held before",
         f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
     ]

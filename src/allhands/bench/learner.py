@@ -17,9 +17,9 @@ from .rank import Line, serve
 
 __all__ = ["main"]
 
-# How long a contestant trains at a time: several steps of a small model, and short enough for a moment in which nobody
-# else uses the machine.
-_SPELL_S = 0.15
+# How long a contestant trains at a time: several steps of a small model, and short enough for the others of the round
+# to find the machine as it was.
+_SPELL_S = 0.06
 
 # Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
 _TIMEOUT_S = 60.0
@@ -34,6 +34,7 @@ class _Learner:
 
     def __init__(self, model: str, who: str, rank: int, gloo: Any) -> None:
         self.works = who != "single" or rank == 0
+        self._lockstep = who == "lockstep"
         self._model, self._batch = build(model)
         # Views of the buckets for both classes: each at its best.
         if who == "allhands":
@@ -47,26 +48,30 @@ class _Learner:
         """Train one batch; ``pause_s`` is waited while all gradients are there."""
         self._optimizer.zero_grad()
         self._model(self._batch).pow(2).mean().backward()
+        if self._lockstep:
+            allhands.barrier()
         if pause_s:
             time.sleep(pause_s)
         self._optimizer.step()
 
-    def spell(self, steps: int) -> float:
-        """Return the seconds of a step, on the slowest rank, over ``steps`` of them."""
-        took = 0.0
+    def spell(self, steps: int) -> tuple[float, float]:
+        """Return the seconds of a step on the slowest rank, over ``steps`` of them, and the core time of all ranks."""
+        took = cores = 0.0
         allhands.barrier()
         if self.works:
             self.step()  # Wakes what has slept, and fills the caches.
         allhands.barrier()
         if self.works:
-            begun = time.perf_counter()
+            # Of all threads: what an engine's own threads compute is taken from somebody's core too.
+            cores, begun = time.process_time(), time.perf_counter()
             for _ in range(steps):
                 self.step()
-            took = (time.perf_counter() - begun) / steps
-        slowest = torch.tensor(took, dtype=torch.float64)
+            took, cores = (time.perf_counter() - begun) / steps, (time.process_time() - cores) / steps
+        slowest, total = torch.tensor(took, dtype=torch.float64), torch.tensor(cores, dtype=torch.float64)
         # Whoever has nothing to do sleeps here.
         allhands.all_reduce(slowest, op=allhands.ReduceOp.MAX)
-        return float(slowest)
+        allhands.all_reduce(total)
+        return float(slowest), float(total)
 
 
 def main() -> None:
@@ -94,19 +99,22 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     for who, learner in learners.items():
         for _ in range(2):  # The first builds, the second rebuilds.
             learner.spell(1)
-        steps[who] = max(2, int(_SPELL_S / learner.spell(2)))
+        steps[who] = max(2, int(_SPELL_S / learner.spell(2)[0]))
     times: dict[str, list[float]] = {who: [] for who in learners}
+    cores: dict[str, list[float]] = {who: [] for who in learners}
     for turn in range(asked.rounds):
         # Everyone follows everyone in time, so that nobody always comes after the same neighbour.
         shift = turn % len(learners)
         for who in [*learners][shift:] + [*learners][:shift]:
-            times[who].append(learners[who].spell(steps[who]))
+            took, used = learners[who].spell(steps[who])
+            times[who].append(took)
+            cores[who].append(used)
         if rank == 0:
             line.tell(size=model, round=turn + 1, wait=True)
     if rank == 0:
         parameters = list(build(model)[0].parameters())
         about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}
-        line.tell(size=model, times=times, model=about, wait=True)
+        line.tell(size=model, times=times, cores=cores, model=about, wait=True)
 
 
 def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:

@@ -44,35 +44,39 @@ def race(asked: Course, notify: _Notify = lambda _: None) -> list[dict[str, Any]
     with Crew(asked, program="learner") as crew:
         for words in crew.words():
             if "times" in words:
-                rows.append({**row(asked, words["size"], words["times"], words["model"]), "load_before": load})
+                found = row(asked, words["size"], words["times"], words["cores"], words["model"])
+                rows.append({**found, "load_before": load})
             elif "round" in words:
                 notify(f"{words['size']} on {asked.ranks} ranks: round {words['round']} of {asked.rounds}")
     return rows
 
 
-def row(asked: Course, model: str, times: dict[str, list[float]], about: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured of one model. ``times`` holds the seconds of a step in each round, by contestant.
+def row(
+    asked: Course, model: str, times: dict[str, list[float]], cores_s: dict[str, list[float]], about: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what was measured of one model: the seconds of a step in each round, by contestant, and its core time.
 
-    What communication takes is the step less that of the bare module on all ranks at once: hooks, copies, the broadcast
-    of buffers and waiting for others are in it. Both are those of the least disturbed round: a difference of
-    medians says more about who else used the machine.
+    What communication takes is the step less that of the bare module whose ranks only wait for each other (lockstep):
+    what they wait for whoever is late is nobody's doing, all else is: hooks, copies, the broadcast of buffers, cores
+    that an engine's threads take from backward. The difference is taken in each round, between neighbours in time; its
+    median is what counts. Core time is what all threads of a rank compute in a step, less that of the bare module.
     """
     single, apart = (min(times[who]) for who in ("single", "apart"))
     contestants: dict[str, dict[str, Any]] = {}
     for who in ("allhands", "torch", "gloo"):
-        least = min(times[who])
         contestants[who] = {
             "step_s": statistics.median(times[who]),
-            "least_s": least,
-            "communication_s": least - apart,
+            "least_s": min(times[who]),
+            "communication_s": _more(times[who], times["lockstep"]),
+            "core_s": _more(cores_s[who], cores_s["apart"]) / asked.ranks,
         }
     ours = contestants["allhands"]
     for found in contestants.values():
         found["ratio"] = found["step_s"] / ours["step_s"]
-        # None where ours is lost in the noise.
-        found["communication_ratio"] = (
-            found["communication_s"] / ours["communication_s"] if ours["communication_s"] > 0 else None
-        )
+        for name in ("communication", "core"):
+            # None where ours is lost in the noise.
+            mine = ours[f"{name}_s"]
+            found[f"{name}_ratio"] = found[f"{name}_s"] / mine if mine > 0 else None
     return {
         "model": model,
         "ranks": asked.ranks,
@@ -82,9 +86,15 @@ def row(asked: Course, model: str, times: dict[str, list[float]], about: dict[st
         "contestants": contestants,
         "single_s": single,
         "apart_s": apart,
+        "lockstep_s": statistics.median(times["lockstep"]),
         "overhead": ours["least_s"] / single - 1,
         "overhead_apart": ours["least_s"] / apart - 1,
     }
+
+
+def _more(these: list[float], those: list[float]) -> float:
+    """Return how much more ``these`` are than ``those`` of the same rounds: the median."""
+    return statistics.median(this - that for this, that in zip(these, those, strict=True))
 
 
 def held(asked: Course, who: str) -> dict[str, float]:

@@ -37,6 +37,7 @@ __all__ = [
     "REDUCTION_NAMES",
     "Shm",
     "Trouble",
+    "cores",
     "dtype_code",
     "dtype_of",
     "form",
@@ -298,11 +299,16 @@ def _patience(ranks: int) -> tuple[int, int]:
 
     Looking is fastest where every rank has a core, and a disaster where it keeps the awaited rank off its core.
     """
-    cores = len(os.sched_getaffinity(0))
+    return (2000, 50) if cores() >= ranks else (0, 50)
+
+
+def cores() -> int:
+    """Return how many cores this process may use: those it may run on, and no more than its control group's quota."""
+    found = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        cores = min(cores, int(quota) // int(period))
-    return (2000, 50) if cores >= ranks else (0, 50)
+        found = min(found, int(quota) // int(period))
+    return found
 
 
 def _pidfds(handover: Handover, rank: int) -> tuple[int, ...]:

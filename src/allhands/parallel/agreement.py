@@ -12,7 +12,7 @@ from .. import collectives
 from ..diagnosis import ranks
 from ..errors import AllhandsError, fail
 
-__all__ = ["difference", "exchange", "gather"]
+__all__ = ["difference", "exchange", "gather", "gather_bytes"]
 
 _all_gather = collectives.quick("all_gather")
 
@@ -24,17 +24,21 @@ def gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return found
 
 
-def exchange(words: str, group: Any, device: torch.device) -> list[str]:
-    """Return the ``words`` of each rank of ``group``. Every rank of it must call.
-
-    The words travel as bytes: nothing is unpickled.
-    """
-    data = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8).to(device)
+def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
+    """Return the ``data`` of each rank of ``group``. Nothing is unpickled. Every rank of it must call."""
     sizes = [int(size) for size in gather(torch.tensor(len(data), device=device), group)]
-    room = data.new_zeros(max(sizes))
-    room[: len(data)] = data
-    rows = gather(room, group).cpu()
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+    room = torch.zeros(max(sizes), dtype=torch.uint8)
+    if data:
+        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if not len(room):
+        return [b""] * len(sizes)
+    rows = gather(room.to(device), group).cpu()
+    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def exchange(words: str, group: Any, device: torch.device) -> list[str]:
+    """Return the ``words`` of each rank of ``group``. Every rank of it must call."""
+    return [each.decode() for each in gather_bytes(words.encode(), group, device)]
 
 
 def difference(what: str, said: Sequence[str], group: Any, *, fix: str) -> AllhandsError | None:

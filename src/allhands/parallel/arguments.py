@@ -94,7 +94,9 @@ class Arguments:
             )
         if device_mesh.ndim != 1:
             raise senseless(
-                "Only 1D device mesh is supported", f"it has {device_mesh.ndim} dimensions", "give one dimension of it"
+                f"Only 1D device mesh is supported, and this one has {device_mesh.ndim} dimensions",
+                "the ranks of one group share a model",
+                'give one dimension of it: mesh["name"]',
             )
         return device_mesh.get_group(mesh_dim=0)
 

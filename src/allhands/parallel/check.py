@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from .. import _torch
 from . import faults
-from .reduction import gather_bytes
+from .agreement import gather_bytes
 
 __all__ = ["Watch", "digest", "same_structure", "same_values"]
 

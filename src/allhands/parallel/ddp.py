@@ -65,7 +65,14 @@ class DistributedDataParallel(Module, Joinable):
         del check_reduction, batched_grad_copy, skip_all_reduce_unused_params
         require_group("DistributedDataParallel")
         if mixed_precision is not None:
-            raise faults.refused("mixed_precision", "use torch.autocast, or register bf16_compress_hook")
+            raise faults.refused(
+                "mixed_precision",
+                "use torch.autocast for the forward pass; to reduce in 16 bits, register "
+                "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook",
+                why="it would put 16-bit copies in the place of parameters between forward and backward, which whoever "
+                "holds a parameter meanwhile (hooks, fused optimizers, a second forward pass) sees; torch's own is "
+                "for GPUs only",
+            )
         if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise faults.refused("delay_all_reduce_named_params", "leave it out: gradients are reduced as they come")
         given = Arguments.of(module, device_ids, output_device, process_group, device_mesh)

@@ -54,10 +54,10 @@ def unused(rank: int, where: Mapping[str, Sequence[int]], *, static: bool) -> Al
 
 
 def twice(rank: int, name: str, *, static: bool) -> AllhandsError:
-    """A gradient was added to after its bucket had been reduced."""
+    """A gradient was added to after its bucket was ready to be reduced."""
     return fail(
         "gradient-twice",
-        f"{name} got a gradient again after its bucket had gone to be reduced",
+        f"{name} got a gradient again after its bucket was complete",
         who=_me(rank),
         why="a backward pass inside this one computed it: activation checkpointing with use_reentrant=True that uses "
         "the parameter several times, or a call of backward() in a hook",
@@ -80,11 +80,11 @@ def graph_changed(rank: int, name: str) -> AllhandsError:
     )
 
 
-def unfinished(rank: int, launched: int, buckets: int) -> AllhandsError:
+def unfinished(rank: int, ready: int, buckets: int) -> AllhandsError:
     """The last backward pass ended by an exception in the middle of its reductions."""
     return fail(
         "backward-unfinished",
-        f"the last backward pass stopped after {launched} of {buckets} buckets had gone to be reduced",
+        f"the last backward pass stopped after {ready} of {buckets} buckets were complete",
         who=_me(rank),
         why="an exception left it and was caught, while the other ranks wait for the rest of its gradients: from here "
         "on every reduction would mix gradients of different passes",
@@ -137,12 +137,13 @@ def differ(rank: int, what: str, rows: Mapping[str, Mapping[str, Sequence[int]]]
     return fail("parameters-differ", what, who=_me(rank), why="\n".join(lines), fix=fix)
 
 
-def refused(argument: str, instead: str) -> AllhandsError:
+def refused(argument: str, instead: str, why: str = "") -> AllhandsError:
     """An argument of torch's that we do not have."""
     return fail(
         "invalid-argument",
         f"DistributedDataParallel: {argument} is not supported",
         who="this rank",
+        why=why,
         fix=instead,
     )
 

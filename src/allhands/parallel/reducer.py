@@ -18,9 +18,10 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import AllhandsError
 from . import faults, transfer
+from .agreement import gather_bytes
 from .bucket import FIRST_BYTES
 from .gradbucket import GradBucket
-from .reduction import Averager, all_reduce, broadcast, gather_bytes
+from .reduction import Averager, all_reduce, broadcast
 from .storage import Bucket, Storage
 
 __all__ = ["Reducer"]
@@ -38,6 +39,8 @@ class _Pass:
     # What is called at its end. The engine alone holds it: once it is gone without a call, an exception ended the pass.
     end: weakref.ref[_End] | None = None
     opened: bool = False
+    # Buckets that have all their gradients and no incomplete one before them, and how many of those are on their way.
+    ready: int = 0
     launched: int = 0
     waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
@@ -94,6 +97,8 @@ class Reducer:
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
         self._device = self.parameters[0].device
+        # Whether buckets are reduced while backward goes on, or all of them by its own thread when it is over.
+        self._beside = self.averager.has_cores() or self._device.type != "cpu"
         self._used = [0] * len(self.parameters)
         # How often each gradient comes in a pass; a static graph's first pass counts.
         self._needed = [1] * len(self.parameters)
@@ -180,8 +185,8 @@ class Reducer:
         return self._now.end is not None and self._now.end() is None
 
     def _reset(self) -> None:
-        if self._now.launched:
-            raise faults.unfinished(self._rank, self._now.launched, len(self.buckets))
+        if self._now.ready:
+            raise faults.unfinished(self._rank, self._now.ready, len(self.buckets))
         self._now = self._fresh()
 
     def came(self, index: int) -> None:
@@ -202,21 +207,24 @@ class Reducer:
             number, slot = self._of[index]
             if self.views and number >= now.launched:
                 transfer.settle(slot)
-            if count > needed and number < now.launched:
+            if count > needed and number < now.ready:
                 raise faults.twice(self._rank, self.names[index], static=self.static)
             if count == needed:
                 now.left[number] -= 1
                 if not self._waits_for_the_end():
-                    self._launch_complete()
+                    self._go_on()
 
     def _waits_for_the_end(self) -> bool:
         # In the first pass of a static graph nobody knows how often each gradient comes.
         return not self._now.opened or (self.static and not self.passes) or (self.at_the_end and self.find_unused)
 
-    def _launch_complete(self) -> None:
+    def _go_on(self) -> None:
+        """Let the buckets go that are complete now."""
         now = self._now
-        while now.launched < len(self.buckets) and not now.left[now.launched]:
-            self._launch(now.launched)
+        while now.ready < len(self.buckets) and not now.left[now.ready]:
+            now.ready += 1
+            if self._beside:
+                self._launch(now.ready - 1)
 
     def expect(self, *, watched: bool) -> None:
         """Make ready for a backward pass. Without ``watched`` outputs the first gradient opens it."""
@@ -262,10 +270,10 @@ class Reducer:
         gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
         made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
         try:
-            now.waits.append(self.averager.start(made, marked, self.divisor, wait=last))
+            now.waits.append(self.averager.start(made, marked, self.divisor, wait=last or not self._beside))
         except AllhandsError:
             # The group is over, and whatever is called next says why.
-            now.launched = 0
+            now.ready = now.launched = 0
             raise
 
     def _is_marked(self) -> bool:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives
+from ..engines import shm
 from ..hostgroup import HostGroup
 from .gradbucket import GradBucket
 
-__all__ = ["Averager", "all_reduce", "broadcast", "gather_bytes"]
+__all__ = ["Averager", "all_reduce", "broadcast"]
 
 
 @functools.cache
@@ -32,20 +33,6 @@ def broadcast(tensor: torch.Tensor, group: Any, source: int = 0) -> None:
     _function("broadcast")(tensor, group_src=source, group=group)
 
 
-def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Give everyone's ``data`` to everyone, in the order of the ranks. Nothing is unpickled."""
-    size = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    _function("all_gather")(sizes, torch.tensor([len(data)], device=device), group)
-    most = max(int(each) for each in sizes)
-    mine = torch.zeros(most, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-    found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(size)]
-    if most:
-        _function("all_gather")(found, mine.to(device), group)
-    return [bytes(each[: int(length)].tolist()) for each, length in zip(found, sizes, strict=True)]
-
-
 class Averager:
     """Averages buckets over ``group``, in the order in which they are given."""
 
@@ -56,6 +43,19 @@ class Averager:
         self.state: Any = None
         # Our own engine divides where it reduces; elsewhere each rank divides first, as torch's DDP does.
         self._divides = isinstance(group, HostGroup)
+
+    def has_cores(self) -> bool:
+        """Tell whether the group's thread finds a core to reduce on while those of all ranks compute.
+
+        Our own engine reduces with the ranks' cores. Without one to spare it would take them from backward, and ranks
+        would wait for each other's threads to get their turn. All ranks of the group call this, and are told the same:
+        it decides in which order they make their calls.
+        """
+        if not isinstance(self.group, HostGroup) or self.size == 1:
+            return True
+        lacks = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
+        all_reduce(lacks, self.group, dist.ReduceOp.MAX)
+        return not bool(lacks)
 
     def start(
         self, bucket: GradBucket, marked: torch.Tensor | None, divisor: float | None, *, wait: bool

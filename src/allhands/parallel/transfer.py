@@ -12,14 +12,19 @@ from .storage import Bucket, Slot
 
 __all__ = ["fill", "hand_out", "settle", "zeros"]
 
+# Gradients below this wait for their bucket: copying many in one call costs less, and their memory is none to speak of.
+_LEAST_BYTES = 1 << 16
+
 
 def settle(slot: Slot) -> None:
-    """Move the gradient of a parameter, once it is there, to where it will be reduced; let go of its own memory.
+    """Move a large gradient, once it is there, to where it will be reduced; let go of its own memory.
 
-    So no more than one gradient at a time lies in two places.
+    So no more than one of them at a time lies in two places.
     """
     gradient, view = slot.parameter.grad, slot.view
-    if gradient is None or view is None or gradient is view or gradient.requires_grad or gradient.is_sparse:
+    if gradient is None or view is None or gradient is view or view.nbytes < _LEAST_BYTES:
+        return
+    if gradient.requires_grad or gradient.is_sparse:
         return
     if gradient.shape == view.shape and gradient.dtype == view.dtype:
         with torch.no_grad():
