@@ -14,9 +14,8 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _core, settings
 
@@ -39,8 +38,7 @@ _STATES = ("", "waiting", "running", "done", "failed")
 _LOOKS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """One operation. Times are on this host's monotonic clock; 0.0 for "not yet"."""
 
     number: int
@@ -85,8 +83,7 @@ class Note:
         return f"{self.call} at {self.site}: {self.state} for {self.age_s:.1f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class Board:
+class Board(NamedTuple):
     """What a process had on its board at one moment, the oldest first. A rank of -1 is one that has no group yet."""
 
     pid: int

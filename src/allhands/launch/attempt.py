@@ -10,8 +10,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from . import descendants, hang, memory
 from .ending import EXPLAIN_S, LEFTOVER_S, Ending
@@ -36,19 +37,17 @@ _DRAIN_S = 2.0
 _STACKS_S = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """What all attempts of an agent share: where its workers find it."""
 
-    name: str = field(default_factory=lambda: f"allhands-{secrets.token_hex(8)}")
+    name: str = msgspec.field(default_factory=lambda: f"allhands-{secrets.token_hex(8)}")
 
     def mark(self) -> tuple[str, str]:
         """Return the variable and its value that mark every process of the job on this node."""
         return MARK, f"unix:{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
+class Story(msgspec.Struct, frozen=True):
     """All that is known once an attempt is over; `verdict.judge` makes the verdict of it."""
 
     outcomes: list[Outcome]

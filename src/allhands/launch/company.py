@@ -6,8 +6,9 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from ..world import Address
 from . import telling
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Alone", "Company", "End", "keep_port", "last_words", "report"]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """What came of an attempt: the exit status, the last words on the screen, the text for --report."""
 
     exit_code: int

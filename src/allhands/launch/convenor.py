@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..control.messages import Closing
@@ -105,7 +104,7 @@ class Convenor:
             self._seats.reopen(self.job.timeout_s)
         claims = [present[node].claim for node in range(self.job.nodes)]
         self._hosts = [claim.identity.host for claim in claims]
-        self.job = replace(self.job, node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
+        self.job = self.job._replace(node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
         token = "" if self._shared else self.token
         for node, envoy in self._seats.members.items():
             envoy.order(Seated(node, list(self.job.layout), self._hosts, token))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -88,7 +87,7 @@ class Delegate(asyncio.Protocol):
 
     def _take_seat(self, seated: Seated) -> None:
         self._hosts = seated.hosts
-        self.job = replace(self.job, node_rank=seated.node, layout=tuple(seated.ranks))
+        self.job = self.job._replace(node_rank=seated.node, layout=tuple(seated.ranks))
 
     # The connection ----------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class Delegate(asyncio.Protocol):
 
 def _cut_texts(story: Story) -> Story:
     outcomes = [
-        replace(
+        msgspec.structs.replace(
             outcome,
             stack=outcome.stack[-_MOST_TEXT:],
             record={
@@ -273,5 +272,7 @@ def _cut_texts(story: Story) -> Story:
     ]
     hanging = story.hanging
     if hanging is not None:
-        hanging = replace(hanging, stacks={rank: text[:_MOST_TEXT] for rank, text in hanging.stacks.items()})
-    return replace(story, outcomes=outcomes, hanging=hanging)
+        hanging = msgspec.structs.replace(
+            hanging, stacks={rank: text[:_MOST_TEXT] for rank, text in hanging.stacks.items()}
+        )
+    return msgspec.structs.replace(story, outcomes=outcomes, hanging=hanging)

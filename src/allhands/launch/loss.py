@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ..diagnosis import duration, ranks
 
 __all__ = ["Loss", "words_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(msgspec.Struct, frozen=True):
     """The end of the connection to a node's agent, or its silence; ``at_s`` is when it was last heard."""
 
     node: int
