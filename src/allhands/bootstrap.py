@@ -11,7 +11,7 @@ import msgspec
 from torch.distributed.distributed_c10d import Store
 
 from ._torch import TCPStore, rendezvous
-from .control import Board, FileBoard
+from .control.meeting import Board, FileBoard
 from .control.reach import reach
 from .environments import identify
 from .errors import WorldError, fail

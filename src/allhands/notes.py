@@ -2,7 +2,7 @@
 
 A process has one board, a memfd that stays open, so that whoever may look into ``/proc/PID/fd`` can read it with
 `read`, however stuck the process is. Nothing here needs torch. (The module is not called ``board`` because that is
-what ``allhands.board()`` is.)
+what ``allhands.board()`` is.) Imports nothing that is slow: the launcher makes boards before it starts workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import _core, settings
@@ -131,7 +130,7 @@ def _given() -> int | None:
         return None
     descriptor = int(number)
     try:
-        ours = Path(f"/proc/self/fd/{descriptor}").readlink().name.startswith(f"memfd:{_NAME} ")
+        ours = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} ")  # noqa: PTH115
         whole = ours and os.fstat(descriptor).st_size == _core.board_bytes()
         return descriptor if whole and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS else None
     except OSError:
@@ -172,12 +171,12 @@ def read(pid: int) -> Board:
         os.close(descriptor)
 
 
-def _find(pid: int) -> Path:
+def _find(pid: int) -> str:
     try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
+        for entry in os.scandir(f"/proc/{pid}/fd"):
             try:
-                if entry.readlink().name.startswith(f"memfd:{_NAME} "):
-                    return entry
+                if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
+                    return entry.path
             except FileNotFoundError:
                 continue  # Closed meanwhile.
     except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` lists them all."""
+"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` lists them all.
+
+Imports nothing that is slow: the launcher comes by here before it starts workers.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
-
-from .errors import fail
 
 __all__ = ["TABLE", "Settings", "read"]
 
@@ -66,6 +66,10 @@ class Settings(NamedTuple):
             return self.token.encode()
         if not self.token_file:
             return b""
+        from pathlib import Path
+
+        from .errors import fail
+
         path = Path(self.token_file)
         try:
             mode = path.stat().st_mode & 0o777
@@ -114,6 +118,8 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
                 case _:
                     values[setting] = text
         except ValueError as error:
+            from .errors import fail
+
             # A token never takes this path (it is text), so no secret is echoed here.
             raise fail(
                 "invalid-argument",

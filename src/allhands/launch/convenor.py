@@ -12,7 +12,7 @@ from ..control.messages import Closing
 from ..errors import error
 from ..world import Address
 from . import telling
-from .company import End, keep_port, last_words, report
+from .company import End, last_words, report
 from .ending import EXPLAIN_S
 from .far import Far
 from .hosting import Hosting
@@ -21,6 +21,7 @@ from .joining import Stopped
 from .loss import Loss
 from .nodes import Urging, again, merge, ranks_of, shifted, stands_still
 from .seats import Envoy, Seats
+from .starting import keep_port
 from .tidings import (
     Begin,
     Data,

@@ -1,15 +1,16 @@
-"""One worker as the agent sees it: started in its own session, watched, signalled, read after its death."""
+"""One worker as the agent sees it: started in its own session, watched, signalled, read after its death.
+
+Imports nothing that is slow: workers are started before all that is.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .. import notes
@@ -19,7 +20,7 @@ from .job import Job
 __all__ = ["Process"]
 
 # Where the package was imported from, for the worker's interpreter.
-_PACKAGE = str(Path(__file__).resolve().parents[2])
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # noqa: PTH120
 
 # A record is a few KiB; a script that writes into descriptors that are not its own is not read without end.
 _MOST_EVIDENCE = 1 << 20
@@ -96,6 +97,8 @@ class Process:
 
     def record(self) -> dict[str, Any]:
         """Return how the script ended, as `worker` wrote it; {} where it wrote nothing."""
+        import json
+
         try:
             found = json.loads(_text(self._record) or "{}")
         except json.JSONDecodeError:
@@ -117,7 +120,7 @@ class Process:
     def ask_stacks(self) -> bool:
         """Have it write the stacks of all threads; False where it cannot: the signal would end it."""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+            status = _status(self.pid)
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             if not caught >> (worker.STACKS - 1) & 1 or "\nState:\tT" in status:
                 return False
@@ -136,7 +139,7 @@ class Process:
     def state(self) -> str:
         """Say what the kernel says it does: running, sleeping, stopped; "" where it is gone."""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+            status = _status(self.pid)
         except OSError:
             return ""
         return status.partition("\nState:")[2].splitlines()[0].partition("(")[2].rstrip(")")
@@ -145,6 +148,11 @@ class Process:
         """Free the descriptors; nothing can be read any more."""
         for descriptor in (self.board, self._record, self._fatal, self._stacks):
             os.close(descriptor)
+
+
+def _status(pid: int) -> str:
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123  # no pathlib here
+        return file.read()
 
 
 def _text(descriptor: int) -> str:
