@@ -18,7 +18,7 @@ from .far import Far
 from .hosting import Hosting
 from .job import Job
 from .joining import Stopped
-from .loss import Loss
+from .loss import PATIENCE_S, SILENT_S, Loss, silence
 from .nodes import Urging, again, merge, ranks_of, shifted, stands_still
 from .seats import Envoy, Seats
 from .starting import keep_port
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from .attempt import Attempt, Story
 
 __all__ = ["Convenor"]
-
-# After the last order, a node's agent needs --grace and a moment to tell its story. One that takes this much longer is
-# reported as silent, so that a stopped agent does not hold up everyone else's end.
-_PATIENCE_S = 15.0
 
 # How often it is said who is still awaited, among the lines of the ranks.
 _SAY_S = 10.0
@@ -279,14 +275,23 @@ class Convenor:
         while missing := [node for node in self._seats.members if node not in self._stories]:
             pause = 1.0
             if self._finishing is not None:
-                left = self._finishing + self.job.grace_s + _PATIENCE_S - time.monotonic()
+                left = self._finishing + self.job.grace_s + PATIENCE_S - time.monotonic()
                 if left <= 0:
                     self._losses += [self._silent(node) for node in missing]
                     return
                 pause = min(pause, left)
+            for node in missing:
+                self._say_silence(node)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
+
+    def _say_silence(self, node: int) -> None:
+        """Say that an agent does not answer: it is asked every second. Nobody knows whether it will go on."""
+        envoy = self._seats.members[node]
+        quiet_s = time.monotonic() - envoy.heard_at
+        if quiet_s >= SILENT_S:
+            self._say_seldom(f"waiting for {silence(self._name(node), quiet_s)}")
 
     def _silent(self, node: int) -> Loss:
         envoy = self._seats.members[node]
