@@ -36,7 +36,7 @@ class Host:
     @property
     def name(self) -> str:
         """What `hostname` says there."""
-        return f"host-{'abc'[self.number]}"
+        return f"host-{'abcd'[self.number]}"
 
     @property
     def ipv4(self) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -79,7 +78,8 @@ class Attempt:
         finally:
             self._keyboard.close()
             self.kill()
-        outcomes = [self._outcome(process) for process in self.processes]
+        node = self.job.node_rank if self.job.nodes > 1 else None
+        outcomes = [process.outcome(self._memory, node) for process in self.processes]
         for process in self.processes:
             process.close()
         return Story(outcomes, self._hang, self._stopped, self._leftovers)
@@ -238,21 +238,3 @@ class Attempt:
         for pid in pids:
             rank = descendants.variable(pid, "RANK")
             self._leftovers.append(f"pid {pid} of rank {rank or '?'}: {descendants.command(pid)[:200]}")
-
-    def _outcome(self, process: Process) -> Outcome:
-        status = process.status if process.status is not None else -signal.SIGKILL
-        return Outcome(
-            rank=process.rank,
-            host=socket.gethostname(),
-            pid=process.pid,
-            status=status,
-            sent=process.sent,
-            sent_s=process.sent_s,
-            ended_s=process.ended_s,
-            after_s=process.ended_s - process.started_s,
-            record=process.record(),
-            stack=process.fatal(),
-            board=process.notes(),
-            memory=self._memory.killed(process.pid) if status == -signal.SIGKILL and not process.sent else "",
-            node=self.job.node_rank if self.job.nodes > 1 else None,
-        )
