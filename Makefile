@@ -39,6 +39,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt \
 	  -e '.[dev,examples]'
+	# As an installation does; PYTHONDONTWRITEBYTECODE would have every rank compile all of it at every start.
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 # The launcher's ranks write into pipes, so rank 0 is told where to draw its progress bar.

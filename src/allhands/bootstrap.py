@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import msgspec
 from torch.distributed.distributed_c10d import Store
 
 from ._torch import TCPStore, rendezvous
-from .control import Board, FileBoard
+from .control.meeting import Board, FileBoard
 from .control.reach import reach
 from .environments import identify
 from .errors import WorldError, fail
@@ -21,8 +21,7 @@ from .world import Address, World
 __all__ = ["Bootstrap", "bootstrap"]
 
 
-@dataclass(frozen=True, slots=True)
-class Bootstrap:
+class Bootstrap(msgspec.Struct, frozen=True):
     """Who this process is, the board where ranks meet (None: an address or this host), and its own trouble."""
 
     world: World
@@ -53,13 +52,13 @@ def bootstrap(
     key = f"allhands/{generation}/coordinator"
     if store is not None:
         found = _who(rank, world_size, None)
-        return replace(found, board=StoreBoard(store, f"{key}/{found.world.job}"))
+        return msgspec.structs.replace(found, board=StoreBoard(store, f"{key}/{found.world.job}"))
     match url.scheme:
         case "env":
             found = _who(rank, world_size, None)
             if found.world.agent_store:
                 board = StoreBoard(_agent_store(found.world, deadline), f"{key}/{found.world.job}")
-                return replace(found, board=board)
+                return msgspec.structs.replace(found, board=board)
             return found
         case "tcp":
             try:
@@ -73,7 +72,7 @@ def bootstrap(
             path = unquote(url.netloc + url.path)
             if not path:
                 raise _bad_url(method, "it needs a path: file:///path/to/file")
-            return replace(_who(rank, world_size, None), board=FileBoard(path))
+            return msgspec.structs.replace(_who(rank, world_size, None), board=FileBoard(path))
         case _:
             return _elsewhere(method, rank, world_size, key, deadline)
 
@@ -110,7 +109,7 @@ def _who(rank: int, world_size: int, coordinator: Address | None) -> Bootstrap:
             raise
         # The others wait for a rank that will never come, so they are told: the roll call refuses it by name.
         world = identify(rank=0, world_size=own_size, coordinator=coordinator)
-        return Bootstrap(replace(world, rank=problem.ranks[0]), trouble=problem)
+        return Bootstrap(world._replace(rank=problem.ranks[0]), trouble=problem)
 
 
 def _agent_store(world: World, deadline: float) -> Store:
@@ -139,4 +138,4 @@ def _elsewhere(method: str, rank: int, world_size: int, key: str, deadline: floa
         if "No rendezvous handler" not in str(problem):
             raise
         raise _bad_url(method, "torch knows no such scheme either") from problem
-    return replace(_who(rank, world_size, None), board=StoreBoard(store, key))
+    return msgspec.structs.replace(_who(rank, world_size, None), board=StoreBoard(store, key))

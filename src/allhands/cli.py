@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ._version import __version__
 
-__all__ = ["COLLECTIVES", "main"]
+if TYPE_CHECKING:
+    from .errors import AllhandsError
+
+__all__ = ["COLLECTIVES", "failed", "main"]
 
 # Paragraphs wider than this are hard to read, however wide the terminal is.
 _WIDEST = 100
@@ -44,15 +47,21 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         # Here and not around `main`, so that it holds for every way in: the script, -m, and tests.
-        from .errors import AllhandsError, ArgumentError
+        from .errors import AllhandsError
 
         try:
             return super().invoke(ctx)
         except AllhandsError as problem:
-            from .diagnosis import title
+            ctx.exit(failed(problem))
 
-            click.echo(problem.diagnosis.render(title(problem.slug)), err=True)
-            ctx.exit(2 if isinstance(problem, ArgumentError) else 1)
+
+def failed(problem: AllhandsError) -> int:
+    """Say on standard error what went wrong; return the exit status."""
+    from .diagnosis import title
+    from .errors import ArgumentError
+
+    click.echo(problem.diagnosis.render(title(problem.slug)), err=True)
+    return 2 if isinstance(problem, ArgumentError) else 1
 
 
 class _Program(_Commands):
@@ -97,7 +106,7 @@ class _Lazy(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        from .launch.options import command
+        from .launch.command import command
 
         return command.make_context(info_name, args, parent=parent, **extra)
 

@@ -19,8 +19,9 @@ from . import session as _session
 from ._version import __version__
 from .bootstrap import Bootstrap, bootstrap
 from .collectives import note_destroyed
-from .control import Claim, answer
 from .control.identity import this_process
+from .control.messages import Claim
+from .control.roll import answer
 from .ending import abandon, end, hook
 from .engines import nccl, needs
 from .errors import AllhandsError, fail

@@ -2,7 +2,7 @@
 
 A process has one board, a memfd that stays open, so that whoever may look into ``/proc/PID/fd`` can read it with
 `read`, however stuck the process is. Nothing here needs torch. (The module is not called ``board`` because that is
-what ``allhands.board()`` is.)
+what ``allhands.board()`` is.) Imports nothing that is slow: the launcher makes boards before it starts workers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _core, settings
 
@@ -39,8 +37,7 @@ _STATES = ("", "waiting", "running", "done", "failed")
 _LOOKS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """One operation. Times are on this host's monotonic clock; 0.0 for "not yet"."""
 
     number: int
@@ -85,8 +82,7 @@ class Note:
         return f"{self.call} at {self.site}: {self.state} for {self.age_s:.1f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class Board:
+class Board(NamedTuple):
     """What a process had on its board at one moment, the oldest first. A rank of -1 is one that has no group yet."""
 
     pid: int
@@ -134,7 +130,7 @@ def _given() -> int | None:
         return None
     descriptor = int(number)
     try:
-        ours = Path(f"/proc/self/fd/{descriptor}").readlink().name.startswith(f"memfd:{_NAME} ")
+        ours = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} ")  # noqa: PTH115
         whole = ours and os.fstat(descriptor).st_size == _core.board_bytes()
         return descriptor if whole and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS else None
     except OSError:
@@ -175,12 +171,12 @@ def read(pid: int) -> Board:
         os.close(descriptor)
 
 
-def _find(pid: int) -> Path:
+def _find(pid: int) -> str:
     try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
+        for entry in os.scandir(f"/proc/{pid}/fd"):
             try:
-                if entry.readlink().name.startswith(f"memfd:{_NAME} "):
-                    return entry
+                if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
+                    return entry.path
             except FileNotFoundError:
                 continue  # Closed meanwhile.
     except FileNotFoundError:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 import typing_extensions
 
 from . import _torch, notes
-from .control import Member, Seat
+from .control.member import Member
 from .control.messages import Status
+from .control.roll import Seat
 from .diagnosis import Diagnosis, duration, join, ranks
 from .diagnosis.transport import TIMEOUT, TRANSPORT
 from .engines import Wire, nccl

@@ -1,13 +1,13 @@
-"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` lists them all."""
+"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` lists them all.
+
+Imports nothing that is slow: the launcher comes by here before it starts workers.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-
-from .errors import fail
+from typing import NamedTuple
 
 __all__ = ["TABLE", "Settings", "read"]
 
@@ -38,11 +38,10 @@ TABLE: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What the environment asks for, typed. Launcher variables are read by `environments.launcher`."""
 
-    token: str = field(default="", repr=False)
+    token: str = ""
     token_file: str = ""
     job: str = ""
     attempt: int = 0
@@ -58,12 +57,21 @@ class Settings:
     engine: str = ""
     cuda: str = ""
 
+    def __repr__(self) -> str:
+        """Show all but the secret."""
+        shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "token")
+        return f"Settings({', '.join(shown)})"
+
     def secret(self) -> bytes:
         """Return the job's token, or b"" where none is configured."""
         if self.token:
             return self.token.encode()
         if not self.token_file:
             return b""
+        from pathlib import Path
+
+        from .errors import fail
+
         path = Path(self.token_file)
         try:
             mode = path.stat().st_mode & 0o777
@@ -98,20 +106,22 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     """Read the settings from ``env`` (the process's environment by default)."""
     source = os.environ if env is None else env
     values: dict[str, object] = {}
-    for setting in fields(Settings):
-        name = f"ALLHANDS_{setting.name.upper()}"
+    for setting, default in Settings._field_defaults.items():
+        name = f"ALLHANDS_{setting.upper()}"
         text = source.get(name, "").strip()
         if not text:
             continue
         try:
-            match setting.type:
-                case "int" | "float":
-                    values[setting.name] = _number(text, int if setting.type == "int" else float)
-                case "bool":
-                    values[setting.name] = text.lower() not in {"0", "false", "no"}
+            match default:
+                case bool():
+                    values[setting] = text.lower() not in {"0", "false", "no"}
+                case int() | float():
+                    values[setting] = _number(text, type(default))
                 case _:
-                    values[setting.name] = text
+                    values[setting] = text
         except ValueError as error:
+            from .errors import fail
+
             # A token never takes this path (it is text), so no secret is echoed here.
             raise fail(
                 "invalid-argument",

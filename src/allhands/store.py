@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ._torch import FileStore, HashStore, TCPStore
-from .control import FileBoard, Member, Notice
+from .control.meeting import FileBoard, Notice
+from .control.member import Member
 from .control.messages import Reply
 from .diagnosis import duration, join
 from .engines import Wire

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 __all__ = ["Address", "World"]
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where a coordinator listens: a host name or IP address, and a port."""
 
     host: str
@@ -19,8 +19,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """One process's place among all.
 
     ``source`` names the environment that was believed, ``reasons`` says for each value where it was
@@ -35,7 +34,7 @@ class World:
     node_rank: int | None = None
     coordinator: Address | None = None
     source: str = "arguments"
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = MappingProxyType({})
     # A name that all processes of this job and of no other have (a scheduler's job and step), or "".
     job: str = ""
     # Host names in this environment may appear only after a while (Kubernetes, SageMaker).

@@ -53,7 +53,7 @@ STAGES = ("greeting", "hello", "proof", "claim", "member")
 # and says how many times, the slowest, and whatever the coordinator or the store complained about.
 MEMBER = """
 import json, logging, sys, threading, time
-from allhands.control import answer
+from allhands.control.roll import answer
 from allhands.control.messages import Claim
 from allhands.control.identity import this_process
 from allhands.settings import Settings

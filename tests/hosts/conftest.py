@@ -36,7 +36,7 @@ class Host:
     @property
     def name(self) -> str:
         """What `hostname` says there."""
-        return f"host-{'abc'[self.number]}"
+        return f"host-{'abcd'[self.number]}"
 
     @property
     def ipv4(self) -> str:
@@ -105,7 +105,7 @@ def network(nursery: None, tmp_path: Path) -> Iterator[Making]:  # noqa: ARG001 
     def make(number: int = 2, *, families: tuple[int, ...] = (4, 6)) -> Network:
         prefix = f"ah{os.getpid()}"
         switch = f"{prefix}-s"
-        hosts = [Host(index, f"{prefix}-{'abc'[index]}", tmp_path / f"hosts-{index}") for index in range(number)]
+        hosts = [Host(index, f"{prefix}-{'abcd'[index]}", tmp_path / f"hosts-{index}") for index in range(number)]
         for name in (switch, *(host.namespace for host in hosts)):
             _add(name)
             made.append(name)

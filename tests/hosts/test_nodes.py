@@ -126,6 +126,18 @@ def test_two_agents_train(network: Making) -> None:
     assert first.report == second.report
 
 
+@pytest.mark.soak
+def test_four_nodes_train(network: Making) -> None:
+    """Four agents on four hosts, with a rank each, train to the end."""
+    made = network(4)
+    with agents(made, TRAINS, on=(0, 1, 2, 3), ranks=(1, 1, 1, 1)) as jobs:
+        ran = results(jobs)
+    assert [each.code for each in ran] == [0] * 4, "".join(each.err for each in ran)
+    assert [each.lines(node)[-1] for node, each in enumerate(ran)] == [
+        f"trained {node} 4 {made.hosts[node].name}" for node in range(4)
+    ]
+
+
 def _connections(host: Host, port: int) -> int:
     """Count the established connections to ``port`` on ``host``, as the kernel there lists them."""
     line = ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/tcp"]

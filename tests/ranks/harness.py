@@ -31,7 +31,7 @@ from typing import Any, NoReturn, cast
 
 import leaks
 
-__all__ = ["Job", "Result", "complaints", "forget_nursery", "free_port", "launch", "nursery", "start", "well"]
+__all__ = ["Job", "Result", "complaints", "forget_nursery", "free_port", "ipv6", "launch", "nursery", "start", "well"]
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -278,6 +278,14 @@ def well(results: list[Result]) -> list[Result]:
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
     return results
+
+
+def ipv6() -> bool:
+    """Tell whether this machine has an IPv6 loopback."""
+    try:
+        return bool(free_port("::1"))
+    except OSError:
+        return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -28,3 +28,5 @@ def test_a_launch_is_measured() -> None:
     ours, theirs = (found["kinds"][kind]["total_s"] for kind in ("allhands", "torchrun"))
     assert found["ratio"] == pytest.approx(theirs / ours)
     assert found["kinds"]["imports"]["after_s"] < found["kinds"]["allhands"]["after_s"]
+    floor = found["kinds"]["imports"]["import_s"]
+    assert found["not_importing_by_difference_s"] == pytest.approx(ours - floor)

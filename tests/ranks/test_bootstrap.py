@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ranks.harness import Result, free_port, launch
+from ranks.harness import Result, free_port, ipv6, launch
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -42,14 +42,6 @@ def worked(results: list[Result]) -> None:
         assert (result["rank"], result["size"]) == (number, size)
         assert result["over"]
         assert result["interface"] is None
-
-
-def ipv6() -> bool:
-    """Tell whether this machine has an IPv6 loopback."""
-    try:
-        return bool(free_port("::1"))
-    except OSError:
-        return False
 
 
 WAYS = {

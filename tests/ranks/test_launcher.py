@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from allhands.control import Coordinator
+from allhands.control.coordinator import Coordinator
 from allhands.control.meeting import random_name
 from ranks import harness
 

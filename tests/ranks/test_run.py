@@ -10,14 +10,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ranks import harness
-from ranks.runner import run, running
+from ranks.runner import Running, run, running
 
 SHOW = """
 import json, os, sys
@@ -526,10 +526,13 @@ def test_restarts_are_used_up() -> None:
     assert (ran.code, ran.report["attempt"]) == (7, 1)
 
 
-def test_two_agents_on_one_host() -> None:
-    """Two agents that are given the same coordinator make one job of both nodes' ranks."""
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_two_agents_on_one_host(host: str) -> None:
+    """Two agents that are given the same coordinator make one job of both nodes' ranks, over IPv6 too."""
+    if host == "[::1]" and not harness.ipv6():
+        pytest.skip("there is no IPv6 here")
     port = harness.free_port()
-    options = ("--nnodes", "2", "--coordinator", f"127.0.0.1:{port}")
+    options = ("--nnodes", "2", "--coordinator", f"{host}:{port}")
     env = {"ALLHANDS_TOKEN": "secret"}
     with (
         running(OURS, *options, "--node-rank", "0", ranks=1, env=env) as first,
@@ -538,3 +541,123 @@ def test_two_agents_on_one_host() -> None:
         one, two = first.result(), second.result()
     assert (one.code, two.code) == (0, 0), one.err + two.err
     assert (one.lines(0), two.lines(1)) == (["sum [3.0, 3.0] 2"] * 2, ["sum [3.0, 3.0] 2"] * 2)
+
+
+def agents(stack: ExitStack, source: str, *options: str, nodes: int) -> list[Running]:
+    """Start the agents of ``nodes`` nodes, all on this host and with one rank each."""
+    line = ("--nnodes", str(nodes), "--coordinator", f"127.0.0.1:{harness.free_port()}", "--grace", "1", *options)
+    env = {"ALLHANDS_TOKEN": "secret"}
+    return [
+        stack.enter_context(running(source, *line, "--node-rank", str(node), ranks=1, env=env)) for node in range(nodes)
+    ]
+
+
+def test_four_agents() -> None:
+    """Four nodes are one job: every rank has its place, and the one that fails is named on each of them."""
+    source = """
+    import os, sys, time
+    print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["GROUP_RANK"])
+    time.sleep(0.3 if os.environ["RANK"] == "2" else 600)
+    sys.exit(7)
+    """
+    with ExitStack() as stack:
+        ran = [job.result() for job in agents(stack, source, nodes=4)]
+    assert [each.code for each in ran] == [7] * 4, "".join(each.err for each in ran)
+    for node, each in enumerate(ran):
+        assert each.lines(node) == [f"here {node} 4 {node}"]
+        assert "allhands: rank 2 called sys.exit(7)\n  who:   rank 2 (node 2, " in each.verdict
+        assert each.report == ran[0].report
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_agent_that_is_stopped(victim: int) -> None:
+    """The other agent says that it does not answer, and where a rank fails it ends without it and names it."""
+    source = """
+    import os, pathlib, sys, time
+    print("here", os.environ["RANK"], flush=True)
+    while not (go := pathlib.Path("go")).exists():
+        time.sleep(0.05)
+    sys.exit(int(go.read_text()))
+    """
+    with ExitStack() as stack:
+        jobs = agents(stack, source, nodes=2)
+        for job in jobs:
+            job.wait_for("here")
+        other = jobs[1 - victim]
+        jobs[victim].send(signal.SIGSTOP)
+        (other.folder / "go").write_text("3")
+        ran = other.result()
+        # Its connection closes, which is an end that it sees: nobody is left behind.
+        jobs[victim].send(signal.SIGCONT)
+        late = jobs[victim].result()
+    assert ran.code == 1, ran.err
+    assert f"allhands: node {victim} (" in ran.verdict
+    assert "does not answer" in ran.verdict
+    assert "inferred from silence: it may live" in ran.verdict
+    assert f"waiting for node {victim} (" in ran.err
+    assert "its agent has not answered for" in ran.err
+    assert late.code != 0
+
+
+@pytest.mark.soak
+def test_an_agent_that_is_stopped_for_a_while() -> None:
+    """Nothing failed: whoever waits says for whom, and the job ends well once the agent goes on."""
+    source = """
+    import os, pathlib, time
+    print("here", flush=True)
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    """
+    with ExitStack() as stack:
+        jobs = agents(stack, source, nodes=2)
+        for job in jobs:
+            job.wait_for("here")
+        jobs[1].send(signal.SIGSTOP)
+        for job in jobs:
+            (job.folder / "go").touch()
+        jobs[0].wait_for("its agent has not answered for")
+        jobs[1].send(signal.SIGCONT)
+        assert [job.result().code for job in jobs] == [0, 0]
+
+
+def test_spawn_under_the_launcher() -> None:
+    """A rank that spawns ranks of its own has a group with them that is not the job's; then it takes part in that."""
+    source = """
+    import os
+    import torch
+    import allhands as dist
+
+    def child(rank, parent):
+        assert os.environ["WORLD_SIZE"] == "2"
+        with dist.process_group(timeout=60):
+            x = torch.tensor([parent + rank])
+            dist.all_reduce(x)
+            return int(x)
+
+    if __name__ == "__main__":
+        rank = int(os.environ["RANK"])
+        print("spawned", dist.spawn(child, (10 * rank,), nprocs=2, start_method="fork", results=True))
+        with dist.process_group(timeout=60):
+            x = torch.tensor([rank + 1])
+            dist.all_reduce(x)
+            print("sum", int(x))
+    """
+    ran = run(source)
+    assert ran.code == 0, ran.err
+    assert [ran.lines(rank) for rank in range(2)] == [["spawned [1, 1]", "sum 3"], ["spawned [21, 21]", "sum 3"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_at_once(number: int) -> None:
+    """One that comes when workers have just been started, before the agent is ready, ends the job as any does."""
+    with running("import time; time.sleep(600)", "--grace", "2") as job:
+        children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
+        # The guard, which is a fork of the agent, and a worker.
+        while len(workers := children.read_text().split()) < 2:
+            assert job.process.poll() is None
+        job.send(number)
+        ran = job.result()
+    assert ran.code == 128 + number, ran.err
+    assert "the job was stopped by" in ran.verdict
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)

@@ -1,21 +1,24 @@
 """How long a launch takes: from the command to the first all_reduce that every rank has done, against torchrun.
 
-Three kinds of launch take turns: `allhands run` with our backend, torchrun with Gloo, and `allhands run` of a script
-that only imports torch. Needs no torch itself.
+Three kinds of launch take turns: `allhands run` with our backend, torchrun with Gloo, and as many interpreters, started
+by nobody's launcher, that only import torch: what nobody can save. Needs no torch itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import fail
 
@@ -71,8 +74,9 @@ def measure(ranks: int, rounds: int, notify: Callable[[str], None] | None = None
         "kinds": middle,
         "ratio": middle["torchrun"]["total_s"] / ours["total_s"],
         "not_importing_s": ours["before_s"] + ours["after_s"],
-        # What our ranks do beside others that still import makes those imports longer; this counts it.
-        "not_importing_by_difference_s": ours["total_s"] - imports["total_s"] + imports["before_s"],
+        # What the launcher and our ranks do beside others that still import makes those imports longer; this counts it.
+        "not_importing_by_difference_s": ours["total_s"] - imports["import_s"],
+        "bytecode": _has_bytecode(),
         "launches": found,
     }
 
@@ -87,21 +91,31 @@ def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
     script, times = folder / f"launched-by-{kind}.py", folder / "times"
     write(kind, script)
     times.write_bytes(b"")
-    module = ["torch.distributed.run", "--standalone"] if kind == "torchrun" else ["allhands", "run"]
-    command = [sys.executable, "-m", *module, "--nproc-per-node", str(ranks), str(script), str(times)]
+    given = [str(script), str(times)]
+    number = ["--nproc-per-node", str(ranks)]
+    commands = {
+        "allhands": [["-m", "allhands", "run", *number, *given]],
+        "torchrun": [["-m", "torch.distributed.run", "--standalone", *number, *given]],
+        "imports": [given] * ranks,
+    }[kind]
     # Both launchers would choose this number, and say so on the screen.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-        )
-    except subprocess.TimeoutExpired as problem:
-        raise _trouble(kind, f"it did not end within {_DEADLINE_S:.0f} s") from problem
-    ended = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        problems = stack.enter_context(tempfile.TemporaryFile())
+        started = [
+            stack.enter_context(_process([sys.executable, *command], environment, problems)) for command in commands
+        ]
+        try:
+            status = max(process.wait(begun + _DEADLINE_S - time.monotonic()) for process in started)
+        except subprocess.TimeoutExpired as problem:
+            raise _trouble(kind, f"it did not end within {_DEADLINE_S:.0f} s") from problem
+        ended = time.monotonic()
+        problems.seek(0)
+        words = problems.read().decode(errors="replace")
     said = [json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()]
-    if done.returncode or len(said) != ranks:
-        raise _trouble(kind, f"exit status {done.returncode}: {done.stderr[-2000:]}")
+    if status or len(said) != ranks:
+        raise _trouble(kind, f"exit status {status}: {words[-2000:]}")
     # Others wait for the rank that imports last, so its path is the one that counts.
     began, imported, _ = max(said, key=lambda each: float(each[1]))
     last = max(float(each[2]) for each in said)
@@ -112,6 +126,36 @@ def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
         "after_s": last - imported,
         "end_s": ended - last,
     }
+
+
+@contextlib.contextmanager
+def _process(command: list[str], environment: dict[str, str], problems: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``command``, and see that nothing is left of it."""
+    # In a session of its own, as each rank of both launchers: Linux may share the cores out by session.
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=problems, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _has_bytecode() -> bool:
+    """Tell whether launches find allhands compiled, as an installation does.
+
+    Asked after launches: where they may write it (not with PYTHONDONTWRITEBYTECODE), the first one has.
+    """
+    # The last that a rank imports, so that its bytecode is the last to be there.
+    source = Path(__file__).parents[1] / "processgroup.py"
+    cache = Path(importlib.util.cache_from_source(str(source)))
+    if not cache.exists():
+        return False
+    # PEP 552: magic, flags, and where those are 0 the time and the size of the source.
+    flags, changed, size = struct.unpack("<4xIII", cache.read_bytes()[:16])
+    found = source.stat()
+    return bool(flags) or (changed, size) == (int(found.st_mtime) & 0xFFFFFFFF, found.st_size & 0xFFFFFFFF)
 
 
 def _trouble(kind: str, why: str) -> Exception:
@@ -128,7 +172,7 @@ def table(found: dict[str, Any]) -> str:
     """Put what `measure` found into words and an aligned table."""
     columns = (("to all_reduce", "total_s"), ("before", "before_s"), ("import torch", "import_s"), ("after", "after_s"))
     headings = ["launch", *(heading for heading, _ in columns), "to the end"]
-    names = {"allhands": "allhands run, allhands", "torchrun": "torchrun, Gloo", "imports": "allhands run, import only"}
+    names = {"allhands": "allhands run, allhands", "torchrun": "torchrun, Gloo", "imports": "no launcher, import only"}
     rows = [headings]
     for kind, values in found["kinds"].items():
         cells = [f"{values[key]:.3f}" for _, key in columns]
@@ -140,13 +184,18 @@ def table(found: dict[str, Any]) -> str:
         lines.append("  ".join([row[0].ljust(widths[0]), *aligned]))
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines += ["", f"torchrun with Gloo takes {found['ratio']:.2f} times as long to the first all_reduce of all ranks"]
+    path, difference = found["not_importing_s"], found["not_importing_by_difference_s"]
     lines.append(
-        f"not spent importing torch: {found['not_importing_s']:.3f} s before and after, for the rank that imported "
-        f"last; {found['not_importing_by_difference_s']:.3f} s as the difference to importing only, with what that "
-        "spends before"
+        f"not spent importing torch: {path:.3f} s before and after, for the rank that imported last; {difference:.3f} "
+        "s as the difference to the import where nothing else is done"
     )
     lines.append(
         f"seconds, medians of {found['rounds']} launches of {found['ranks']} ranks, in turn; before: from the command "
         "to the script's first line"
     )
+    if not found["bytecode"]:
+        lines.append(
+            "allhands is compiled anew in every process, because there is no bytecode of it and none may be written; "
+            "an installed one starts faster (python -m compileall makes it)"
+        )
     return "\n".join(lines)

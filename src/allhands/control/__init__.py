@@ -1,9 +1,6 @@
-"""The control plane: who is in the job, who fell, and the key-value store. Knows nothing of tensors or torch."""
+"""The control plane: who is in the job, who fell, and the key-value store. Knows nothing of tensors or torch.
 
-from .coordinator import Coordinator
-from .meeting import Board, FileBoard, Notice
-from .member import Member
-from .messages import Claim
-from .roll import Seat, answer
+Imports nothing: a rank under a launcher needs no coordinator, and everyone waits for the imports of every rank.
+"""
 
-__all__ = ["Board", "Claim", "Coordinator", "FileBoard", "Member", "Notice", "Seat", "answer"]
+__all__: list[str] = []

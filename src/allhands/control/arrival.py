@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from .messages import Claim
 from .party import RANKS, Party
@@ -10,8 +10,7 @@ from .party import RANKS, Party
 __all__ = ["Arrival"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, eq=False):
     """A claim with what the coordinator itself observed: where it came from, when, and its deadline."""
 
     rank: int

@@ -21,15 +21,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..diagnosis import Diagnosis
 from ..errors import error, fail
 from ..world import Address
-from .coordinator import Coordinator
 from .frames import HEADER, pack
 from .holder import Holder, holder
+
+if TYPE_CHECKING:
+    from .coordinator import Coordinator
 
 __all__ = ["Beside", "Opened", "Order", "main", "start"]
 
@@ -198,6 +201,9 @@ def main() -> int:
 
 async def _serve(order: Order) -> int:
     loop = asyncio.get_running_loop()
+    # Here, because rank 0 itself, which starts this process, needs no coordinator.
+    from .coordinator import Coordinator
+
     coordinator = Coordinator(token=order.token)
     orphaned = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, orphaned.set)

@@ -64,6 +64,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._pidfd: int | None = None
         self._how = "its connection closed"
+        self._mute = False
 
     @property
     def rank(self) -> int:
@@ -123,8 +124,8 @@ class Connection(asyncio.Protocol):
         self.send_body(encode(message))
 
     def send_body(self, body: bytes) -> None:
-        """Send an encoded message."""
-        if self.closed or self._transport is None:
+        """Send an encoded message; nothing after `hang_up`, whatever the other end still says."""
+        if self.closed or self._mute or self._transport is None:
             return
         self._transport.write(pack(body))
         if self._transport.get_write_buffer_size() > self.most_unread:
@@ -132,6 +133,7 @@ class Connection(asyncio.Protocol):
 
     def hang_up(self) -> None:
         """Say nothing more, but listen until the other end closes too."""
+        self._mute = True
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Holder", "holder"]
 
@@ -10,8 +10,7 @@ __all__ = ["Holder", "holder"]
 _MOST_COMMAND = 120
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A process that listens on a port; pid 0 where the kernel does not tell (another user's)."""
 
     pid: int

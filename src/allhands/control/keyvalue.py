@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from .frames import MOST_BYTES
 from .messages import Ask, Reply
@@ -28,14 +29,13 @@ _REPLY_OVERHEAD = 64
 _WAITING = frozenset({"get", "wait", "multi_get", "pop"})
 
 
-@dataclass(slots=True, eq=False)
-class Parked:
+class Parked(msgspec.Struct, eq=False):
     """An operation of ``owner`` that waits for keys until ``deadline``."""
 
     owner: object
     ask: Ask
     deadline: float
-    keys: set[str] = field(default_factory=set)
+    keys: set[str] = msgspec.field(default_factory=set)
 
 
 def _fitting(reply: Reply) -> Reply:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ..diagnosis import by_host, ranks
 
 __all__ = ["NODES", "RANKS", "Party"]
 
 
-@dataclass(frozen=True, slots=True)
-class Party:
+class Party(msgspec.Struct, frozen=True):
     """What those who answer are called, and where what they claim was written."""
 
     noun: str

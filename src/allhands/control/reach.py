@@ -12,8 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ..diagnosis import Diagnosis, count, duration, join
 from ..errors import AllhandsError, error
@@ -38,16 +39,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 Notify = Callable[[str], None]
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(msgspec.Struct):
     """The evidence gathered while trying: what happened last, per address."""
 
     address: Address
     party: Party = RANKS
-    outcomes: dict[str, OSError] = field(default_factory=dict)
+    outcomes: dict[str, OSError] = msgspec.field(default_factory=dict)
     name_error: socket.gaierror | None = None
     tries: int = 0
-    started: float = field(default_factory=time.monotonic)
+    started: float = msgspec.field(default_factory=time.monotonic)
 
     def summary(self) -> str:
         """Say what happened, for the waiting line and for "why"."""

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -53,8 +52,7 @@ _HOLDER_S = 0.3
 _WORD_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(msgspec.Struct, frozen=True):
     """This rank's place in a complete group."""
 
     member: Member
@@ -64,8 +62,7 @@ class Seat:
     own_address: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(msgspec.Struct, frozen=True):
     """What to connect to: the local socket where there is one, else the address."""
 
     unix: str = ""

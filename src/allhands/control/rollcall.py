@@ -7,8 +7,9 @@ ranks there are, so that a roll call of n ranks costs n.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ..diagnosis import Diagnosis, duration
 from . import refusals
@@ -19,16 +20,14 @@ from .party import RANKS, Party
 __all__ = ["Completed", "Decision", "RefusedRoll", "RollCall", "Waits", "decide"]
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(msgspec.Struct, frozen=True):
     """Every rank answered, and the answers fit."""
 
     explanation: str
     one_host: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(msgspec.Struct, frozen=True):
     """Someone is missing and there is time left.
 
     The words cost as much as there are ranks, so they are found when asked for: once a second, not once
@@ -47,8 +46,7 @@ class Waits:
         return f"{len(here)} of {size or '?'} {noun}s are here; waiting for {names or 'the first'} ({waited})"
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedRoll:
+class RefusedRoll(msgspec.Struct, frozen=True):
     """The group cannot form."""
 
     diagnosis: Diagnosis
@@ -76,8 +74,7 @@ def _versions(claim: Claim) -> tuple[str, str]:
     return torch, claim.allhands
 
 
-@dataclass(slots=True)
-class RollCall:
+class RollCall(msgspec.Struct):
     """The state of one roll call. ``listening`` is where the coordinator can be reached, for the words."""
 
     opened: float
@@ -86,17 +83,17 @@ class RollCall:
     party: Party = RANKS
     # Ranks meet by a name that they derive, not by an address or a board that they were given.
     nameless: bool = False
-    present: dict[int, Arrival] = field(default_factory=dict)
-    doubles: list[tuple[Arrival, Arrival]] = field(default_factory=list)
-    troubled: list[Arrival] = field(default_factory=list)
-    outside: list[Arrival] = field(default_factory=list)
-    gone: dict[int, tuple[Arrival, float]] = field(default_factory=dict)
-    turned: dict[int, str] = field(default_factory=dict)
+    present: dict[int, Arrival] = msgspec.field(default_factory=dict)
+    doubles: list[tuple[Arrival, Arrival]] = msgspec.field(default_factory=list)
+    troubled: list[Arrival] = msgspec.field(default_factory=list)
+    outside: list[Arrival] = msgspec.field(default_factory=list)
+    gone: dict[int, tuple[Arrival, float]] = msgspec.field(default_factory=dict)
+    turned: dict[int, str] = msgspec.field(default_factory=dict)
     deadline: float = float("inf")
-    _seen: dict[str, dict[Any, list[int]]] = field(default_factory=dict)
-    _gpus: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    _shared_gpus: set[tuple[str, str]] = field(default_factory=set)
-    _hosts: dict[str, list[int]] = field(default_factory=dict)
+    _seen: dict[str, dict[Any, list[int]]] = msgspec.field(default_factory=dict)
+    _gpus: dict[tuple[str, str], list[int]] = msgspec.field(default_factory=dict)
+    _shared_gpus: set[tuple[str, str]] = msgspec.field(default_factory=set)
+    _hosts: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
     def arrive(self, arrival: Arrival) -> None:
         """Count a member in."""

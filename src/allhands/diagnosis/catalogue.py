@@ -5,13 +5,12 @@ A slug is a promise: it never changes its meaning, its page says what to do, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["CATALOGUE", "Entry", "closest", "page", "title"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One kind of finding: the exception class (by name, in ``errors``) and a one-line meaning."""
 
     slug: str

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ..diagnosis import ranks as named
@@ -35,8 +35,7 @@ _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in shm.DTYPES.
 _SIZES = {code: torch.empty(0, dtype=dtype).element_size() for dtype, code in shm.DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One rank's call. ``refused`` says why it cannot make it; ``uneven``, that its parts differ in size."""
 
     sequence: int
@@ -87,8 +86,7 @@ def unpack(record: bytes | memoryview) -> Call:
     return Call(sequence, kind, nbytes, reduction, dtype, root, bool(flags & _UNEVEN), shape, site, refused)
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(msgspec.Struct, frozen=True):
     """Who differs from the others, by the group's numbering, and a line for each call that was made."""
 
     odd: tuple[int, ...]

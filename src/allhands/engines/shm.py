@@ -12,7 +12,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -126,12 +125,12 @@ ON_GPU = 128
 CODES = ("ok", "timeout", "dead", "aborted", "mismatch", "broken", "interrupted", "departed")
 
 
-@dataclass(frozen=True, slots=True)
 class Trouble(Exception):
     """A call that did not end well: how (one of CODES), and the group rank it is about."""
 
-    how: str
-    culprit: int
+    def __init__(self, how: str, culprit: int) -> None:
+        super().__init__(how, culprit)
+        self.how, self.culprit = how, culprit
 
 
 # Beside the number of a real type: the tensor is of the complex type with such parts. The core reduces the parts and

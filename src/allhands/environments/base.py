@@ -22,9 +22,10 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from ..diagnosis import join
 from ..errors import AllhandsError, fail
@@ -119,13 +120,12 @@ def lines(env: _Env, name: str, fix: str) -> list[str]:
     return [line.strip() for line in written.splitlines() if line.strip()]
 
 
-@dataclass(slots=True)
-class Detection:
+class Detection(msgspec.Struct):
     """What one environment says, value by value, each with where it was read; None where it says nothing."""
 
     source: str
     reason: str
-    env: _Env = field(repr=False)
+    env: _Env
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
@@ -137,13 +137,17 @@ class Detection:
     agent_store: bool = False
     hosted: bool = False
     socket: str = ""
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = msgspec.field(default_factory=dict)
     # The variables that would tell what is not told.
-    wanted: dict[str, str] = field(default_factory=dict)
+    wanted: dict[str, str] = msgspec.field(default_factory=dict)
     # Nothing can stand between this launcher and the process, so nothing else is compared with it.
     innermost: bool = False
     # What to do where rank or world size is missing.
     remedy: str = "set both, or pass rank= and world_size="
+
+    def __repr__(self) -> str:
+        """Leave the environment out: it holds secrets."""
+        return f"Detection(source={self.source!r}, reason={self.reason!r}, reasons={self.reasons!r})"
 
     def take(self, value: str, *names: str) -> Detection:
         """Read ``value`` (rank, world_size …) from the first of the variables that is set."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ..diagnosis import join
 from ..errors import AllhandsError, fail
@@ -25,8 +26,7 @@ _ORDER = ("slurm", *_VARIABLES)
 _STANDS_AS = {"pbs": "flux", "azureml": "flux"}
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """What one pair of variables says about this process; None for the one that is not set."""
 
     source: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from .. import settings
 from ..diagnosis import join
@@ -70,8 +71,7 @@ _HINTS = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 _ALONE = "nothing in the environment tells of other processes"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """What became of one environment: whether it was recognised, why, and what it says or fails at."""
 
     name: str

@@ -5,49 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
-import secrets
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import _core, settings
-from ..errors import fail
 from . import telling
-from .attempt import Attempt, Place
+from .ahead import ENDING, HELD, Ahead
+from .attempt import Attempt
 from .company import Alone, Company, End
-from .descendants import descendants
-from .guard import Guard
 from .job import Job
 from .keyboard import Keyboard
 from .output import Output
 
 __all__ = ["main"]
 
-# Descriptors that a worker costs the agent: two pipes, four memfds, two logs, a connection and its pidfd.
-_PER_WORKER = 12
 
-
-def main(job: Job) -> int:
-    """Run ``job`` on this node to its end; return the exit status."""
-    place = Place()
-    _raise_descriptor_limit(job)
-    # A shell that became this process may have left us its children, which are not the job's.
-    strangers = descendants(os.getpid())
-    _core.adopt_orphans()
-    guard = Guard(*place.mark())
+def main(job: Job, ahead: Ahead | None = None) -> int:
+    """Run ``job`` on this node to its end; return the exit status. ``ahead`` is what was begun already."""
+    ahead = ahead or Ahead(job)
     try:
-        return asyncio.run(_Agent(job, place, {guard.pid, *strangers}).run())
+        return asyncio.run(_Agent(job, ahead).run())
     finally:
-        guard.dismiss()
+        ahead.close()
 
 
 class _Agent:
     """What outlives an attempt: signals, output, and the company of other nodes."""
 
-    def __init__(self, job: Job, place: Place, spared: set[int]) -> None:
-        self._job, self._place, self._spared = job, place, spared
+    def __init__(self, job: Job, ahead: Ahead) -> None:
+        self._job, self._ahead = job, ahead
         self._company: Company | None = None
         self._attempt: Attempt | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -59,13 +46,14 @@ class _Agent:
     async def run(self) -> int:
         self._handle_signals()
         if self._job.nodes == 1:
-            self._company = Alone(self._job, settings.read().token or secrets.token_hex(16))
+            self._company = Alone(self._job, self._ahead.token, self._ahead.port)
             return await self._run(self._company)
         # One node does not wait for the import of what several need.
         from .gathering import Gathering
 
         gathering = Gathering(self._job)
         self._stopping = gathering.stop
+        self._catch_up()
         company = await gathering.run()
         if isinstance(company, End):
             sys.stderr.write(company.words)
@@ -92,14 +80,21 @@ class _Agent:
         return end.exit_code
 
     async def _attempts(self, company: Company, keyboard: Keyboard) -> End:
-        number = 0
+        number, first = 0, True
         while True:
             end = await company.begin(number)
             if end is not None:
                 return end
             number, self._output.job = company.number, company.job
-            attempt = Attempt(company, number, self._place, self._output, keyboard, spared=self._spared)
+            begun = bool(self._ahead.processes) and first
+            attempt = Attempt(company, number, self._ahead, self._output, keyboard, begun=begun)
             self._attempt = company.attempt = attempt
+            if first:
+                self._catch_up()
+                # Not before: whoever is reaped while there is no attempt has ended unseen.
+                asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+                self._reap()
+            first = False
             end = await company.settle(await attempt.run())
             self._attempt = company.attempt = None
             if not end.again:
@@ -121,13 +116,27 @@ class _Agent:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        loop.add_signal_handler(signal.SIGUSR1, self._ask)
-        loop.add_signal_handler(signal.SIGTSTP, self._pause)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        # One that came in between would be seen twice, by who held it and by the loop.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        for number in HELD:
             # nohup and shells that start us in the background ask for it to be ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._stop, number)
+                loop.add_signal_handler(number, self._answer_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+
+    def _catch_up(self) -> None:
+        """Answer the signals that came before the event loop."""
+        early, self._ahead.early = self._ahead.early, []
+        for number in early:
+            self._answer_signal(number)
+
+    def _answer_signal(self, number: int) -> None:
+        if number in ENDING:
+            self._stop(number)
+        elif number == signal.SIGUSR1:
+            self._ask()
+        else:
+            self._pause()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -169,18 +178,3 @@ class _Agent:
         # A terminal that was closed has sent SIGHUP too, and a second signal would kill at once.
         if not self._stopped:
             self._stop(signal.SIGPIPE)
-
-
-def _raise_descriptor_limit(job: Job) -> None:
-    need = _PER_WORKER * job.local_world_size + 2 * job.world_size + 64
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if need > hard != resource.RLIM_INFINITY:
-        raise fail(
-            "fd-limit",
-            f"too few file descriptors for {job.local_world_size} ranks on this node",
-            who=f"the launcher (pid {os.getpid()})",
-            why=f"it needs {need}, the limit is {hard}",
-            fix="raise the limit before the job starts: ulimit -n 65536 (and LimitNOFILE= in a service)",
-        )
-    if need > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

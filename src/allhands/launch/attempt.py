@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from . import descendants, hang, memory
+from .ahead import Ahead
 from .ending import EXPLAIN_S, LEFTOVER_S, Ending
 from .keyboard import Keyboard
 from .output import Output
 from .process import Process
-from .variables import MARK, variables
+from .starting import start
 from .verdict import Outcome
 
 if TYPE_CHECKING:
     from .company import Company
 
-__all__ = ["Attempt", "Place", "Story"]
+__all__ = ["Attempt", "Story"]
 
 # How soon a due signal or a leftover process is looked at again; ends of workers are seen at once.
 _LOOK_S = 0.05
@@ -36,19 +36,7 @@ _DRAIN_S = 2.0
 _STACKS_S = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What all attempts of an agent share: where its workers find it."""
-
-    name: str = field(default_factory=lambda: f"allhands-{secrets.token_hex(8)}")
-
-    def mark(self) -> tuple[str, str]:
-        """Return the variable and its value that mark every process of the job on this node."""
-        return MARK, f"unix:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Story:
+class Story(msgspec.Struct, frozen=True):
     """All that is known once an attempt is over; `verdict.judge` makes the verdict of it."""
 
     outcomes: list[Outcome]
@@ -61,15 +49,16 @@ class Attempt:
     """The workers of this node while they run, and the end of them."""
 
     def __init__(
-        self, company: Company, number: int, place: Place, output: Output, keyboard: Keyboard, *, spared: set[int]
+        self, company: Company, number: int, ahead: Ahead, output: Output, keyboard: Keyboard, *, begun: bool
     ) -> None:
+        """``begun`` says that the workers of ``ahead`` run already and are this attempt's."""
         self.job, self.number = company.job, number
         self._company = company
         self._inquired = False
         self._stood = (False, False)
-        self.processes: list[Process] = []
-        self._place, self._output, self._keyboard = place, output, keyboard
-        self._spared = spared
+        self._ahead, self._begun = ahead, begun
+        self.processes: list[Process] = ahead.processes if begun else []
+        self._output, self._keyboard = output, keyboard
         self._ending = Ending(self.job.grace_s)
         self._changed = asyncio.Event()
         self._hang: hang.Hang | None = None
@@ -82,38 +71,37 @@ class Attempt:
         """Start the workers and see them to their end."""
         try:
             self._start()
-            await self._company.host(self._place.name)
+            await self._company.host(self._ahead.name)
             await self._follow()
             await self._leftover()
             await self._output.drained(_DRAIN_S)
         finally:
             self._keyboard.close()
             self.kill()
-        outcomes = [self._outcome(process) for process in self.processes]
+        node = self.job.node_rank if self.job.nodes > 1 else None
+        outcomes = [process.outcome(self._memory, node) for process in self.processes]
         for process in self.processes:
             process.close()
         return Story(outcomes, self._hang, self._stopped, self._leftovers)
 
     def _start(self) -> None:
-        for local_rank in range(self.job.local_world_size):
-            environment = variables(
-                self.job,
-                local_rank,
-                self.number,
-                coordinator=self._place.mark()[1],
-                token=self._company.token,
-                master=self._company.master,
-                address=self._company.address,
-                environment=os.environ,
-            )
-            stdin, taken = self._keyboard.open() if self.job.rank(local_rank) == 0 else _nothing()
-            streams = self._output.open(local_rank, self.number)
-            try:
-                process = Process(self.job, local_rank, environment, stdin=stdin, stdout=streams[0], stderr=streams[1])
-            finally:
-                taken()
-                self._output.given(streams)
-            self.processes.append(process)
+        if self._begun:
+            for local_rank, readers in enumerate(self._ahead.readers):
+                for stream, reader in enumerate(readers, 1):
+                    self._output.adopt(local_rank, stream, reader)
+            self._keyboard.pass_on(self._ahead.typed)
+            return
+        typed = start(
+            self.job,
+            self.number,
+            self.processes,
+            name=self._ahead.name,
+            token=self._company.token,
+            master=self._company.master,
+            address=self._company.address,
+            opened=lambda local_rank: self._output.open(local_rank, self.number),
+        )
+        self._keyboard.pass_on(typed)
 
     # While they run ----------------------------------------------------------------------------------------
 
@@ -226,7 +214,7 @@ class Attempt:
 
     def _others(self) -> list[int]:
         workers = {process.pid for process in self.processes if process.alive}
-        return [pid for pid in descendants.descendants(os.getpid(), self._spared) if pid not in workers]
+        return [pid for pid in descendants.descendants(os.getpid(), self._ahead.spared) if pid not in workers]
 
     async def _leftover(self) -> None:
         """End what outlives the workers: a moment to go by itself, then SIGTERM, then SIGKILL."""
@@ -250,26 +238,3 @@ class Attempt:
         for pid in pids:
             rank = descendants.variable(pid, "RANK")
             self._leftovers.append(f"pid {pid} of rank {rank or '?'}: {descendants.command(pid)[:200]}")
-
-    def _outcome(self, process: Process) -> Outcome:
-        status = process.status if process.status is not None else -signal.SIGKILL
-        return Outcome(
-            rank=process.rank,
-            host=socket.gethostname(),
-            pid=process.pid,
-            status=status,
-            sent=process.sent,
-            sent_s=process.sent_s,
-            ended_s=process.ended_s,
-            after_s=process.ended_s - process.started_s,
-            record=process.record(),
-            stack=process.fatal(),
-            board=process.notes(),
-            memory=self._memory.killed(process.pid) if status == -signal.SIGKILL and not process.sent else "",
-            node=self.job.node_rank if self.job.nodes > 1 else None,
-        )
-
-
-def _nothing() -> tuple[int, Callable[[], None]]:
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    return nothing, lambda: os.close(nothing)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from ..world import Address
 from . import telling
 from .job import Job
 from .nodes import again
+from .starting import keep_port
 from .verdict import Verdict, judge
 
 if TYPE_CHECKING:
     from .attempt import Attempt, Story
     from .hosting import Hosting
 
-__all__ = ["Alone", "Company", "End", "keep_port", "last_words", "report"]
+__all__ = ["Alone", "Company", "End", "last_words", "report"]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """What came of an attempt: the exit status, the last words on the screen, the text for --report."""
 
     exit_code: int
@@ -75,21 +75,22 @@ class Company(Protocol):
 class Alone:
     """One node: every decision is this agent's own."""
 
-    def __init__(self, job: Job, token: str) -> None:
+    def __init__(self, job: Job, token: str, port: socket.socket | None = None) -> None:
+        """``port`` keeps the port of the first attempt, whose workers know it already."""
         self.job, self.token, self.address = job, token, ""
         self.master = job.master or Address("127.0.0.1", 0)
         self.attempt: Attempt | None = None
         self.say: Callable[[str], None] = lambda _: None
         self.number = 0
         self._stopped = False
-        self._port: socket.socket | None = None
+        self._port = port
         self._hosting: Hosting | None = None
 
     async def begin(self, number: int) -> End | None:
         """Choose a port for torch's own store."""
         self.number = number
         if self.job.master is None:
-            self._port = keep_port("127.0.0.1")
+            self._port = self._port or keep_port("127.0.0.1")
             self.master = Address("127.0.0.1", self._port.getsockname()[1])
         return None
 
@@ -151,15 +152,3 @@ def last_words(verdict: Verdict | None, story: Story) -> str:
 def report(job: Job, number: int, verdict: Verdict | None, story: Story) -> str:
     """Return the text of --report."""
     return json.dumps(telling.report(job, number, verdict, story.outcomes, story.leftovers), indent=2) + "\n"
-
-
-def keep_port(host: str) -> socket.socket:
-    """Return a socket that keeps a free port of ``host`` from others; as it does not listen, rank 0 still can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    kept = socket.socket(family)
-    with contextlib.ExitStack() as stack:
-        stack.callback(kept.close)
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind((host, 0))
-        stack.pop_all()
-    return kept

@@ -6,22 +6,22 @@ import asyncio
 import contextlib
 import socket
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..control.messages import Closing
 from ..errors import error
 from ..world import Address
 from . import telling
-from .company import End, keep_port, last_words, report
+from .company import End, last_words, report
 from .ending import EXPLAIN_S
 from .far import Far
 from .hosting import Hosting
 from .job import Job
 from .joining import Stopped
-from .loss import Loss
+from .loss import PATIENCE_S, SILENT_S, Loss, silence
 from .nodes import Urging, again, merge, ranks_of, shifted, stands_still
 from .seats import Envoy, Seats
+from .starting import keep_port
 from .tidings import (
     Begin,
     Data,
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from .attempt import Attempt, Story
 
 __all__ = ["Convenor"]
-
-# After the last order, a node's agent needs --grace and a moment to tell its story. One that takes this much longer is
-# reported as silent, so that a stopped agent does not hold up everyone else's end.
-_PATIENCE_S = 15.0
 
 # How often it is said who is still awaited, among the lines of the ranks.
 _SAY_S = 10.0
@@ -105,7 +101,7 @@ class Convenor:
             self._seats.reopen(self.job.timeout_s)
         claims = [present[node].claim for node in range(self.job.nodes)]
         self._hosts = [claim.identity.host for claim in claims]
-        self.job = replace(self.job, node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
+        self.job = self.job._replace(node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
         token = "" if self._shared else self.token
         for node, envoy in self._seats.members.items():
             envoy.order(Seated(node, list(self.job.layout), self._hosts, token))
@@ -279,14 +275,23 @@ class Convenor:
         while missing := [node for node in self._seats.members if node not in self._stories]:
             pause = 1.0
             if self._finishing is not None:
-                left = self._finishing + self.job.grace_s + _PATIENCE_S - time.monotonic()
+                left = self._finishing + self.job.grace_s + PATIENCE_S - time.monotonic()
                 if left <= 0:
                     self._losses += [self._silent(node) for node in missing]
                     return
                 pause = min(pause, left)
+            for node in missing:
+                self._say_silence(node)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
+
+    def _say_silence(self, node: int) -> None:
+        """Say that an agent does not answer: it is asked every second. Nobody knows whether it will go on."""
+        envoy = self._seats.members[node]
+        quiet_s = time.monotonic() - envoy.heard_at
+        if quiet_s >= SILENT_S:
+            self._say_seldom(f"waiting for {silence(self._name(node), quiet_s)}")
 
     def _silent(self, node: int) -> Loss:
         envoy = self._seats.members[node]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +18,7 @@ from . import telling
 from .company import End, last_words, report
 from .job import Job
 from .joining import Joined
-from .loss import Loss
+from .loss import PATIENCE_S, SILENT_S, Loss, silence
 from .nodes import Urging, ranks_of
 from .relay import Relay
 from .tidings import (
@@ -50,6 +50,9 @@ __all__ = ["Delegate"]
 # Texts of a worker's end that are longer than this are cut for the way to node 0: all stories must fit in one frame.
 _MOST_TEXT = 1 << 18
 
+# How often node 0's silence is looked for, and how often people are told of it.
+_LOOK_S, _SAY_S = 1.0, 10.0
+
 
 class Delegate(asyncio.Protocol):
     """A `company.Company` that obeys. It is the protocol of its own connection to node 0."""
@@ -75,6 +78,9 @@ class Delegate(asyncio.Protocol):
         # Orders that came before the workers they are for.
         self._early: list[FromConvenor] = []
         self._heard_s = time.monotonic()
+        # Since when the attempt is to end, None while it is not; and when people were last told of node 0's silence.
+        self._ending_s: float | None = None
+        self._said_s = 0.0
         self._urging, self._times, self._by = Urging({}), 0, ""
         self._hosts: list[str] = []
         self._take_seat(joined.seated)
@@ -88,7 +94,7 @@ class Delegate(asyncio.Protocol):
 
     def _take_seat(self, seated: Seated) -> None:
         self._hosts = seated.hosts
-        self.job = replace(self.job, node_rank=seated.node, layout=tuple(seated.ranks))
+        self.job = self.job._replace(node_rank=seated.node, layout=tuple(seated.ranks))
 
     # The connection ----------------------------------------------------------------------------------------
 
@@ -122,10 +128,7 @@ class Delegate(asyncio.Protocol):
             self._transport.abort()
         if self._left or self._lost is not None:
             return
-        now = time.monotonic()
-        host = self._hosts[0] if self._hosts else ""
-        ranks = ranks_of(self.job.layout, 0)
-        self._lost = Loss(0, host, self._place, ranks, how, self._heard_s, now, cut_off=True)
+        self._lost = self._loss(how)
         self._relay.close()
         if self.attempt is not None:
             self.attempt.finish()
@@ -161,7 +164,12 @@ class Delegate(asyncio.Protocol):
                 self._obey(message)
         self._changed.set()
 
+    def _is_ending(self) -> None:
+        if self._ending_s is None:
+            self._ending_s = time.monotonic()
+
     def _obey(self, message: FromConvenor) -> None:
+        self._is_ending()
         attempt = self.attempt
         if attempt is None:
             self._early.append(message)
@@ -191,7 +199,7 @@ class Delegate(asyncio.Protocol):
             if self._lost is not None or self._times > 1:
                 return self._alone(None)
             await self._wait()
-        self.number, self._over = self._begun, None
+        self.number, self._over, self._ending_s = self._begun, None, None
         return None
 
     async def host(self, name: str) -> None:
@@ -206,6 +214,7 @@ class Delegate(asyncio.Protocol):
 
     def failing(self) -> None:
         """Tell node 0."""
+        self._is_ending()
         self._tell(Failing(self.number))
 
     def still(self, *, still: bool, inside: bool) -> None:
@@ -214,6 +223,7 @@ class Delegate(asyncio.Protocol):
 
     def stop(self, number: int) -> int:
         """Someone asked here: node 0 tells the others."""
+        self._is_ending()
         self._times += 1
         self._by = "this node"
         self._tell(Stopping(number, self._times))
@@ -228,8 +238,24 @@ class Delegate(asyncio.Protocol):
         self._tell(Told(self.number, _cut_texts(story), time.monotonic()))
         # Someone who asks twice is not kept waiting for other nodes.
         while self._over is None and self._lost is None and self._times < 2:
-            await self._wait()
+            self._look_for_silence()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wait(), _LOOK_S)
         return self._end(self._over) if self._over is not None else self._alone(story)
+
+    def _look_for_silence(self) -> None:
+        """Node 0 speaks every second: say so where it is silent, and once the job is to end wait no longer."""
+        now = time.monotonic()
+        quiet_s = now - self._heard_s
+        if self._ending_s is not None and now - max(self._heard_s, self._ending_s) >= PATIENCE_S:
+            self._lost = self._loss("", observed=False)
+        elif quiet_s >= SILENT_S and now - self._said_s >= _SAY_S:
+            self._said_s = now
+            self.say(f"waiting for {silence(f'node 0 ({self._hosts[0]})', quiet_s)}")
+
+    def _loss(self, how: str, *, observed: bool = True) -> Loss:
+        host, ranks = self._hosts[0] if self._hosts else "", ranks_of(self.job.layout, 0)
+        return Loss(0, host, self._place, ranks, how, self._heard_s, time.monotonic(), observed=observed, cut_off=True)
 
     def _end(self, over: Over) -> End:
         return End(over.exit_code, over.words, over.report, again=over.again)
@@ -262,7 +288,7 @@ class Delegate(asyncio.Protocol):
 
 def _cut_texts(story: Story) -> Story:
     outcomes = [
-        replace(
+        msgspec.structs.replace(
             outcome,
             stack=outcome.stack[-_MOST_TEXT:],
             record={
@@ -273,5 +299,7 @@ def _cut_texts(story: Story) -> Story:
     ]
     hanging = story.hanging
     if hanging is not None:
-        hanging = replace(hanging, stacks={rank: text[:_MOST_TEXT] for rank, text in hanging.stacks.items()})
-    return replace(story, outcomes=outcomes, hanging=hanging)
+        hanging = msgspec.structs.replace(
+            hanging, stacks={rank: text[:_MOST_TEXT] for rank, text in hanging.stacks.items()}
+        )
+    return msgspec.structs.replace(story, outcomes=outcomes, hanging=hanging)

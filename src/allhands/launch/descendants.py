@@ -1,15 +1,34 @@
-"""Who else belongs to the job: everything that descends from the agent, or carries the job's mark. Read from /proc."""
+"""Who else belongs to the job: everything that descends from the agent, or carries the job's mark. Read from /proc.
+
+Imports nothing that is slow: the guard, which needs it, is forked before anything else is imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 __all__ = ["command", "descendants", "holding", "kill", "marked", "running", "variable"]
 
-_PROC = Path("/proc")
+
+def _pids() -> Iterator[int]:
+    """Yield every process that there is."""
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdecimal():
+                yield int(entry.name)
+
+
+def _read(pid: int, what: str) -> bytes:
+    """Return a file of the process's folder; raise OSError where it ended, or is another user's."""
+    with open(f"/proc/{pid}/{what}", "rb") as file:  # noqa: PTH123  # pathlib is not imported for this
+        return file.read()
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields after its name, which may itself hold blanks and brackets: state, parent, ..."""
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def descendants(root: int, but: Iterable[int] = ()) -> list[int]:
@@ -19,16 +38,12 @@ def descendants(root: int, but: Iterable[int] = ()) -> list[int]:
     """
     children: dict[int, list[int]] = {}
     alive: set[int] = set()
-    for folder in _PROC.iterdir():
-        if not folder.name.isdecimal():
-            continue
+    for pid in _pids():
         with contextlib.suppress(OSError, ValueError):  # it ended while we looked
-            # The command name before the fields may hold blanks and brackets.
-            text = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-            state, parent, *_ = text.split()
-            children.setdefault(int(parent), []).append(int(folder.name))
+            state, parent, *_ = _stat(pid)
+            children.setdefault(int(parent), []).append(pid)
             if state not in {"Z", "X"}:
-                alive.add(int(folder.name))
+                alive.add(pid)
     found: list[int] = []
     left, skipped = [root], set(but)
     while left:
@@ -41,7 +56,7 @@ def descendants(root: int, but: Iterable[int] = ()) -> list[int]:
 def variable(pid: int, name: str) -> str:
     """Return what ``name`` was in the environment that ``pid`` was started with; "" where that cannot be read."""
     try:
-        environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        environment = _read(pid, "environ").split(b"\0")
     except OSError:
         return ""
     begin = f"{name}=".encode()
@@ -50,21 +65,20 @@ def variable(pid: int, name: str) -> str:
 
 def marked(name: str, value: str) -> list[int]:
     """Return the processes whose environment says ``name=value``, this one excepted."""
-    numbers = [int(folder.name) for folder in _PROC.iterdir() if folder.name.isdecimal()]
-    return [pid for pid in numbers if pid != os.getpid() and variable(pid, name) == value]
+    return [pid for pid in _pids() if pid != os.getpid() and variable(pid, name) == value]
 
 
 def holding(name: str) -> list[int]:
     """Return the processes that have the memfd ``name`` open, this one excepted: whoever was forked from its holder."""
     target, found = f"/memfd:{name} (deleted)", []
-    for folder in _PROC.iterdir():
-        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+    for pid in _pids():
+        if pid == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
-            for entry in (folder / "fd").iterdir():
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # ended, or another user's
+            for entry in entries:
                 with contextlib.suppress(OSError):
-                    if str(entry.readlink()) == target:
-                        found.append(int(folder.name))
+                    if os.readlink(entry.path) == target:  # noqa: PTH115
+                        found.append(pid)
                         break
     return found
 
@@ -72,16 +86,15 @@ def holding(name: str) -> list[int]:
 def running(pid: int) -> bool:
     """Tell whether ``pid`` is there, and not only its remains."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        return _stat(pid)[0] not in {"Z", "X"}
     except OSError:
         return False
-    return text.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def command(pid: int) -> str:
     """Return the command line of ``pid``, for people."""
     try:
-        return (_PROC / str(pid) / "cmdline").read_text(encoding="utf-8", errors="replace").replace("\0", " ").strip()
+        return _read(pid, "cmdline").decode(errors="replace").replace("\0", " ").strip()
     except OSError:
         return ""
 

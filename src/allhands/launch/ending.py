@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+
+import msgspec
 
 __all__ = ["EXPLAIN_S", "LEFTOVER_S", "Ending"]
 
@@ -15,8 +16,7 @@ EXPLAIN_S = 2.0
 LEFTOVER_S = 1.0
 
 
-@dataclass(slots=True)
-class Ending:
+class Ending(msgspec.Struct):
     """Where the end of a job stands. Nothing is due before `begin`."""
 
     grace_s: float

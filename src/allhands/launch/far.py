@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ..control import Coordinator
 from ..control.connection import Connection
+from ..control.coordinator import Coordinator
 from .tidings import Data, Opened, Shut
 
 __all__ = ["Far"]

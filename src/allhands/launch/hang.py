@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ..notes import Board, Note
 
@@ -13,8 +14,7 @@ __all__ = ["Hang", "Watch", "behind"]
 _Boards = Mapping[int, Board | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(msgspec.Struct, frozen=True):
     """What every worker was doing at one moment: board, stacks of its threads, and what the kernel says it does."""
 
     boards: _Boards

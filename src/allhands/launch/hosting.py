@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from ..control import Coordinator
+from ..control.coordinator import Coordinator
 from ..diagnosis import Diagnosis
 
 __all__ = ["Hosting"]

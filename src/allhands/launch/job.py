@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..world import Address
 
@@ -13,16 +12,14 @@ __all__ = ["CAUSES", "Job", "Streams"]
 CAUSES = ("any", "exception", "exit", "signal", "oom", "lost", "hang")
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
+class Streams(NamedTuple):
     """Which of a rank's streams go where. Bits as torchrun's: 1 is stdout, 2 is stderr."""
 
     redirected: int = 0
     teed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What is to be started, as the command line said it."""
 
     target: str

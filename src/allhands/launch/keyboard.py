@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
 
 __all__ = ["Keyboard"]
 
@@ -23,21 +22,12 @@ class Keyboard:
         self._writer: int | None = None
         self._waiting: asyncio.TimerHandle | None = None
 
-    def open(self) -> tuple[int, Callable[[], None]]:
-        """Return what rank 0 is to have as its standard input, and what to call once it has it."""
-        try:
-            terminal = os.isatty(0)
-            os.fstat(0)
-        except OSError:
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            return nothing, lambda: os.close(nothing)
-        if not terminal:
-            return 0, lambda: None
+    def pass_on(self, writer: int | None) -> None:
+        """Write what is typed to ``writer``, which is closed here; None where rank 0 reads for itself."""
         self.close()
-        reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._listen()
-        return reader, lambda: os.close(reader)
+        if writer is not None:
+            self._writer = writer
+            self._listen()
 
     def close(self) -> None:
         """Pass on no more."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ..diagnosis import duration, ranks
 
-__all__ = ["Loss", "words_of"]
+__all__ = ["PATIENCE_S", "SILENT_S", "Loss", "silence", "words_of"]
+
+# Once a job is to end, an agent needs --grace and a moment to tell its story, and node 0 a moment for its verdict. One
+# that takes this much longer is reported as silent, so that a stopped agent does not hold up everyone else's end.
+PATIENCE_S = 15.0
+
+# Agents hear from each other every second; after this much silence people are told, while nothing is to end.
+SILENT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+def silence(name: str, quiet_s: float) -> str:
+    """Say that the agent of the node ``name`` is silent."""
+    return f"{name}: its agent has not answered for {duration(quiet_s)} (it may be stopped)"
+
+
+class Loss(msgspec.Struct, frozen=True):
     """The end of the connection to a node's agent, or its silence; ``at_s`` is when it was last heard."""
 
     node: int
@@ -41,8 +52,9 @@ def words_of(loss: Loss) -> tuple[str, str]:
     place = loss.host or loss.address
     quiet = duration(max(0.0, loss.seen_s - loss.at_s))
     if not loss.observed:
+        lacks = "gave no verdict" if loss.cut_off else "did not say how its ranks ended"
         return (
-            f"its agent did not say how its ranks ended; last heard {quiet} ago (inferred from silence: it may live)",
+            f"its agent {lacks}; last heard {quiet} ago (inferred from silence: it may live)",
             f"look at the agent on {place}: it may be stopped or starved (ps -o stat)",
         )
     why = f"{loss.how} (observed); it was last heard {quiet} before"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from .attempt import Story
 from .hang import Hang
@@ -15,14 +16,14 @@ __all__ = ["Urging", "again", "merge", "ranks_of", "shifted", "stands_still"]
 
 def shifted(story: Story, by_s: float) -> Story:
     """Return a story that another node told, with its times moved by ``by_s`` to be on this node's clock."""
-    return replace(story, outcomes=[_shifted(outcome, by_s) for outcome in story.outcomes])
+    return msgspec.structs.replace(story, outcomes=[_shifted(outcome, by_s) for outcome in story.outcomes])
 
 
 def _shifted(outcome: Outcome, by_s: float) -> Outcome:
     record = dict(outcome.record)
     if "at_s" in record:
         record["at_s"] = float(record["at_s"]) + by_s
-    return replace(
+    return msgspec.structs.replace(
         outcome,
         record=record,
         ended_s=outcome.ended_s + by_s,
@@ -68,8 +69,7 @@ def again(job: Job, verdict: Verdict | None, number: int, *, stopped: bool = Fal
     return bool(causes & job.restart_if)
 
 
-@dataclass(slots=True)
-class Urging:
+class Urging(msgspec.Struct):
     """Who asked for the end of the job how often. The same signal at several nodes is one; twice at one node is two."""
 
     asked: dict[str, int]

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import select
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
-from typing import Any
 
-from .. import notes
 from ..errors import AllhandsError, fail
 from .child import Descriptor, Order
-from .memory import Memory
-from .verdict import Outcome
+from .evidence import Evidence
 
 __all__ = ["Offspring"]
-
-# A record is a few KiB; a function that writes into descriptors that are not its own is not read without end.
-_MOST_EVIDENCE = 1 << 20
 
 # How long the fork server may take to tell the status of a process whose end was seen.
 _STATUS_S = 5.0
 _LOOK_S = 0.002
 
 
-class Offspring:
+class Offspring(Evidence):
     """A rank's evidence, in memory that belongs to the parent, and its process once it is started."""
 
     def __init__(self, rank: int, job: str) -> None:
-        self.rank = rank
-        self.pid, self.pidfd = 0, -1
-        self.status: int | None = None
         self.name = f"{job}-record"
+        super().__init__(rank, self.name)
+        self.pidfd = -1
         self._process: BaseProcess | None = None
-        self._sent, self._sent_s = 0, 0.0
-        self._started_s = self._ended_s = 0.0
-        self._board = notes.make()
-        self._record, self._fatal, self._parcel = (
-            os.memfd_create(name, os.MFD_CLOEXEC) for name in (self.name, "allhands-fatal", "allhands-parcel")
-        )
+        self._parcel = os.memfd_create("allhands-parcel", os.MFD_CLOEXEC)
 
     def order(
         self, *, parent: int, direct: bool, results: bool, environment: Mapping[str, str], dropped: tuple[str, ...]
@@ -59,25 +45,20 @@ class Offspring:
             dropped=dropped,
             record=Descriptor(self._record),
             fatal=Descriptor(self._fatal),
-            board=Descriptor(self._board),
+            board=Descriptor(self.board),
             parcel=Descriptor(self._parcel),
         )
 
     def started(self, process: BaseProcess) -> None:
         """Note the process. Its pidfd tells its end; multiprocessing's own sentinel is also held by its children."""
         self._process, self.pid = process, process.pid or 0
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self.pid)
 
     @property
     def alive(self) -> bool:
         """Whether it was started and its end has not been seen yet."""
         return self._process is not None and self.status is None
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended with anything but 0."""
-        return self.status is not None and self.status != 0
 
     @staticmethod
     def wait(pidfds: list[int], timeout_s: float | None) -> list[int]:
@@ -92,9 +73,9 @@ class Offspring:
         if self._process is None or self.status is not None:
             return
         self.wait([self.pidfd], None)
-        self._ended_s = time.monotonic()
+        self.ended_s = time.monotonic()
         # Not join with a timeout: that waits for everyone who was forked from it.
-        while self._process.exitcode is None and time.monotonic() < self._ended_s + _STATUS_S:
+        while self._process.exitcode is None and time.monotonic() < self.ended_s + _STATUS_S:
             time.sleep(_LOOK_S)
         self.status = self._process.exitcode
         if self.status is None:
@@ -107,42 +88,12 @@ class Offspring:
         """Send it a signal that is to end it, unless it is ending; SIGKILL in any case."""
         if not self.alive or (number != signal.SIGKILL and "end" in self.record()):
             return
-        if not self._sent:
-            self._sent, self._sent_s = number, time.monotonic()
+        if not self.sent:
+            self.sent, self.sent_s = number, time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     # Evidence ----------------------------------------------------------------------------------------------
-
-    def record(self) -> dict[str, Any]:
-        """Return how it ended, as `child` wrote it; {} where it never came to the function."""
-        try:
-            found = json.loads(_text(self._record) or "{}")
-        except json.JSONDecodeError:
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def outcome(self, kills: Memory) -> Outcome:
-        """Return all that is known of its end."""
-        status = self.status if self.status is not None else -signal.SIGKILL
-        try:
-            board = notes.parse(self.pid, self._board)
-        except LookupError:
-            board = None
-        return Outcome(
-            rank=self.rank,
-            host=socket.gethostname(),
-            pid=self.pid,
-            status=status,
-            sent=self._sent,
-            sent_s=self._sent_s,
-            ended_s=self._ended_s,
-            after_s=self._ended_s - self._started_s,
-            record=self.record(),
-            stack=_text(self._fatal),
-            board=board if board is not None and board.notes else None,
-            memory=kills.killed(self.pid) if status == -signal.SIGKILL and not self._sent else "",
-        )
 
     def parcel(self) -> object:
         """Return what it put into its parcel, None where that cannot be had: an exception is then words alone."""
@@ -180,12 +131,7 @@ class Offspring:
 
     def close(self) -> None:
         """Free the descriptors; nothing can be read any more."""
-        for name in ("pidfd", "_board", "_record", "_fatal", "_parcel"):
+        for name in ("pidfd", "board", "_record", "_fatal", "_parcel"):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
-
-
-def _text(descriptor: int) -> str:
-    size = min(os.fstat(descriptor).st_size, _MOST_EVIDENCE)
-    return os.pread(descriptor, size, 0).decode(errors="replace")

@@ -1,98 +1,118 @@
-"""The command line of `allhands run`. torchrun's spellings and PET_ variables mean what they mean there."""
+"""The options of `allhands run` as a table, and the job that a command line makes. torchrun's spellings mean the same.
+
+Imports nothing that is slow: workers are started after this, and before all that is.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import click
+from typing import NamedTuple
 
 from ..world import Address
 from .job import CAUSES, Job, Streams
 
-__all__ = ["command"]
+# Type checkers know the name.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any, Literal
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+__all__ = ["OPTIONS", "Option", "Unusable", "make", "plain"]
 
 # torch's own default port, which torchrun takes where only an address is given.
 _DEFAULT_PORT = 29500
 
 
-class _Command(click.Command):
-    """A command whose first word that is no option is the script: all after it is the script's."""
-
-    def __init__(self, *args: Any, **kw: Any) -> None:
-        # --like_this is torchrun's older spelling of --like-this.
-        kw["context_settings"] = {"allow_interspersed_args": False, "token_normalize_func": _dashed}
-        super().__init__(*args, **kw)
+class Unusable(ValueError):
+    """A command line that makes no sense, and why."""
 
 
-def _dashed(word: str) -> str:
-    return word.replace("_", "-")
+class Option(NamedTuple):
+    """One option. ``kind`` is what its value is; bool for one that takes none."""
+
+    name: str
+    help: str
+    default: Any = ""
+    kind: type = str
+    metavar: str | None = None
+    short: str = ""
+    shown: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name among what was given."""
+        return self.name[2:].replace("-", "_")
 
 
-def _option(name: str, **kw: Any) -> Callable[[_Function], _Function]:
-    """Declare an option with torchrun's PET_ variable."""
-    short, destination = kw.pop("short", None), name[2:].replace("-", "_")
-    return click.option(*([short] if short else []), name, destination, envvar=f"PET_{destination.upper()}", **kw)
-
-
-@click.command("run", cls=_Command)
-@_option("--nproc-per-node", short="-n", default="1", show_default=True, metavar="N|cpu|gpu|auto", help="Ranks here.")
-@_option("--nnodes", default="1", show_default=True, metavar="M", help="Nodes in all (M, or torchrun's M:M).")
-@_option("--node-rank", type=int, default=None, metavar="R", help="Which node this is, from 0; else as they come.")
-@_option("--coordinator", default="", metavar="HOST:PORT", help="Where node 0's agent listens, for several nodes.")
-@_option("--timeout", type=float, default=None, metavar="S", help="How long nodes wait for each other (600).")
-@_option("--init", is_flag=True, help="Form the group before the script starts, and end it afterwards.")
-@_option("--module", short="-m", is_flag=True, help="SCRIPT is a module, as for python -m.")
-@_option("--no-python", is_flag=True, help="SCRIPT is a program of its own, not Python.")
-@_option(
-    "--hang-timeout", type=float, default=0.0, metavar="S", help="End a job whose collectives stand still so long."
+OPTIONS = (
+    Option("--nproc-per-node", "Ranks here.", "1", metavar="N|cpu|gpu|auto", short="-n", shown=True),
+    Option("--nnodes", "Nodes in all (M, or torchrun's M:M).", "1", metavar="M", shown=True),
+    Option("--node-rank", "Which node this is, from 0; else as they come.", None, int, "R"),
+    Option("--coordinator", "Where node 0's agent listens, for several nodes.", metavar="HOST:PORT"),
+    Option("--timeout", "How long nodes wait for each other (600).", None, float, "S"),
+    Option("--init", "Form the group before the script starts, and end it afterwards.", False, bool),
+    Option("--module", "SCRIPT is a module, as for python -m.", False, bool, short="-m"),
+    Option("--no-python", "SCRIPT is a program of its own, not Python.", False, bool),
+    Option("--hang-timeout", "End a job whose collectives stand still so long.", 0.0, float, "S"),
+    Option("--grace", "Time to end before SIGKILL.", 10.0, float, "S", shown=True),
+    Option("--max-restarts", "Start all ranks again, K times.", 0, int, "K", shown=True),
+    Option("--restart-if", f"Of {', '.join(CAUSES)}.", "any", metavar="CAUSES", shown=True),
+    Option("--report", "Write the verdict as JSON, also of a job that went well.", metavar="FILE"),
+    Option("--no-prefix", "Do not begin each line with its rank.", False, bool),
+    Option("--fold", "Show a line that several ranks print once, with their ranks.", False, bool),
+    Option("--log-dir", "Keep each rank's output in files under DIR.", metavar="DIR"),
+    Option("--redirects", "To files only: 0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,...", "0", short="-r"),
+    Option("--tee", "To files too; written as --redirects.", "0", short="-t"),
+    Option("--local-ranks-filter", "Show only these ranks of this node: 0,2.", metavar="RANKS"),
+    Option("--rdzv-id", "The job's name.", "none"),
+    Option("--rdzv-endpoint", "As --coordinator.", metavar="HOST:PORT"),
+    Option("--rdzv-backend", "static or c10d; both are allhands' own roll call.", "static"),
+    Option("--rdzv-conf", "Of torchrun's, join_timeout= and timeout= are as --timeout."),
+    Option("--standalone", "One node; what allhands does without --nnodes.", False, bool),
+    Option("--master-addr", "MASTER_ADDR for the script; --coordinator where that is not given."),
+    Option("--master-port", "MASTER_PORT for the script; a free port by default.", None, int),
+    Option("--role", "ROLE_NAME for the script.", "default"),
+    Option("--monitor-interval", "Accepted from torchrun; ends are seen at once.", 0.1, float),
+    Option("--start-method", "Accepted from torchrun; workers are new interpreters.", "spawn"),
 )
-@_option("--grace", type=float, default=10.0, show_default=True, metavar="S", help="Time to end before SIGKILL.")
-@_option("--max-restarts", type=int, default=0, show_default=True, metavar="K", help="Start all ranks again, K times.")
-@_option("--restart-if", default="any", show_default=True, metavar="CAUSES", help=f"Of {', '.join(CAUSES)}.")
-@_option("--report", default="", metavar="FILE", help="Write the verdict as JSON, also of a job that went well.")
-@_option("--no-prefix", is_flag=True, help="Do not begin each line with its rank.")
-@_option("--fold", is_flag=True, help="Show a line that several ranks print once, with their ranks.")
-@_option("--log-dir", default="", metavar="DIR", help="Keep each rank's output in files under DIR.")
-@_option(
-    "--redirects", short="-r", default="0", help="To files only: 0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,..."
-)
-@_option("--tee", short="-t", default="0", help="To files too; written as --redirects.")
-@_option("--local-ranks-filter", default="", metavar="RANKS", help="Show only these ranks of this node: 0,2.")
-@_option("--rdzv-id", default="none", help="The job's name.")
-@_option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="As --coordinator.")
-@_option("--rdzv-backend", default="static", help="static or c10d; both are allhands' own roll call.")
-@_option("--rdzv-conf", default="", help="Of torchrun's, join_timeout= and timeout= are as --timeout.")
-@_option("--standalone", is_flag=True, help="One node; what allhands does without --nnodes.")
-@_option("--master-addr", default="", help="MASTER_ADDR for the script; --coordinator where that is not given.")
-@_option("--master-port", type=int, default=None, help="MASTER_PORT for the script; a free port by default.")
-@_option("--role", default="default", help="ROLE_NAME for the script.")
-@_option("--monitor-interval", type=float, default=0.1, help="Accepted from torchrun; ends are seen at once.")
-@_option("--start-method", default="spawn", help="Accepted from torchrun; workers are new interpreters.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def command(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **given: Any) -> None:
-    """Start SCRIPT once per rank, show their output, and say who is to blame if they die.
 
-    Takes torchrun's options. Ctrl-C ends every process of the job; SIGUSR1 shows what each rank is doing. The exit
-    status is that of the rank to blame (128 + signal), 124 after a hang, 2 for a command that makes no sense.
+
+def plain(line: Sequence[str], environment: Mapping[str, str]) -> tuple[str, tuple[str, ...], dict[str, Any]] | None:
+    """Return script, its arguments and all options; None where ``line`` is not as plain as this reads it.
+
+    click reads every line, and says what is wrong with one; its import takes as long as all else that comes before
+    the workers.
     """
-    # The terminal's click makes the usage error; the agent brings asyncio and the control plane along.
-    job = _job(script, arguments, given)
-    from .agent import main
+    if any(name.startswith("PET_") for name in environment):
+        return None
+    known = {option.name: option for option in OPTIONS} | {option.short: option for option in OPTIONS if option.short}
+    given: dict[str, Any] = {option.key: option.default for option in OPTIONS}
+    words = list(line)
+    while words and words[0].startswith("-"):
+        name, equals, value = words.pop(0).partition("=")
+        # --like_this is torchrun's older spelling of --like-this.
+        option = known.get(name.replace("_", "-"))
+        # -n=2 is none of click's spellings.
+        if option is None or (equals and (option.kind is bool or not name.startswith("--"))):
+            return None
+        if option.kind is bool:
+            given[option.key] = True
+            continue
+        if not equals:
+            if not words:
+                return None
+            value = words.pop(0)
+        try:
+            given[option.key] = option.kind(value)
+        except ValueError:
+            return None
+    if not words:
+        return None
+    return words[0], tuple(words[1:]), given
 
-    ctx.exit(main(job))
 
-
-def _job(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
+def make(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
+    """Return the job that was asked for; raise Unusable for one that makes no sense."""
     nodes = _nodes(given["nnodes"])
     local = _local_world_size(given["nproc_per_node"])
     coordinator, master = _addresses(given, nodes)
@@ -142,8 +162,8 @@ def _job(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
     )
 
 
-def _wrong(option: str, why: str) -> click.UsageError:
-    return click.UsageError(f"--{option.replace('_', '-')}: {why}")
+def _wrong(option: str, why: str) -> Unusable:
+    return Unusable(f"--{option.replace('_', '-')}: {why}")
 
 
 def _name(given: dict[str, Any], nodes: int) -> str:
@@ -151,7 +171,7 @@ def _name(given: dict[str, Any], nodes: int) -> str:
     if given["rdzv_id"] not in {"", "none"}:
         return str(given["rdzv_id"])
     # All nodes must say the same name, and know nothing of each other yet.
-    return f"run-{secrets.token_hex(4)}" if nodes == 1 else "run"
+    return f"run-{os.urandom(4).hex()}" if nodes == 1 else "run"
 
 
 def _timeout(given: dict[str, Any]) -> float:
@@ -205,7 +225,9 @@ def _gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
-    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    return len(
+        [entry for entry in os.scandir("/dev") if entry.name.startswith("nvidia") and entry.name[6:].isdecimal()]
+    )
 
 
 def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Address | None]:
@@ -230,7 +252,7 @@ def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Addre
     try:
         address = parse(place if "://" in place else f"tcp://{place}", f"--coordinator {place}")
     except AllhandsError as problem:
-        raise click.UsageError(f"{problem.diagnosis.what}: {problem.diagnosis.why}") from problem
+        raise Unusable(f"{problem.diagnosis.what}: {problem.diagnosis.why}") from problem
     return address, master
 
 
@@ -248,12 +270,12 @@ def _bits(option: str, text: str, local: int) -> list[int]:
         return [int(text)] * local
     found = [0] * local
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+):([0-3])", part.strip())
-        if match is None:
+        rank, _, number = part.strip().partition(":")
+        if not rank.isdecimal() or number not in {"0", "1", "2", "3"}:
             raise _wrong(option, f"{text!r} is neither 0, 1, 2 or 3 nor a list such as 0:1,1:3")
-        if int(match[1]) >= local:
-            raise _wrong(option, f"there is no local rank {match[1]} of {local}")
-        found[int(match[1])] = int(match[2])
+        if int(rank) >= local:
+            raise _wrong(option, f"there is no local rank {rank} of {local}")
+        found[int(rank)] = int(number)
     return found
 
 
@@ -269,21 +291,25 @@ def _shown(text: str, local: int) -> frozenset[int] | None:
 def _checked(target: str, kind: str) -> str:
     """Return what to start; a mistake in its name is said here, once, instead of by every rank."""
     if kind == "script":
-        path = Path(target)
-        if not path.exists():
-            near = _near(path)
-            raise click.UsageError(f"there is no script {target!r}." + (f" Did you mean {near!r}?" if near else ""))
-        if not os.access(path, os.R_OK):
-            raise click.UsageError(f"the script {target!r} cannot be read.")
-    if kind == "program" and shutil.which(target) is None:
-        why = "is not executable" if Path(target).exists() else "was not found"
-        raise click.UsageError(f"the program {target!r} {why}.")
+        if not os.path.exists(target):  # noqa: PTH110  # pathlib is not imported for this
+            near = _near(target)
+            raise Unusable(f"there is no script {target!r}." + (f" Did you mean {near!r}?" if near else ""))
+        if not os.access(target, os.R_OK):
+            raise Unusable(f"the script {target!r} cannot be read.")
+    if kind == "program":
+        import shutil
+
+        if shutil.which(target) is None:
+            why = "is not executable" if os.path.exists(target) else "was not found"  # noqa: PTH110
+            raise Unusable(f"the program {target!r} {why}.")
     return target
 
 
-def _near(path: Path) -> str:
+def _near(target: str) -> str:
     from difflib import get_close_matches
+    from pathlib import Path
 
+    path = Path(target)
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:

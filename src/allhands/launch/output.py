@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
@@ -15,13 +14,11 @@ from .fold import Fold, ranges
 from .job import Job
 from .lines import Lines, label, prefixed
 from .screen import Screen
+from .starting import open_pipe
 
 __all__ = ["Output", "Pipe"]
 
 _READ = 1 << 18
-
-# What a pipe may hold; the most that Linux gives to ordinary users. A worker goes on while we write.
-_PIPE_BYTES = 1 << 20
 
 # How often lines that are held back, redrawn or unfinished are looked at.
 _LOOK_S = 0.1
@@ -38,11 +35,8 @@ _STREAMS = ("stdout", "stderr")
 class Pipe:
     """One stream of one worker, from its pipe to where it goes."""
 
-    def __init__(self, output: Output, rank: int, stream: int, *, shown: bool, log: int | None) -> None:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        with contextlib.suppress(OSError):  # fewer pages are allowed to this user: then it is a smaller pipe
-            fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    def __init__(self, output: Output, reader: int, rank: int, stream: int, *, shown: bool, log: int | None) -> None:
+        self.reader = reader
         self.rank, self.stream, self.shown, self.log = rank, stream, shown, log
         self.lines = Lines()
         self.prefix = output.label([rank], stream)
@@ -94,29 +88,28 @@ class Output:
     # Streams come and go -----------------------------------------------------------------------------------
 
     def open(self, local_rank: int, attempt: int) -> tuple[int, int]:
-        """Return what a worker is to have as stdout and stderr; give them to `given` once it has them."""
+        """Return what a worker is to have as stdout and stderr, to be closed by the caller."""
         streams = self.job.streams_of(local_rank)
         found = []
         for stream, bit in ((1, 1), (2, 2)):
             log = self._log(attempt, local_rank, stream) if (streams.redirected | streams.teed) & bit else None
             if streams.redirected & bit and not streams.teed & bit and log is not None:
+                del self._logs[log]
                 found.append(log)
                 continue
-            shown = self.job.shown is None or local_rank in self.job.shown
-            pipe = Pipe(self, self.job.rank(local_rank), stream, shown=shown, log=log)
-            self._pipes.add(pipe)
-            self._loop.add_reader(pipe.reader, pipe.read)
-            found.append(pipe.writer)
-        if self._looking is None:
-            self._looking = self._loop.call_later(_LOOK_S, self._look)
+            reader, writer = open_pipe()
+            self.adopt(local_rank, stream, reader, log)
+            found.append(writer)
         return found[0], found[1]
 
-    def given(self, descriptors: tuple[int, int]) -> None:
-        """Close our copies of what a worker now has."""
-        for descriptor in descriptors:
-            if descriptor in self._logs:
-                del self._logs[descriptor]
-            os.close(descriptor)
+    def adopt(self, local_rank: int, stream: int, reader: int, log: int | None = None) -> None:
+        """Read a stream of a worker from its pipe, until its end."""
+        shown = self.job.shown is None or local_rank in self.job.shown
+        made = Pipe(self, reader, self.job.rank(local_rank), stream, shown=shown, log=log)
+        self._pipes.add(made)
+        self._loop.add_reader(reader, made.read)
+        if self._looking is None:
+            self._looking = self._loop.call_later(_LOOK_S, self._look)
 
     def _log(self, attempt: int, local_rank: int, stream: int) -> int | None:
         """Open torchrun's file for it: DIR/NAME_random/attempt_0/RANK/stdout.log."""

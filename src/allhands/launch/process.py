@@ -1,46 +1,36 @@
-"""One worker as the agent sees it: started in its own session, watched, signalled, read after its death."""
+"""One worker as the agent sees it: started in its own session, watched, signalled, read after its death.
+
+Imports nothing that is slow: workers are started before all that is.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from .. import notes
 from . import worker
+from .evidence import Evidence
 from .job import Job
 
 __all__ = ["Process"]
 
 # Where the package was imported from, for the worker's interpreter.
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-
-# A record is a few KiB; a script that writes into descriptors that are not its own is not read without end.
-_MOST_EVIDENCE = 1 << 20
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # noqa: PTH120
 
 
-class Process:
+class Process(Evidence):
     """A started worker and what the agent holds of it."""
 
     def __init__(
         self, job: Job, local_rank: int, environment: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
     ) -> None:
-        self.rank = job.rank(local_rank)
+        super().__init__(job.rank(local_rank))
         self.local_rank = local_rank
-        self.status: int | None = None
-        self.ended_s = 0.0
-        # The signal that the agent sent and that it may have died of; 0 for none.
-        self.sent, self.sent_s = 0, 0.0
-        self.board = notes.make()
-        self._record, self._fatal, self._stacks = (
-            os.memfd_create(f"allhands-{name}", os.MFD_CLOEXEC) for name in ("record", "fatal", "stacks")
-        )
+        self._stacks = os.memfd_create("allhands-stacks", os.MFD_CLOEXEC)
         given = (self._record, self._fatal, self._stacks, self.board)
         ordered = worker.order(
             job.kind,
@@ -71,11 +61,6 @@ class Process:
         """Whether its end has not been seen yet."""
         return self.status is None
 
-    @property
-    def failed(self) -> bool:
-        """Whether it ended with anything but 0."""
-        return self.status is not None and self.status != 0
-
     def ended(self, status: int) -> None:
         """Note its end; ``status`` is an exit status, or the negative of a signal."""
         self.status = self._popen.returncode = status
@@ -94,30 +79,10 @@ class Process:
 
     # Evidence ----------------------------------------------------------------------------------------------
 
-    def record(self) -> dict[str, Any]:
-        """Return how the script ended, as `worker` wrote it; {} where it wrote nothing."""
-        try:
-            found = json.loads(_text(self._record) or "{}")
-        except json.JSONDecodeError:
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def fatal(self) -> str:
-        """Return the stack that faulthandler wrote at a fatal signal."""
-        return _text(self._fatal)
-
-    def notes(self) -> notes.Board | None:
-        """Return what is on its board, None where it had no group."""
-        try:
-            found = notes.parse(self.pid, self.board)
-        except LookupError:
-            return None
-        return found if found.notes else None
-
     def ask_stacks(self) -> bool:
         """Have it write the stacks of all threads; False where it cannot: the signal would end it."""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+            status = _status(self.pid)
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             if not caught >> (worker.STACKS - 1) & 1 or "\nState:\tT" in status:
                 return False
@@ -131,12 +96,12 @@ class Process:
 
     def stacks(self) -> str:
         """Return the stacks that it wrote last."""
-        return _text(self._stacks)
+        return self._text(self._stacks)
 
     def state(self) -> str:
         """Say what the kernel says it does: running, sleeping, stopped; "" where it is gone."""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+            status = _status(self.pid)
         except OSError:
             return ""
         return status.partition("\nState:")[2].splitlines()[0].partition("(")[2].rstrip(")")
@@ -147,6 +112,6 @@ class Process:
             os.close(descriptor)
 
 
-def _text(descriptor: int) -> str:
-    size = min(os.fstat(descriptor).st_size, _MOST_EVIDENCE)
-    return os.pread(descriptor, size, 0).decode(errors="replace")
+def _status(pid: int) -> str:
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123  # no pathlib here
+        return file.read()

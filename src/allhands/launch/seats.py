@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 
@@ -74,7 +73,7 @@ class Seats(Coordinator):
         self.roll.opened = now
         self.roll.deadline = now + timeout_s
         for rank, arrival in self.roll.present.items():
-            renewed = replace(arrival, deadline=now + timeout_s)
+            renewed = msgspec.structs.replace(arrival, deadline=now + timeout_s)
             self.roll.present[rank] = renewed
             if rank in self.members:
                 self.members[rank].arrival = renewed
@@ -114,7 +113,7 @@ class Seats(Coordinator):
         self.roll.leave(envoy.arrival, time.monotonic())
         del self.roll.gone[rank], self.members[rank]
         envoy.opening = msgspec.structs.replace(envoy.opening, rank=free)
-        envoy.arrival = replace(envoy.arrival, rank=free)
+        envoy.arrival = msgspec.structs.replace(envoy.arrival, rank=free)
         self.members[free] = envoy
         self.roll.arrive(envoy.arrival)
 

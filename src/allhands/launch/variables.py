@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..world import Address
 from .job import Job
 
-__all__ = ["MARK", "STALE", "variables"]
+__all__ = ["MARK", "STALE", "mark", "variables"]
 
 # Unique to one agent and inherited by everything that its workers start, whatever session or group they move to.
 MARK = "ALLHANDS_COORDINATOR"
@@ -20,6 +20,11 @@ STALE = (
     "ALLHANDS_NODE_ADDRESS",
     "ALLHANDS_TOKEN_FILE",
 )
+
+
+def mark(name: str) -> tuple[str, str]:
+    """Return the variable and its value that mark every process of the job whose agent is at the socket ``name``."""
+    return MARK, f"unix:{name}"
 
 
 def variables(

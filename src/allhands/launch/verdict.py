@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ..diagnosis import Diagnosis, duration, ranks
 from ..diagnosis.transport import TRANSPORT
@@ -35,8 +36,7 @@ _OF_A_CHILD = {
 _OF_ANOTHER = {"GroupEnded", "StoreTimeout"}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How one worker ended, and what it left. ``status`` below 0 is a signal; ``sent`` is what the agent had sent."""
 
     rank: int
@@ -47,7 +47,7 @@ class Outcome:
     sent_s: float = 0.0
     ended_s: float = 0.0
     after_s: float = 0.0
-    record: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = msgspec.field(default_factory=dict)
     stack: str = ""
     board: Board | None = None
     memory: str = ""
@@ -95,8 +95,7 @@ class Outcome:
         return "exception" if self.raised else "exit"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """Who is to blame. ``culprits`` are ranks, the first failure by cause first."""
 
     cause: str

@@ -13,6 +13,7 @@ FOUND = {
     "ratio": 1.5,
     "not_importing_s": 0.3,
     "not_importing_by_difference_s": 0.25,
+    "bytecode": True,
 }
 
 
@@ -25,6 +26,12 @@ def test_the_table_says_what_is_measured() -> None:
     assert "0.300 s before and after" in lines[7]
     assert "0.250 s as the difference" in lines[7]
     assert "medians of 5 launches of 4 ranks" in lines[8]
+    assert len(lines) == 9
+
+
+def test_the_table_says_where_everything_is_compiled_anew() -> None:
+    """Figures of a tree without bytecode are not those of an installation, and the last line says so."""
+    assert "compiled anew in every process" in launch.table({**FOUND, "bytecode": False}).splitlines()[9]
 
 
 def test_the_scripts_are_python(tmp_path: Path) -> None:

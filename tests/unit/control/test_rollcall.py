@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from allhands.control import refusals
@@ -444,7 +444,7 @@ def nodes(*arrivals: Arrival) -> RollCall:
     """Return the roll call of agents to which these have answered."""
     state = RollCall(OPENED, listening="node-a:29500", party=NODES)
     for each in arrivals:
-        state.arrive(replace(each, party=NODES))
+        state.arrive(msgspec.structs.replace(each, party=NODES))
     return state
 
 

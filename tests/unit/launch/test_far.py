@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from allhands.control import Coordinator, handshake
+from allhands.control import handshake
+from allhands.control.coordinator import Coordinator
 from allhands.control.frames import GREETING, MOST_BYTES, Splitter, pack
 from allhands.control.identity import Identity
 from allhands.control.messages import (
     Ask,
     Challenge,
     Claim,
+    Closing,
     Complete,
     Ended,
     Proof,
@@ -146,5 +148,27 @@ def test_a_connection_that_ends() -> None:
         ended = decode_from_coordinator(first.heard()[0])
         assert isinstance(ended, Ended)
         assert "its process ended" in ended.diagnosis.why
+
+    play(scene)
+
+
+def test_nothing_is_said_after_the_last_word() -> None:
+    """A rank of the next group that speaks to a coordinator which is closing hears the goodbye, and no more.
+
+    What is written after the end of a stream would break the connection, and on node 0 that of a whole node.
+    """
+
+    async def scene(far: Far, coordinator: Coordinator, said: list[tuple[int, Data | Shut]]) -> None:
+        far.coordinator = lambda: coordinator
+        worker = Worker(far, said, 1, 1, 0)
+        far.heard(1, "10.0.0.2", Opened(1))
+        closing = asyncio.create_task(coordinator.close())
+        await asyncio.sleep(0)
+        assert isinstance(said[-1][1], Shut)
+        words = [decode_from_coordinator(frame) for frame in worker.heard()]
+        worker.send(GREETING + pack(encode(handshake.hello(job="j", attempt=0, rank=0, world_size=2, token=b"t"))))
+        assert (words, said) == ([Closing()], [])
+        far.heard(1, "10.0.0.2", Shut(1))
+        await closing
 
     play(scene)

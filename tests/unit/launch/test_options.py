@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from allhands.launch import options
+from allhands.launch.command import command
 from allhands.launch.job import Job, Streams
 from allhands.world import Address
 
@@ -25,7 +25,7 @@ def job(*line: str) -> Job:
     made: list[Job] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("allhands.launch.agent.main", lambda job: made.append(job) or 0)
-        options.command.main(list(line), standalone_mode=False)
+        command.main(list(line), standalone_mode=False)
     return made[0]
 
 
