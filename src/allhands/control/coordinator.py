@@ -195,9 +195,7 @@ class Coordinator:
         if self.refused is not None:
             self._late_for_refusal(connection, arrival)
             return
-        if self.completed_at is not None and (
-            len(self._left) >= self.roll.world_size or self._is_of_the_next_group(arrival)
-        ):
+        if self.completed_at is not None and (len(self._left) >= self.roll.world_size or self.roll.again(arrival)):
             # The next group of the same processes is forming at the same address: it must ask again.
             connection.send(Closing())
             connection.close()
@@ -210,15 +208,6 @@ class Coordinator:
         if self.members.setdefault(arrival.rank, connection) is connection:
             self._here.add(connection)
         self._decide(now)
-
-    def _is_of_the_next_group(self, arrival: Arrival) -> bool:
-        """Tell whether a member of the complete group comes once more, done with this one before we heard of it."""
-        holder = self.roll.present.get(arrival.rank)
-        if holder is None:
-            return False
-        before, now = holder.claim, arrival.claim
-        same = (before.identity.key, before.identity.pid) == (now.identity.key, now.identity.pid)
-        return same and now.generation > before.generation
 
     def _late_for_refusal(self, connection: Connection, arrival: Arrival) -> None:
         """Give a rank of the refused attempt the same words; one of the next attempt ends this coordinator."""

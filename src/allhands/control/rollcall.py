@@ -135,6 +135,15 @@ class RollCall(msgspec.Struct):
         # Its deadline no longer binds anyone; the others' do.
         self.deadline = min((other.deadline for other in self.present.values()), default=float("inf"))
 
+    def again(self, arrival: Arrival) -> bool:
+        """Tell whether a member comes once more: for the next group, being done with this one before we heard of it."""
+        holder = self.present.get(arrival.rank)
+        if holder is None:
+            return False
+        before, now = holder.claim, arrival.claim
+        same = (before.identity.key, before.identity.pid) == (now.identity.key, now.identity.pid)
+        return same and now.generation > before.generation
+
     def turn_away(self, rank: int, came_from: str) -> None:
         """Remember that someone who could not prove itself claimed ``rank``."""
         # Strangers choose the number; only so many are kept.

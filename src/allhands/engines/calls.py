@@ -16,7 +16,7 @@ from . import fingerprint
 from .fingerprint import Call, Judgement
 from .handing import Handing
 
-__all__ = ["Calls", "form"]
+__all__ = ["Calls", "form", "region_bytes"]
 
 # The number of the call, from 1; then the record.
 _MARK = struct.Struct("=Q")
