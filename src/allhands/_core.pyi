@@ -90,6 +90,8 @@ class Way:
         call_site: Callable[[], str],
         foreign: tuple[str, ...],
         capsule: Any,
+        world: tuple[dict[str, Any], str, type, str] | None,
+        is_neg: Callable[[Any], bool],
         /,
     ) -> Self: ...
 
