@@ -13,6 +13,7 @@ static const char *const NAMES[AH_NAMES] = {
     [AH_NAME_DTYPE] = "dtype",
     [AH_NAME_IS_CPU] = "is_cpu",
     [AH_NAME_IS_CONTIGUOUS] = "is_contiguous",
+    [AH_NAME_IS_NEG] = "is_neg",
     [AH_NAME_SHAPE] = "shape",
     [AH_NAME_WORLD] = "WORLD",
     [AH_NAME_SEGMENT] = "segment",
@@ -58,7 +59,8 @@ static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
 /* Whether torch has put off negating the tensor. What raises is not plain either. */
 static int is_negated(struct ah_way *way, PyObject *tensor)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(way->is_neg, tensor, NULL);
+    PyObject *answer = way->negated ? way->negated(tensor, NULL)
+                                    : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
     int no = answer == Py_False;
 
     if (!answer)
@@ -205,7 +207,9 @@ struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject *
         Py_XDECREF(group);
         return NULL;
     }
-    self = ah_as_segment(segment);
+    self = Py_TYPE(segment) == way->segment_type ? (struct ah_segment *)segment : ah_as_segment(segment);
+    if (self && !way->segment_type)
+        way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(segment));
     if (!self || !self->notice || self->shut || self->queued) {
         Py_DECREF(segment);
         Py_DECREF(group);
@@ -331,6 +335,8 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->member = Py_NewRef(member);
     self->world = Py_NewRef(world);
     self->is_neg = Py_NewRef(is_neg);
+    if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
+        self->negated = PyCFunction_GetFunction(is_neg);
     self->coalescing = Py_NewRef(coalescing);
     self->call_site = Py_NewRef(call_site);
     self->foreign = Py_NewRef(foreign);
@@ -356,6 +362,7 @@ static void unmake(PyObject *object)
     Py_XDECREF(self->member);
     Py_XDECREF(self->world);
     Py_XDECREF(self->is_neg);
+    Py_XDECREF((PyObject *)self->segment_type);
     Py_XDECREF(self->coalescing);
     Py_XDECREF(self->call_site);
     Py_XDECREF(self->foreign);

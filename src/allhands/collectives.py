@@ -423,7 +423,7 @@ def _way() -> _core.Way:
         _session.NOT_THE_USERS,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         _torch.world_place(),
-        torch.Tensor.is_neg,
+        torch.empty(0).is_neg,
     )
 
 
