@@ -43,7 +43,7 @@ def explain(
         case "mismatch" if (odd := group.engine.mail.odd()) is not None:
             return error(member.wait_for_verdict(0) or member.condemn(_misfit(group, odd, who)))
         case "mismatch":
-            # Only who found the difference knows in which call it was; others may not have come there, or be ahead of it.
+            # Only who found the difference knows in which call it was; others may not have come there, or be past it.
             verdict = member.wait_for_verdict(0 if group.engine.segment.found else _VERDICT_S)
             return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":

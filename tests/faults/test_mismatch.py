@@ -130,7 +130,7 @@ def run_cases(cases: list[Case], timeout: float) -> tuple[list[str], float]:
 
 
 def may_leave(call: Call) -> bool:
-    """Tell whether a rank may be through with such a call before all have come: it hears of a difference at the next."""
+    """Tell whether a rank may be through with such a call before all have come; it is told at the next one."""
     return KINDS[call.name] in {"broadcast", "reduce", "gather", "scatter"} and call.count < MANY
 
 

@@ -1,7 +1,7 @@
 """Calls that wait for nobody, in the C core: their cards are read later, by others and for comparison.
 
-Ranks are views of one segment. Whoever waits for nobody needs no thread of its own, so most tests are one thread that makes
-the calls of all ranks in an order that real ranks could have.
+Ranks are views of one segment. Whoever waits for nobody needs no thread of its own, so most tests are one thread that
+makes the calls of all ranks in an order that real ranks could have.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ def test_where_parts_differ_in_size_all_goes_through_the_slots() -> None:
                 taken = [np.zeros(large if {rank, each} == {2} else 1, "f4") for each in range(ranks)]
                 assert views[rank].all_to_all(places(given), places(taken), F4, LIMIT_NS) == OK
                 assert all((each == number * 10 + rank).all() for number, each in enumerate(taken))
-                assert views[rank].gather(*place(whole[rank]), places(got) if rank == 0 else None, F4, 0, LIMIT_NS) == OK
+                out = places(got) if rank == 0 else None
+                assert views[rank].gather(*place(whole[rank]), out, F4, 0, LIMIT_NS) == OK
 
         together(ranks, work)
