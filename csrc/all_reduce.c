@@ -249,14 +249,16 @@ static int in_window(struct task *task)
 
 static int run(struct ah_group *group, const struct ah_call *call, struct ah_part data, int wants, int64_t timeout_ns)
 {
+    /* What goes in one chunk. Of two ranks one copies while the other reduces, which is worth a second meeting (1 MiB: 126
+     * against 133 us); with more it is not (4 ranks on 2 cores: 350 against 331 us). */
+    size_t whole = group->ranks == 2 ? ah_min(group->head->slot_bytes, AH_CHUNK_BYTES) : group->head->slot_bytes;
     struct task task = {
         .group = group,
         .data = data,
         .dtype = call->dtype & ~AH_COMPLEX,
         .reduction = call->reduce,
         .first = group->ticket,
-        .chunk = data.bytes <= group->head->slot_bytes ? group->head->slot_bytes
-                                                       : ah_min(group->head->slot_bytes, AH_CHUNK_BYTES),
+        .chunk = data.bytes <= whole ? whole : ah_min(group->head->slot_bytes, AH_CHUNK_BYTES),
         .wants = wants,
     };
     int one_shot = data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->head->slot_bytes, code;
