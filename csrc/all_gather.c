@@ -1,4 +1,6 @@
-/* all_gather and gather: a rank copies in its own, whoever wants it copies everyone's out; or reads it where it is. */
+/* all_gather and gather: a rank copies in its own, whoever wants it copies everyone's out; or reads it where it is. What
+ * fits beside the call stands there. */
+#include "card.h"
 #include "copy.h"
 #include "reach.h"
 #include "sizes.h"
@@ -70,50 +72,101 @@ static int fetch(const struct task *task)
     return code;
 }
 
-static int run(struct ah_group *group, const struct ah_call *call, struct ah_part in, const struct ah_part *out,
-               int64_t timeout_ns)
+/* Whether all that this rank knows of fits beside a call. */
+static int fits(const struct task *task)
 {
-    struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket,
-                        .table = ah_table_bytes(group)};
-    size_t slot = group->head->slot_bytes, chunks = 1;
-    int code;
+    for (uint32_t rank = 0; task->out && rank < task->group->ranks; rank++) {
+        if (task->out[rank].bytes > AH_SHEET_BYTES)
+            return 0;
+    }
+    return task->in.bytes <= AH_SHEET_BYTES;
+}
 
-    if (slot <= task.table)
-        return AH_BROKEN;
-    /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
-    task.chunk = ah_min(slot - task.table, AH_CHUNK_BYTES);
-    if ((code = ah_begin(group, call, timeout_ns)) != AH_OK || (code = give(&task, 0)) != AH_OK)
+/* Everyone's is beside the call. */
+static int beside(const struct task *task)
+{
+    struct ah_group *group = task->group;
+
+    for (uint32_t rank = 0; task->out && rank < group->ranks; rank++) {
+        if (task->out[rank].bytes != ah_card_of(group, rank)->bytes)
+            return ah_differ(group, rank);
+    }
+    for (uint32_t rank = 0; task->out && rank < group->ranks; rank++) {
+        const struct ah_part *out = &task->out[rank];
+
+        if (rank != group->rank || out->data != task->in.data)
+            ah_copy(out->data, ah_beside(group, rank, out->bytes), out->bytes, 0);
+    }
+    ah_close(group);
+    return AH_OK;
+}
+
+/* Everyone has met, and the first chunk of all stands in the slots. */
+static int through_slots(struct task *task)
+{
+    struct ah_group *group = task->group;
+    size_t chunks;
+    int code = task->root < 0 ? ah_check_sizes(group, task->first, task->out)
+                              : ah_check_root(group, task->first, (uint32_t)task->root, task->in.bytes);
+
+    if (code != AH_OK)
         return code;
-    if ((code = ah_meet(group)) == AH_OK)
-        code = task.root < 0 ? ah_check_sizes(group, task.first, out)
-                             : ah_check_root(group, task.first, (uint32_t)task.root, in.bytes);
-    if (code == AH_OK)
-        chunks = ah_chunks(ah_largest(group), task.chunk);
-    if (code == AH_OK && ah_someone_reaches(group)) {
+    chunks = ah_chunks(ah_largest(group), task->chunk);
+    if (ah_someone_reaches(group)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task.first, fetch(&task)) : AH_UNREACHED;
-        task.first++;
-        task.staged = 1;
+        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        task->first++;
+        task->staged = 1;
         if (code == AH_UNREACHED)
-            code = give(&task, 0);
+            code = give(task, 0);
         else
             chunks = 0;
     }
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)
-            code = give(&task, index + 1);
+            code = give(task, index + 1);
         if (code == AH_OK)
-            code = take(&task, index);
+            code = take(task, index);
     }
     if (code == AH_OK)
-        ah_finish(group, task.first + (uint32_t)chunks);
+        ah_finish(group, task->first + (uint32_t)chunks);
     return code;
+}
+
+static int run(struct ah_group *group, const struct ah_call *call, struct ah_part in, const struct ah_part *out,
+               int64_t timeout_ns)
+{
+    struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket,
+                        .table = ah_table_bytes(group)};
+    size_t slot = group->head->slot_bytes;
+    int small = fits(&task), code;
+
+    if (slot <= task.table)
+        return AH_BROKEN;
+    /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
+    task.chunk = ah_min(slot - task.table, AH_CHUNK_BYTES);
+    if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, timeout_ns)) != AH_OK)
+        return code;
+    if (small)
+        ah_copy(ah_beside(group, group->rank, in.bytes), in.data, in.bytes, 0);
+    else if ((code = give(&task, 0)) != AH_OK)
+        return code;
+    ah_publish(group);
+    if ((code = ah_meet(group)) != AH_OK)
+        return code;
+    if (!ah_someone_long(group))
+        return beside(&task);
+    if (small)
+        code = give(&task, 0);
+    if (code == AH_OK && ah_someone_beside(group))
+        code = ah_await_all(group, AH_ARRIVED, task.first + 1);
+    return code == AH_OK ? through_slots(&task) : code;
 }
 
 int ah_all_gather(struct ah_group *group, struct ah_part in, const struct ah_part *out, uint32_t dtype,
                   int64_t timeout_ns)
 {
-    const struct ah_call call = {.kind = AH_ALL_GATHER, .dtype = dtype, .root = -1};
+    const struct ah_call call = {.kind = AH_ALL_GATHER, .dtype = (uint16_t)dtype, .root = -1};
 
     return run(group, &call, in, out, timeout_ns);
 }
@@ -121,7 +174,7 @@ int ah_all_gather(struct ah_group *group, struct ah_part in, const struct ah_par
 int ah_gather(struct ah_group *group, struct ah_part in, const struct ah_part *out, uint32_t dtype, uint32_t root,
               int64_t timeout_ns)
 {
-    const struct ah_call call = {.kind = AH_GATHER, .dtype = dtype, .root = (int32_t)root};
+    const struct ah_call call = {.kind = AH_GATHER, .dtype = (uint16_t)dtype, .root = (int16_t)root};
 
     if (root >= group->ranks)
         return AH_BROKEN;

@@ -1,5 +1,6 @@
 /* all_to_all and scatter: a slot is cut into one piece for each rank, which that rank copies out; or it reads its part
- * where it is. */
+ * where it is. Equal parts that fit beside the call stand there; the root of a scatter leaves them and waits for nobody. */
+#include "card.h"
 #include "copy.h"
 #include "reach.h"
 #include "sizes.h"
@@ -94,25 +95,88 @@ static int fetch(const struct task *task)
     return code;
 }
 
-static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
+/* The bytes of each part where all are equal and fit beside a call, else AH_LONG. */
+static uint32_t fits(const struct task *task)
+{
+    size_t bytes = task->root < 0 ? task->out[0].bytes : task->only.bytes;
+
+    if (bytes * task->group->ranks > AH_SHEET_BYTES)
+        return AH_LONG;
+    for (uint32_t rank = 0; rank < task->group->ranks; rank++) {
+        if ((task->in && task->in[rank].bytes != bytes) || (task->out && task->out[rank].bytes != bytes))
+            return AH_LONG;
+    }
+    return (uint32_t)bytes;
+}
+
+static void copy_beside(const struct task *task, size_t bytes)
 {
     struct ah_group *group = task->group;
-    size_t slot = group->head->slot_bytes, chunks = 1;
-    int code;
+    unsigned char *to = ah_beside(group, group->rank, bytes * group->ranks);
 
-    task->first = group->ticket;
-    task->table = ah_table_bytes(group);
-    if (slot < task->table + group->ranks * AH_LINE)
-        return AH_BROKEN;
-    task->piece = ah_min(slot - task->table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
-    if ((code = ah_begin(group, call, timeout_ns)) != AH_OK || (code = give(task, 0)) != AH_OK)
+    for (uint32_t rank = 0; task->in && rank < group->ranks; rank++)
+        ah_copy(to + rank * bytes, task->in[rank].data, bytes, 0);
+}
+
+/* Copy our part out of what `rank` has beside the call. */
+static void take_beside(const struct task *task, uint32_t rank, struct ah_part out)
+{
+    struct ah_group *group = task->group;
+
+    ah_copy(out.data, ah_beside(group, rank, out.bytes * group->ranks) + group->rank * out.bytes, out.bytes, 0);
+}
+
+/* Everyone's is beside the call. */
+static int exchange(const struct task *task)
+{
+    struct ah_group *group = task->group;
+
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (task->out[rank].bytes != ah_card_of(group, rank)->bytes)
+            return ah_differ(group, rank);
+    }
+    for (uint32_t rank = 0; rank < group->ranks; rank++)
+        take_beside(task, rank, task->out[rank]);
+    ah_close(group);
+    return AH_OK;
+}
+
+/* The root's is beside the call, or the root says that it is not: AH_LONG in `bytes`. */
+static int take_scattered(const struct task *task, uint32_t *bytes)
+{
+    struct ah_group *group = task->group;
+    uint32_t root = (uint32_t)task->root;
+    int code = AH_OK;
+
+    if (group->rank != root)
+        code = ah_meet_one(group, root);
+    if (code != AH_OK)
         return code;
-    if ((code = ah_meet(group)) == AH_OK)
-        code = task->root < 0 ? ah_check_sizes(group, task->first, task->out)
+    *bytes = ah_card_of(group, root)->bytes;
+    if (*bytes == AH_LONG)
+        return AH_OK;
+    if (*bytes != task->only.bytes)
+        return ah_differ(group, group->rank);
+    take_beside(task, root, task->only);
+    if (group->rank == root)
+        ah_leave(group);
+    else
+        ah_close(group);
+    return AH_OK;
+}
+
+/* Everyone has met, and the first chunk of all stands in the slots. */
+static int through_slots(struct task *task)
+{
+    struct ah_group *group = task->group;
+    size_t chunks;
+    int code = task->root < 0 ? ah_check_sizes(group, task->first, task->out)
                               : ah_check_root(group, task->first, (uint32_t)task->root, task->only.bytes);
-    if (code == AH_OK)
-        chunks = ah_chunks(ah_largest(group), task->piece);
-    if (code == AH_OK && ah_someone_reaches(group)) {
+
+    if (code != AH_OK)
+        return code;
+    chunks = ah_chunks(ah_largest(group), task->piece);
+    if (ah_someone_reaches(group)) {
         /* Where another's part is too large for it, all goes through the slots. */
         code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
         task->first++;
@@ -133,10 +197,45 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
     return code;
 }
 
+static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
+{
+    struct ah_group *group = task->group;
+    size_t slot = group->head->slot_bytes;
+    uint32_t bytes = fits(task), theirs = AH_LONG;
+    int code;
+
+    task->first = group->ticket;
+    task->table = ah_table_bytes(group);
+    if (slot < task->table + group->ranks * AH_LINE)
+        return AH_BROKEN;
+    task->piece = ah_min(slot - task->table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
+    if ((code = ah_begin(group, call, bytes, timeout_ns)) != AH_OK)
+        return code;
+    if (bytes != AH_LONG)
+        copy_beside(task, bytes);
+    else if ((code = give(task, 0)) != AH_OK)
+        return code;
+    ah_publish(group);
+    if (bytes != AH_LONG && task->root >= 0 && ((code = take_scattered(task, &theirs)) != AH_OK || theirs != AH_LONG))
+        return code;
+    if ((code = ah_meet(group)) != AH_OK)
+        return code;
+    if (task->root < 0 && !ah_someone_long(group))
+        return exchange(task);
+    /* A root that left its parts does not come through the slots: its parts are smaller than ours. */
+    if (task->root >= 0 && ah_card_of(group, (uint32_t)task->root)->bytes != AH_LONG)
+        return ah_differ(group, group->rank);
+    if (bytes != AH_LONG)
+        code = give(task, 0);
+    if (code == AH_OK && ah_someone_beside(group))
+        code = ah_await_all(group, AH_ARRIVED, task->first + 1);
+    return code == AH_OK ? through_slots(task) : code;
+}
+
 int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct ah_part *out, uint32_t dtype,
                   int64_t timeout_ns)
 {
-    const struct ah_call call = {.kind = AH_ALL_TO_ALL, .dtype = dtype, .root = -1};
+    const struct ah_call call = {.kind = AH_ALL_TO_ALL, .dtype = (uint16_t)dtype, .root = -1};
     struct task task = {.group = group, .in = in, .out = out, .root = -1};
 
     return run(&task, &call, timeout_ns);
@@ -145,7 +244,7 @@ int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct
 int ah_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part out, uint32_t dtype, uint32_t root,
                int64_t timeout_ns)
 {
-    const struct ah_call call = {.kind = AH_SCATTER, .dtype = dtype, .root = (int32_t)root};
+    const struct ah_call call = {.kind = AH_SCATTER, .dtype = (uint16_t)dtype, .root = (int16_t)root};
     struct task task = {.group = group, .in = group->rank == root ? in : NULL, .only = out, .root = (int32_t)root};
 
     if (root >= group->ranks)

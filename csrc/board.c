@@ -39,6 +39,17 @@ static int under_way(const struct ah_note *note)
     return note->state == AH_NOTE_WAITING || note->state == AH_NOTE_RUNNING;
 }
 
+/* One thread at a time writes, so the stamp needs no step that cannot be divided: that would wait until others have seen
+ * all that a call has stored before it. */
+static void open_note(struct ah_note *note)
+{
+    uint64_t stamp = atomic_load_explicit(&note->stamp, memory_order_relaxed);
+
+    if (stamp % 2 == 0)
+        atomic_store_explicit(&note->stamp, stamp + 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+}
+
 struct ah_note *ah_note_begin(struct ah_board *board)
 {
     uint64_t number = ++board->head->last;
@@ -56,7 +67,7 @@ struct ah_note *ah_note_begin(struct ah_board *board)
         }
         note = oldest ? oldest : note;
     }
-    atomic_fetch_add_explicit(&note->stamp, 1, memory_order_acq_rel);
+    open_note(note);
     note->number = number;
     note->started_ns = note->ended_ns = 0;
     return note;
@@ -66,8 +77,7 @@ void ah_note_set(struct ah_note *note, enum ah_note_state state)
 {
     int64_t now = now_ns();
 
-    if (atomic_load_explicit(&note->stamp, memory_order_relaxed) % 2 == 0)
-        atomic_fetch_add_explicit(&note->stamp, 1, memory_order_acq_rel);
+    open_note(note);
     if (note->state == AH_NOTE_FREE || !under_way(note))
         note->issued_ns = now;
     if (state == AH_NOTE_RUNNING)
@@ -75,7 +85,7 @@ void ah_note_set(struct ah_note *note, enum ah_note_state state)
     if (state == AH_NOTE_DONE || state == AH_NOTE_FAILED)
         note->ended_ns = now;
     note->state = state;
-    atomic_fetch_add_explicit(&note->stamp, 1, memory_order_release);
+    atomic_store_explicit(&note->stamp, atomic_load_explicit(&note->stamp, memory_order_relaxed) + 1, memory_order_release);
 }
 
 struct ah_note *ah_note_find(struct ah_board *board, uint64_t number)

@@ -12,6 +12,10 @@
  * small message takes between two cores). */
 #define PASS_LOOKS 16
 
+/* How often to look for a small message before letting go of what the caller holds: some microseconds, within which an
+ * answer that is on its way comes. */
+#define SHORT_LOOKS 60
+
 static void relax(void)
 {
 #if defined(__x86_64__)
@@ -179,24 +183,49 @@ struct ah_outcome ah_mail_do(struct ah_mail *mail, const struct ah_message *mess
     return letter.outcome;
 }
 
-int ah_mail_try(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+/* With the lock held: put a small message into the target's box if there is room now. */
+static int try_send(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
 {
     struct ah_cover cover = {.tag = message->tag,
                              .bytes = message->bytes,
                              .source = mail->group->rank,
                              .dtype = message->dtype,
                              .kind = AH_WHOLE};
-    int done = 0;
 
-    if (!message->sends || message->bytes > AH_EAGER_BYTES || message->peer >= mail->group->ranks ||
-        pthread_mutex_trylock(&mail->lock) != 0)
+    if (mail->unsent[message->peer].first || !ah_inbox_put(mail->group, message->peer, &cover, message->data))
         return 0;
-    if (refused(mail, message, outcome))
-        done = 1;
-    else if (!mail->unsent[message->peer].first && ah_inbox_put(mail->group, message->peer, &cover, message->data)) {
-        *outcome = (struct ah_outcome){.code = AH_OK, .peer = message->peer};
-        done = 1;
+    *outcome = (struct ah_outcome){.code = AH_OK, .peer = message->peer};
+    return 1;
+}
+
+/* With the lock held: take a small message that is there, or comes at once. */
+static int try_receive(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+{
+    uint32_t looks = mail->group->spins != 0 ? SHORT_LOOKS : 1;
+    struct ah_letter letter;
+
+    prepare(&letter, message, -1);
+    ah_letter_add(mail, &letter);
+    while (!ah_is_over(&letter) && looks-- != 0) {
+        if (ah_mail_pass(mail) == 0)
+            relax();
     }
+    *outcome = letter.outcome;
+    if (ah_is_over(&letter))
+        return 1;
+    /* Nobody else knows of it. */
+    ah_letter_remove(mail, &letter);
+    return 0;
+}
+
+int ah_mail_try(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+{
+    int done;
+
+    if (message->bytes > AH_EAGER_BYTES || message->peer >= mail->group->ranks || pthread_mutex_trylock(&mail->lock) != 0)
+        return 0;
+    done = refused(mail, message, outcome) ||
+           (message->sends ? try_send(mail, message, outcome) : try_receive(mail, message, outcome));
     pthread_mutex_unlock(&mail->lock);
     return done;
 }

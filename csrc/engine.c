@@ -12,6 +12,7 @@
 
 #include "argument.h"
 #include "board.h"
+#include "card.h"
 #include "collective.h"
 #include "reduce.h"
 #include "window.h"
@@ -54,15 +55,19 @@ static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssiz
 
 static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
+    uint32_t kind, reduction, dtype;
     struct ah_call call = {0};
     int64_t limit;
     int code;
 
-    if (ah_count(n, 6) != 0 || ah_as_number(args[0], &call.kind) != 0 || ah_as_number(args[1], &call.reduce) != 0 ||
-        ah_as_number(args[2], &call.dtype) != 0 || ah_as_time(args[5], &limit) != 0)
+    if (ah_count(n, 6) != 0 || ah_as_number(args[0], &kind) != 0 || ah_as_number(args[1], &reduction) != 0 ||
+        ah_as_number(args[2], &dtype) != 0 || ah_as_time(args[5], &limit) != 0)
         return NULL;
+    call.kind = (uint16_t)kind;
+    call.reduce = (uint16_t)reduction;
+    call.dtype = (uint16_t)dtype;
     call.count = PyLong_AsUnsignedLongLong(args[3]);
-    call.root = (int32_t)PyLong_AsLong(args[4]);
+    call.root = (int16_t)PyLong_AsLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
     AH_RUN(self, code, ah_agree(&self->group, &call, limit));
@@ -311,8 +316,9 @@ static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
 static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     const struct ah_member *member;
+    const struct ah_card *card;
     struct ah_call theirs;
-    uint32_t rank;
+    uint32_t rank, after = (uint32_t)self->group.call.sequence + 1;
     int came;
 
     if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
@@ -322,16 +328,14 @@ static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     member = &self->group.members[rank];
-    /* Another's call is looked at once it is whole, and we ourselves came if we got as far as arriving. */
-    if (rank == self->group.rank)
-        came = (int32_t)(atomic_load(&member->arrived) - (self->group.ticket + 1)) >= 0;
-    else
-        came = atomic_load(&member->noted) > self->group.call.sequence;
-    theirs = member->calls[self->group.call.sequence % AH_CALLS].call;
+    card = ah_card_of(&self->group, rank);
+    /* Another's call is looked at once it is whole, and we ourselves came if we got as far as showing ours. */
+    came = ah_has_reached(rank == self->group.rank ? atomic_load(&card->stamp) : atomic_load(&member->noted), after);
+    theirs = card->call;
     if (!came)
         theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
-        theirs.count = atomic_load(&member->largest[self->group.call.sequence % AH_CALLS]);
+        theirs.count = card->bytes != AH_LONG ? card->bytes : atomic_load(&member->largest[(after - 1) % AH_CALLS]);
     return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
                          (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
                          (int)theirs.root);
@@ -433,6 +437,7 @@ static PyMethodDef METHODS[] = {
 static PyMemberDef MEMBERS[] = {
     {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for their turn"},
     {"shut", T_INT, offsetof(struct ah_segment, shut), 0, "not 0: no more calls of the short way"},
+    {"found", T_INT, offsetof(struct ah_segment, group.found), READONLY, "not 0: this rank found what ended the group"},
     {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
     {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},
     {NULL, 0, 0, 0, NULL},

@@ -49,7 +49,8 @@ void ah_mail_free(struct ah_mail *mail);
 struct ah_outcome ah_mail_do(struct ah_mail *mail, const struct ah_message *message, int64_t timeout_ns,
                              const struct ah_ear *ear);
 
-/* Send if that needs no waiting at all, not even for a lock: 1 where it is done, with its outcome. */
+/* Send or receive a small message if that needs no waiting, not even for a lock, but for some microseconds for one that is
+ * on its way: 1 where it is done, with its outcome. */
 int ah_mail_try(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome);
 
 /* Begin to send or receive. Where it is over at once, `letter` is NULL; otherwise it is to be dropped. The caller keeps

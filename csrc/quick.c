@@ -17,10 +17,20 @@
 /* More than any function of torch.distributed has parameters. */
 #define MOST_PARAMETERS 16
 
+/* Arguments in an array, without a tuple and a dict for each call. The limited API has a name for the flag since 3.12;
+ * the bit is the same in 3.11, and so is the one that a caller sets beside the number of arguments. */
+#ifndef Py_TPFLAGS_HAVE_VECTORCALL
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+#endif
+#define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
+
 struct quick {
     PyObject_HEAD
+    PyObject *(*vector)(PyObject *, PyObject *const *, size_t, PyObject *);
     PyObject *dict; /* for functools.update_wrapper */
     PyObject *way, *usual, *names;
+    PyObject *keys[MOST_PARAMETERS]; /* what is in `names` */
+    Py_ssize_t parameters;
     enum role roles[MOST_PARAMETERS];
     enum ah_kind kind;
     char name[sizeof((struct ah_note *)0)->operation];
@@ -28,27 +38,27 @@ struct quick {
 };
 
 /* Sort what was given by what it is for. */
-static int sort(const struct quick *self, PyObject *args, PyObject *keywords, struct ah_quick_call *call)
+static int sort(const struct quick *self, PyObject *const *args, Py_ssize_t places, PyObject *keywords,
+                struct ah_quick_call *call)
 {
-    Py_ssize_t parameters = PyTuple_Size(self->names), places = PyTuple_Size(args), at = 0;
-    PyObject *key, *value;
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
 
-    if (places > parameters)
+    if (places > self->parameters)
         return NOT_OURS;
     for (Py_ssize_t place = 0; place < places; place++) {
-        value = PyTuple_GetItem(args, place);
         if (self->roles[place] != OTHER)
-            call->given[self->roles[place]] = value;
-        else if (value != Py_None)
+            call->given[self->roles[place]] = args[place];
+        else if (args[place] != Py_None)
             return NOT_OURS;
     }
-    while (keywords && PyDict_Next(keywords, &at, &key, &value)) {
+    for (Py_ssize_t index = 0; index < named; index++) {
+        PyObject *key = PyTuple_GetItem(keywords, index), *value = args[places + index];
         Py_ssize_t place = places;
 
-        while (place < parameters && PyTuple_GetItem(self->names, place) != key)
+        while (place < self->parameters && self->keys[place] != key)
             place++;
         /* Keywords of a call are interned, as the names are. One that is not takes the usual way, as an unknown one. */
-        if (place == parameters || (self->roles[place] == OTHER && value != Py_None))
+        if (place == self->parameters || (self->roles[place] == OTHER && value != Py_None))
             return NOT_OURS;
         call->given[self->roles[place]] = value;
     }
@@ -307,8 +317,32 @@ static const operation OPERATIONS[] = {
 
 /* The type ------------------------------------------------------------------------------------------------- */
 
+/* As it was given, to the function that knows all ways. */
 static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
 {
+    return PyObject_Call(((struct quick *)object)->usual, args, keywords);
+}
+
+static PyObject *call_usual(PyObject *object, PyObject *const *args, Py_ssize_t places, PyObject *keywords)
+{
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    PyObject *placed = PyTuple_New(places), *others = named ? PyDict_New() : NULL, *result = NULL;
+    int well = placed && (others || !named);
+
+    for (Py_ssize_t place = 0; well && place < places; place++)
+        PyTuple_SetItem(placed, place, Py_NewRef(args[place]));
+    for (Py_ssize_t index = 0; well && index < named; index++)
+        well = PyDict_SetItem(others, PyTuple_GetItem(keywords, index), args[places + index]) == 0;
+    if (well)
+        result = call(object, placed, others);
+    Py_XDECREF(placed);
+    Py_XDECREF(others);
+    return result;
+}
+
+static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged, PyObject *keywords)
+{
+    Py_ssize_t places = (Py_ssize_t)(flagged & ~ARGUMENTS_OFFSET);
     struct quick *self = (struct quick *)object;
     struct ah_quick_call call;
     int outcome;
@@ -318,7 +352,7 @@ static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
     call.way = (struct ah_way *)self->way;
     call.name = self->name;
     call.whole = self->whole;
-    outcome = sort(self, args, keywords, &call);
+    outcome = sort(self, args, places, keywords, &call);
     if (outcome == DONE) {
         call.segment = ah_segment_of(call.way, call.given[GROUP], &call.group);
         outcome = call.segment ? OPERATIONS[self->kind](&call) : NOT_OURS;
@@ -326,7 +360,7 @@ static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
         Py_XDECREF(call.group);
     }
     if (outcome == NOT_OURS)
-        return PyObject_Call(self->usual, args, keywords);
+        return call_usual(object, args, places, keywords);
     if (outcome == RAISED)
         return NULL;
     if (self->kind == AH_RECV)
@@ -358,7 +392,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
         long role = PyLong_AsLong(PyTuple_GetItem(roles, index));
 
         self->roles[index] = role >= 0 && role < ROLES ? (enum role)role : OTHER;
+        self->keys[index] = PyTuple_GetItem(names, index);
     }
+    self->parameters = PyTuple_Size(names);
+    self->vector = vector;
     self->way = Py_NewRef(way);
     self->usual = Py_NewRef(usual);
     self->names = Py_NewRef(names);
@@ -394,6 +431,7 @@ static PyMethodDef METHODS[] = {
 };
 
 static PyMemberDef MEMBERS[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(struct quick, vector), READONLY, NULL},
     {"__dictoffset__", T_PYSSIZET, offsetof(struct quick, dict), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -416,7 +454,7 @@ static PyType_Slot SLOTS[] = {
 static PyType_Spec SPEC = {
     .name = "allhands._core.Quick",
     .basicsize = sizeof(struct quick),
-    .flags = Py_TPFLAGS_DEFAULT,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .slots = SLOTS,
 };
 

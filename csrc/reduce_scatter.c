@@ -1,4 +1,6 @@
-/* reduce_scatter: a slot is cut into one piece for each rank, which that rank reduces from everyone's slots. */
+/* reduce_scatter: a slot is cut into one piece for each rank, which that rank reduces from everyone's slots.
+ * What fits beside the call stands there in the same order. */
+#include "card.h"
 #include "collective.h"
 #include "copy.h"
 #include "reduce.h"
@@ -36,8 +38,11 @@ static int reduce_own(const struct task *task, size_t index)
     uint32_t ticket = task->first + (uint32_t)index;
     size_t bytes = ah_span(task->out.bytes, task->piece, index), at = index * task->piece;
     const void *sources[AH_MOST_RANKS];
-    int code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
+    int code;
 
+    if (index == 0)
+        ah_publish(group);
+    code = index == 0 ? ah_meet(group) : ah_await_all(group, AH_ARRIVED, ticket + 1);
     if (code != AH_OK)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++)
@@ -49,11 +54,33 @@ static int reduce_own(const struct task *task, size_t index)
     return AH_OK;
 }
 
+static int beside(const struct task *task)
+{
+    struct ah_group *group = task->group;
+    size_t bytes = task->out.bytes, all = bytes * group->ranks;
+    unsigned char *to = ah_beside(group, group->rank, all);
+    const void *sources[AH_MOST_RANKS];
+    int code;
+
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (rank != group->rank)
+            ah_copy(to + rank * bytes, task->in[rank].data, bytes, 0);
+    }
+    ah_publish(group);
+    if ((code = ah_meet(group)) != AH_OK)
+        return code;
+    for (uint32_t rank = 0; rank < group->ranks; rank++)
+        sources[rank] = rank == group->rank ? task->in[rank].data : ah_beside(group, rank, all) + group->rank * bytes;
+    ah_reduce(task->dtype, task->reduction, task->out.data, sources, group->ranks, bytes / ah_dtype_bytes(task->dtype));
+    ah_close(group);
+    return AH_OK;
+}
+
 int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part out, uint32_t dtype,
                       uint32_t reduction, int64_t timeout_ns)
 {
     const struct ah_call call = {
-        .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = reduction, .dtype = dtype, .root = -1};
+        .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = (uint16_t)reduction, .dtype = (uint16_t)dtype, .root = -1};
     struct task task = {
         .group = group, .in = in, .out = out, .dtype = dtype & ~AH_COMPLEX, .reduction = reduction, .first = group->ticket};
     size_t slot = group->head->slot_bytes, chunks;
@@ -66,7 +93,9 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
     if (out.bytes > task.piece && slot > AH_CHUNK_BYTES)
         task.piece = AH_CHUNK_BYTES / group->ranks / AH_LINE * AH_LINE;
     chunks = ah_chunks(out.bytes, task.piece);
-    code = ah_begin(group, &call, timeout_ns);
+    code = ah_begin(group, &call, 0, timeout_ns);
+    if (code == AH_OK && out.bytes * group->ranks <= AH_SHEET_BYTES)
+        return beside(&task);
     for (size_t step = 0; code == AH_OK && step < chunks + 1; step++) {
         if (step < chunks)
             code = give(&task, step);

@@ -7,16 +7,21 @@
 #define PAGE 4096u
 
 static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
-static const uint32_t VERSION = 1;
+static const uint32_t VERSION = 2;
 
 static size_t pages(size_t bytes)
 {
     return (bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-static size_t slots_offset(uint32_t ranks)
+static size_t sheets_offset(uint32_t ranks)
 {
     return pages(sizeof(struct ah_header)) + pages(ranks * sizeof(struct ah_member));
+}
+
+static size_t slots_offset(uint32_t ranks)
+{
+    return sheets_offset(ranks) + (size_t)ranks * AH_CALLS * AH_SHEET_BYTES;
 }
 
 static size_t mail_offset(uint32_t ranks, size_t slot_bytes)
@@ -56,6 +61,7 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
     memset(group, 0, sizeof *group);
     group->head = head;
     group->members = (struct ah_member *)((unsigned char *)memory + pages(sizeof *head));
+    group->sheets = (unsigned char *)memory + sheets_offset(head->ranks);
     group->slots = (unsigned char *)memory + slots_offset(head->ranks);
     group->mail = (unsigned char *)memory + mail_offset(head->ranks, head->slot_bytes);
     group->rank = rank;

@@ -1,6 +1,6 @@
 /* The shared segment of one group on one host: its layout, and a process's view of it.
  *
- *   header | member 0 … member n-1 | slots of member 0 … slots of member n-1 | mail (inbox.h)
+ *   header | member 0 … member n-1 | sheets of each | slots of each | mail (inbox.h)
  *
  * A member writes only its own part (but for `waiters`), everyone reads all of it. Data moves in chunks that
  * carry a running number, the ticket; every rank takes the same tickets in the same order, because every rank
@@ -26,29 +26,39 @@
 /* Copy in, reduce and copy out of three chunks go on at a time; one more lets a fast rank begin the next. */
 #define AH_DEPTH 4
 
-/* Calls that a rank may be ahead of another: rooted operations let a writer run ahead by as many chunks as
- * there are slots, and each call takes at least one. */
-#define AH_CALLS (2 * AH_DEPTH)
+/* Calls of a rank that stand in its cards, so how far a rank that waits for nobody can be ahead: where ranks outnumber
+ * cores, so many calls are made between two changes of who has the core. */
+#define AH_CALLS 32
 
 /* What a rank calls. Ranks compare it before they touch each other's data. */
 struct ah_call {
     uint64_t sequence;
-    uint64_t count;  /* elements, or 0 where ranks may differ */
-    uint32_t kind;   /* which operation */
-    uint32_t reduce; /* which reduction, 0 for none */
-    uint32_t dtype;
-    int32_t root; /* -1 for none */
-    /* Where the tensor lives, if in a window. Ranks may differ in it: then it goes through the slots. */
-    uint32_t window; /* 0 for none */
-    uint64_t offset; /* in the window; with none, the address that others may read */
+    uint64_t count;  /* bytes, or 0 where ranks may differ */
+    uint16_t kind;   /* which operation */
+    uint16_t reduce; /* which reduction, 0 for none */
+    uint16_t dtype;
+    int16_t root; /* -1 for none */
 };
 
-/* A tensor this small stands beside its call, so that who reads the one has fetched the other. */
-#define AH_SMALL 64
+/* Data this small stands on the card, so that who reads the call has fetched the data, most of it in the same line. */
+#define AH_SMALL 80
 
-struct ah_entry {
-    alignas(AH_LINE) struct ah_call call;
+/* Up to this it stands on the card's sheet: copying a page costs less than what else a call through the slots does. */
+#define AH_SHEET_BYTES ((size_t)4096)
+
+/* In the place of the bytes on a card: what is moved goes through the slots. */
+#define AH_LONG UINT32_MAX
+
+/* One call of one rank; see card.h. */
+struct ah_card {
+    /* The sequence after that of the call, once all of the card and its sheet is written. */
+    alignas(AH_LINE) _Atomic uint32_t stamp;
+    uint32_t bytes; /* of one part, where ranks may differ in it; AH_LONG */
+    struct ah_call call;
     unsigned char small[AH_SMALL];
+    /* Where the tensor lives, if in a window. Ranks may differ in it: then it goes through the slots. */
+    uint64_t offset;
+    uint32_t window; /* 0 for none */
 };
 
 struct ah_member {
@@ -60,9 +70,10 @@ struct ah_member {
     /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_LINE) _Atomic uint32_t waiters;
     _Atomic uint32_t bell;
-    struct ah_entry calls[AH_CALLS];
-    /* Its calls below this sequence stand in `calls`, whether it got as far as arriving or not. */
-    _Atomic uint64_t noted;
+    /* Seldom read by others, so that writing them costs the owner little. */
+    alignas(AH_LINE) _Atomic uint32_t noted; /* it has begun its calls below this sequence */
+    _Atomic uint32_t checked;                /* it needs no card of a call below this sequence */
+    struct ah_card cards[AH_CALLS];
     /* Sizes that differ between ranks (uneven all_gather and all_to_all): one number for each. */
     alignas(AH_LINE) _Atomic uint64_t largest[AH_CALLS];
 };
@@ -103,6 +114,7 @@ struct ah_window {
 struct ah_group {
     struct ah_header *head;
     struct ah_member *members;
+    unsigned char *sheets;
     unsigned char *slots;
     unsigned char *mail;
     uint32_t rank;
@@ -110,6 +122,11 @@ struct ah_group {
     uint32_t ticket;
     uint64_t sequence;
     struct ah_call call;
+    uint32_t pending; /* the first call that was not compared with everyone's */
+    uint32_t room;    /* everyone needs no card of a call below this sequence */
+    uint32_t met;     /* after the last call in which everyone waited for everyone */
+    int unrung;       /* we published something and have not looked whether someone sleeps */
+    int found;        /* this rank itself found the difference that ended the group */
     int64_t now_ns;      /* the time, where whoever begins a call has just asked for it; else 0 */
     int64_t deadline_ns; /* of the call that runs, on CLOCK_MONOTONIC */
     uint32_t culprit;    /* of the call that ended badly */

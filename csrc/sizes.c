@@ -1,7 +1,7 @@
 #include "sizes.h"
 
+#include "card.h"
 #include "reach.h"
-#include "wait.h"
 
 struct stated {
     uint64_t bytes, address;
@@ -62,18 +62,29 @@ uint64_t ah_stated_address(const struct ah_group *group, uint32_t first, uint32_
     return stated(group, first, rank, group->rank)->address;
 }
 
-static int mismatch(struct ah_group *group, uint32_t rank)
+int ah_someone_beside(const struct ah_group *group)
 {
-    ah_end(group, AH_MISMATCH, rank);
-    group->culprit = rank;
-    return AH_MISMATCH;
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (ah_card_of(group, rank)->bytes != AH_LONG)
+            return 1;
+    }
+    return 0;
+}
+
+int ah_someone_long(const struct ah_group *group)
+{
+    for (uint32_t rank = 0; rank < group->ranks; rank++) {
+        if (ah_card_of(group, rank)->bytes == AH_LONG)
+            return 1;
+    }
+    return 0;
 }
 
 int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts)
 {
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
         if (stated(group, first, rank, group->rank)->bytes != parts[rank].bytes)
-            return mismatch(group, rank);
+            return ah_differ(group, rank);
     }
     return AH_OK;
 }
@@ -84,7 +95,7 @@ int ah_check_root(struct ah_group *group, uint32_t first, uint32_t root, size_t 
         uint64_t bytes = rank == group->rank ? own : stated(group, first, rank, root)->bytes;
 
         if (stated(group, first, root, rank)->bytes != bytes)
-            return mismatch(group, rank);
+            return ah_differ(group, rank);
     }
     return AH_OK;
 }

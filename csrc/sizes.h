@@ -22,6 +22,11 @@ size_t ah_largest(const struct ah_group *group);
 /* After the meeting: whether some rank stated a size that is read where it stands, and so has copied nothing in. */
 int ah_someone_reaches(const struct ah_group *group);
 
+/* After the meeting: whether some rank has what it moves beside the call; whether some has not. Where ranks differ in it,
+ * all goes through the slots. */
+int ah_someone_beside(const struct ah_group *group);
+int ah_someone_long(const struct ah_group *group);
+
 /* After the meeting: AH_MISMATCH (which ends the group) unless every rank has the bytes of its part for us. */
 int ah_check_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts);
 

@@ -16,7 +16,7 @@
  * way comes. */
 #define SHORT_SPINS 100
 
-static int64_t now_ns(void)
+int64_t ah_clock_ns(void)
 {
     struct timespec now;
 
@@ -45,12 +45,6 @@ static _Atomic uint32_t *counter_of(struct ah_member *member, enum ah_counter co
     }
 }
 
-/* Tickets go round: the one that is less than half a turn ahead is the later one. */
-static int reached(uint32_t have, uint32_t want)
-{
-    return (int32_t)(have - want) >= 0;
-}
-
 static void wake(struct ah_member *member)
 {
     atomic_fetch_add(&member->bell, 1);
@@ -64,6 +58,18 @@ void ah_post(struct ah_group *group, enum ah_counter counter, uint32_t ticket)
 
     atomic_store_explicit(counter_of(self, counter), ticket, memory_order_release);
     /* Whoever began to wait before this store is seen by the load below; whoever begins after it sees it. */
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&self->waiters, memory_order_relaxed) != 0)
+        wake(self);
+}
+
+void ah_ring_waiters(struct ah_group *group)
+{
+    struct ah_member *self = &group->members[group->rank];
+
+    if (!group->unrung)
+        return;
+    group->unrung = 0;
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&self->waiters, memory_order_relaxed) != 0)
         wake(self);
@@ -110,7 +116,7 @@ static void nap(struct ah_member *member, _Atomic uint32_t *counter, uint32_t ti
 
     atomic_fetch_add(&member->waiters, 1);
     bell = atomic_load(&member->bell);
-    if (!reached(atomic_load(counter), ticket))
+    if (!ah_has_reached(atomic_load(counter), ticket))
         syscall(SYS_futex, &member->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
     atomic_fetch_sub(&member->waiters, 1);
 }
@@ -124,31 +130,35 @@ static void let_go(struct ah_group *group)
         now(group->context);
 }
 
-int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint32_t ticket)
+int ah_await_word(struct ah_group *group, uint32_t rank, _Atomic uint32_t *word, uint32_t want)
 {
     struct ah_member *member = &group->members[rank];
-    _Atomic uint32_t *counter = counter_of(member, which);
     int code, last_look = 0;
 
     for (uint32_t spin = 0; spin < group->spins; spin++) {
-        if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
+        if (ah_has_reached(atomic_load_explicit(word, memory_order_acquire), want))
             return AH_OK;
-        if (spin == SHORT_SPINS)
+        if (spin == SHORT_SPINS) {
+            ah_ring_waiters(group);
             let_go(group);
+        }
         relax();
     }
+    if (ah_has_reached(atomic_load_explicit(word, memory_order_acquire), want))
+        return AH_OK;
+    ah_ring_waiters(group);
     let_go(group);
     for (uint32_t yield = 0; yield < group->yields; yield++) {
-        if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
+        if (ah_has_reached(atomic_load_explicit(word, memory_order_acquire), want))
             return AH_OK;
         sched_yield();
     }
     for (;;) {
-        if (reached(atomic_load_explicit(counter, memory_order_acquire), ticket))
+        if (ah_has_reached(atomic_load_explicit(word, memory_order_acquire), want))
             return AH_OK;
         if ((code = ah_ended(group)) != 0)
             return code;
-        if (last_look || now_ns() >= group->deadline_ns) {
+        if (last_look || ah_clock_ns() >= group->deadline_ns) {
             /* One more look at the counter after the look that found it late or dead: it may have posted last. */
             if (!last_look) {
                 last_look = AH_TIMEOUT;
@@ -172,8 +182,13 @@ int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter which, uint3
             group->culprit = group->rank;
             return AH_INTERRUPTED;
         }
-        nap(member, counter, ticket);
+        nap(member, word, want);
     }
+}
+
+int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter counter, uint32_t ticket)
+{
+    return ah_await_word(group, rank, counter_of(&group->members[rank], counter), ticket);
 }
 
 int ah_await_all(struct ah_group *group, enum ah_counter counter, uint32_t ticket)
@@ -190,58 +205,4 @@ int ah_await_all(struct ah_group *group, enum ah_counter counter, uint32_t ticke
 int ah_await_slot(struct ah_group *group, uint32_t ticket)
 {
     return ah_await_all(group, AH_TAKEN, ticket - AH_DEPTH + 1);
-}
-
-int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns)
-{
-    struct ah_member *self = &group->members[group->rank];
-    int64_t now = group->now_ns ? group->now_ns : now_ns();
-
-    group->now_ns = 0;
-    group->call = *call;
-    group->call.sequence = group->sequence++;
-    group->deadline_ns = timeout_ns < 0 ? INT64_MAX : now + timeout_ns;
-    self->calls[group->call.sequence % AH_CALLS].call = group->call;
-    atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], 0, memory_order_relaxed);
-    atomic_store_explicit(&self->noted, group->sequence, memory_order_release);
-    return ah_ended(group);
-}
-
-int ah_compare(struct ah_group *group, uint32_t rank)
-{
-    const struct ah_call *mine = &group->call;
-    const struct ah_call *theirs = &group->members[rank].calls[mine->sequence % AH_CALLS].call;
-
-    if (theirs->sequence == mine->sequence && theirs->kind == mine->kind && theirs->reduce == mine->reduce &&
-        theirs->dtype == mine->dtype && theirs->count == mine->count && theirs->root == mine->root)
-        return AH_OK;
-    ah_end(group, AH_MISMATCH, rank);
-    group->culprit = rank;
-    return AH_MISMATCH;
-}
-
-int ah_meet(struct ah_group *group)
-{
-    for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        int code = AH_OK;
-
-        if (rank != group->rank) {
-            code = ah_await(group, rank, AH_ARRIVED, group->ticket + 1);
-            if (code == AH_OK)
-                code = ah_compare(group, rank);
-        }
-        if (code != AH_OK)
-            return code;
-    }
-    return AH_OK;
-}
-
-void ah_finish(struct ah_group *group, uint32_t ticket)
-{
-    struct ah_member *self = &group->members[group->rank];
-
-    group->ticket = ticket;
-    atomic_store_explicit(&self->arrived, ticket, memory_order_release);
-    atomic_store_explicit(&self->reduced, ticket, memory_order_release);
-    ah_post(group, AH_TAKEN, ticket);
 }

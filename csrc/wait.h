@@ -7,9 +7,6 @@
 
 enum ah_counter { AH_ARRIVED, AH_REDUCED, AH_TAKEN };
 
-/* Begin a call: note what it is, compare it with those who are already there. */
-int ah_begin(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns);
-
 /* Set one of our own counters and wake whoever sleeps on it. */
 void ah_post(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
@@ -22,14 +19,20 @@ int ah_await_all(struct ah_group *group, enum ah_counter counter, uint32_t ticke
 /* Wait until our slot for chunk `ticket` may be written: everyone has taken what stood there. */
 int ah_await_slot(struct ah_group *group, uint32_t ticket);
 
-/* Wait until everyone is in this call (has posted the first chunk, or passed it) and compare the calls. */
-int ah_meet(struct ah_group *group);
+/* Wait until `word`, which `rank` writes, has reached `want`. */
+int ah_await_word(struct ah_group *group, uint32_t rank, _Atomic uint32_t *word, uint32_t want);
 
-/* Compare what `rank` calls with what we call; AH_MISMATCH ends the group. Only once it has arrived. */
-int ah_compare(struct ah_group *group, uint32_t rank);
+/* Wake whoever sleeps until we publish something, if we did since we last looked. */
+void ah_ring_waiters(struct ah_group *group);
 
-/* End a call whose chunks took the tickets up to `ticket`: all our counters stand there. */
-void ah_finish(struct ah_group *group, uint32_t ticket);
+/* Numbers go round: the one that is less than half a turn ahead is the later one. */
+static inline int ah_has_reached(uint32_t have, uint32_t want)
+{
+    return (int32_t)(have - want) >= 0;
+}
+
+/* On CLOCK_MONOTONIC. */
+int64_t ah_clock_ns(void);
 
 /* Say that this rank makes no further call. Whoever waits for what it has not done is told; what it has done stays. */
 void ah_depart(struct ah_group *group);

@@ -56,6 +56,19 @@ static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
     return number;
 }
 
+/* Whether torch has put off negating the tensor. What raises is not plain either. */
+static int is_negated(struct ah_way *way, PyObject *tensor)
+{
+    PyObject *answer = way->negated ? way->negated(tensor, NULL)
+                                    : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
+    int no = answer == Py_False;
+
+    if (!answer)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return !no;
+}
+
 /* Ask the tensor one thing after the other. */
 static int ask_each(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
 {
@@ -138,7 +151,7 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
     asked = way->dlpack ? ask_once(way, tensor, plain, &elements) : ask_each(way, tensor, plain, &elements);
     size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
     /* The memory of a view that torch has put off negating holds the opposite of its values. */
-    if (asked != 0 || is(way, tensor, AH_NAME_IS_NEG, 1)) {
+    if (asked != 0 || is_negated(way, tensor)) {
         PyErr_Clear();
         return -1;
     }
@@ -161,6 +174,20 @@ uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
     return 0;
 }
 
+/* The default group, as a new reference. `WORLD` is a property of a class and asks another one; both are Python code, and
+ * cost more than all else that is found out about a call. So torch's state is looked at directly, if it is of the type
+ * that is known. */
+static PyObject *default_group(struct ah_way *way)
+{
+    if (way->world != Py_None) {
+        PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(way->world, 0), PyTuple_GetItem(way->world, 1));
+
+        if (state && (PyObject *)Py_TYPE(state) == PyTuple_GetItem(way->world, 2))
+            return PyObject_GetAttr(state, PyTuple_GetItem(way->world, 3));
+    }
+    return PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
+}
+
 struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject **found)
 {
     PyObject *group, *segment = NULL;
@@ -172,7 +199,7 @@ struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject *
     if (given && given != Py_None)
         group = Py_NewRef(given);
     else
-        group = PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
+        group = default_group(way);
     if (group && group != Py_None)
         segment = PyObject_GetAttr(group, way->names[AH_NAME_SEGMENT]);
     if (!segment) {
@@ -180,7 +207,9 @@ struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject *
         Py_XDECREF(group);
         return NULL;
     }
-    self = ah_as_segment(segment);
+    self = Py_TYPE(segment) == way->segment_type ? (struct ah_segment *)segment : ah_as_segment(segment);
+    if (self && !way->segment_type)
+        way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(segment));
     if (!self || !self->notice || self->shut || self->queued) {
         Py_DECREF(segment);
         Py_DECREF(group);
@@ -270,12 +299,17 @@ int ah_place(struct ah_way *way, char *text, size_t size)
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *made;
+    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg, *made;
     struct ah_way *self;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!O:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
-                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule))
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
+                          &world, &is_neg))
         return NULL;
+    if (world != Py_None && (!PyTuple_Check(world) || PyTuple_Size(world) != 4 || !PyDict_Check(PyTuple_GetItem(world, 0)))) {
+        PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
+        return NULL;
+    }
     if (PyTuple_Size(reductions) != AH_REDUCTIONS) {
         PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
         return NULL;
@@ -299,6 +333,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->dtypes = Py_NewRef(dtypes);
     self->reductions = Py_NewRef(reductions);
     self->member = Py_NewRef(member);
+    self->world = Py_NewRef(world);
+    self->is_neg = Py_NewRef(is_neg);
+    if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
+        self->negated = PyCFunction_GetFunction(is_neg);
     self->coalescing = Py_NewRef(coalescing);
     self->call_site = Py_NewRef(call_site);
     self->foreign = Py_NewRef(foreign);
@@ -322,6 +360,9 @@ static void unmake(PyObject *object)
     Py_XDECREF(self->dtypes);
     Py_XDECREF(self->reductions);
     Py_XDECREF(self->member);
+    Py_XDECREF(self->world);
+    Py_XDECREF(self->is_neg);
+    Py_XDECREF((PyObject *)self->segment_type);
     Py_XDECREF(self->coalescing);
     Py_XDECREF(self->call_site);
     Py_XDECREF(self->foreign);
@@ -337,8 +378,8 @@ static void unmake(PyObject *object)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule): what the short way "
-                "knows of torch."},
+    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): what "
+                "the short way knows of torch."},
     {0, NULL},
 };
 

@@ -43,6 +43,10 @@ struct ah_way {
     PyObject *dtypes;     /* dict: torch's dtype to ours */
     PyObject *reductions; /* tuple: torch's object for each of ours, None for none */
     PyObject *member;     /* the class whose attribute WORLD is the default group */
+    PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_segment_of` */
+    PyObject *is_neg;     /* torch's method of that name, of some tensor */
+    PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
+    PyTypeObject *segment_type; /* once one was seen */
     PyObject *coalescing; /* not empty while torch puts calls off */
     PyObject *call_site;  /* function that finds the place of a call which is not the direct caller's */
     PyObject *foreign;    /* tuple of the beginnings of file names that are not the user's */

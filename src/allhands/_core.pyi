@@ -90,6 +90,8 @@ class Way:
         call_site: Callable[[], str],
         foreign: tuple[str, ...],
         capsule: Any,
+        world: tuple[dict[str, Any], str, type, str] | None,
+        is_neg: Callable[[], bool],
         /,
     ) -> Self: ...
 
@@ -156,6 +158,7 @@ class Segment:
     # Calls that were done in a window, without staging.
     direct: int
     reached: int
+    found: int
 
     def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
         """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""

@@ -56,6 +56,7 @@ __all__ = [
     "untraced",
     "untraced_frame",
     "untraced_function",
+    "world_place",
 ]
 
 # Public names that torch's own annotations hide: it imports them under a condition. They stand here so that the
@@ -74,6 +75,17 @@ BatchNormBase: Any = torch.nn.modules.batchnorm._BatchNorm
 def coalescing() -> Any:
     """Return the groups inside a coalescing block, which puts calls off. No public call tells. Seen in 2.11, 2.13."""
     return c10d._world.pg_coalesce_state
+
+
+def world_place() -> tuple[dict[str, Any], str, type, str] | None:
+    """Return where `GroupMember.WORLD` looks: names of the module, the name there, its type, the attribute of it.
+
+    That property costs as much as the rest of a small call. None where torch keeps the group elsewhere. Seen in 2.13.
+    """
+    state = c10d._world
+    if vars(state).get("_default_pg", dist) is not state.default_pg:
+        return None
+    return vars(c10d), sys.intern("_world"), type(state), sys.intern("_default_pg")
 
 
 def gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -429,6 +429,8 @@ def _way() -> _core.Way:
         _session.call_site,
         _session.NOT_THE_USERS,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        _torch.world_place(),
+        torch.empty(0).is_neg,
     )
 
 

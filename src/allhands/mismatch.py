@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["differ", "explain"]
 
-# The sequence number of a rank that has not come to a call yet.
-_NOT_COME = 2**64 - 1
-
 # Operations whose sizes may differ between ranks, by the core's numbers.
 _UNEVEN = frozenset(shm.KINDS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
 
@@ -51,9 +48,8 @@ def explain(
         case "mismatch" if (odd := group.engine.mail.odd()) is not None:
             return error(member.wait_for_verdict(0) or member.condemn(_misfit(group, odd, who)))
         case "mismatch":
-            # Who came after the others had found out has nothing of its own to show; it hears from them.
-            came = group.engine.segment.call(group.rank())[0] != _NOT_COME
-            verdict = member.wait_for_verdict(0 if came else _VERDICT_S)
+            # Only who found the difference knows in which call it was; others may not have come there, or be past it.
+            verdict = member.wait_for_verdict(0 if group.engine.segment.found else _VERDICT_S)
             return error(verdict or member.condemn(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")

@@ -178,3 +178,36 @@ else:
         assert list(result["found"]["ranks"]) == [1]
         assert "left the group" in result["found"]["text"]
         assert result["found"]["seconds"] < MOST_S
+
+
+LEFT = """
+import os, signal
+import torch
+import allhands as dist
+
+dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
+value = torch.full((3,), float(rank))
+dist.barrier()
+if rank == 1:
+    for step in range(5):
+        dist.broadcast(value.fill_(step), 1)
+    gate("left", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+gate("left")
+for step in range(6):
+    found = attempt(lambda: dist.broadcast(value, 1))
+    if found["kind"]:
+        break
+    assert torch.equal(value, torch.full((3,), float(step)))
+say(found=found)
+"""
+
+
+def test_a_root_that_is_killed_after_it_left_its_data_is_named() -> None:
+    """Small broadcasts that nobody had come to yet: what is received until its death is told is right."""
+    results = harness.launch(LEFT, 3)
+    assert results[1].returncode == -signal.SIGKILL
+    for result in (results[0], results[2]):
+        assert result["found"]["slug"] == "peer-lost", result["found"]
+        assert result["found"]["ranks"] == [1]
+        assert result["found"]["seconds"] < MOST_S

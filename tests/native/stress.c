@@ -27,7 +27,7 @@ enum ending { TO_THE_END, MISMATCH, ABORT };
 struct run {
     void *memory;
     size_t bytes;
-    uint32_t ranks, start;
+    uint32_t ranks, start, first; /* the first ticket, and the first sequence */
     unsigned seed, operations, last; /* `last`: the operation at which the ending comes */
     enum ending ending;
     uint32_t odd; /* who brings it about */
@@ -203,6 +203,7 @@ static void *work(void *given)
     if (ah_segment_open(&group, run->memory, run->bytes, rank->number, NONCE, pidfds) != AH_OK)
         fail(rank, 0, "not a segment");
     group.ticket = run->start;
+    group.sequence = group.pending = group.room = group.met = run->first;
     group.spins = run->seed % 2 ? 50 : 0;
     group.yields = 5;
     for (uint32_t each = 0; each < MOST_RANKS; each++) {
@@ -246,6 +247,10 @@ static void stress(struct run *run)
         atomic_store(&member->arrived, run->start);
         atomic_store(&member->reduced, run->start);
         atomic_store(&member->taken, run->start);
+        atomic_store(&member->noted, run->first);
+        atomic_store(&member->checked, run->first);
+        for (uint32_t card = 0; card < AH_CALLS; card++)
+            atomic_store(&member->cards[card].stamp, run->first);
     }
     for (uint32_t number = 0; number < run->ranks; number++) {
         ranks[number] = (struct rank){.run = run, .number = number};
@@ -270,8 +275,9 @@ int main(int argc, char **argv)
     for (unsigned turn = 0; done < operations; turn++) {
         struct run run = {.ranks = 1 + turn % MOST_RANKS, .seed = seed + turn, .operations = 60};
 
-        /* The tickets of every other run go round in its middle. */
+        /* The tickets of every other run go round in its middle, and so do the sequences that cards are stamped with. */
         run.start = turn % 2 ? 0xffffffffu - 200 : 0;
+        run.first = turn % 2 ? 0xffffffffu - 30 : 0;
         run.ending = run.ranks == 1 ? TO_THE_END : turn / MOST_RANKS % 3;
         run.last = 20 + (seed + turn) % 30;
         run.odd = (seed + turn) % run.ranks;

@@ -227,13 +227,19 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_a_mismatch_raises_on_every_rank(kind: str) -> None:
-    """Ranks that call different things all get collective-mismatch within a second or so, with what each called."""
+    """Ranks that call different things all get collective-mismatch within a second or so, with what each called.
+
+    A rank that needs nothing from the others may be through with its call, and is told at the next one.
+    """
     usual, odd = MISMATCHES[kind]
     results = harness.launch(
         FORM
         + f"""
 dist.barrier()
 found = attempt(lambda: {odd} if rank == 2 else {usual})
+if not found["kind"]:
+    assert {kind!r} in ("operation", "root", "gather", "rooted")
+    found = attempt(dist.barrier)
 say(found=found)
 """,
         3,

@@ -1,0 +1,189 @@
+"""Calls that wait for nobody, in the C core: their cards are read later, by others and for comparison.
+
+Ranks are views of one segment. Whoever waits for nobody needs no thread of its own, so most tests are one thread that
+makes the calls of all ranks in an order that real ranks could have.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allhands import _core
+from threads import place, places, segments, together
+
+LIMIT_NS = 20_000_000_000
+# For calls that are to run into their deadline.
+SHORT_NS = 50_000_000
+SLOT = 64 * 1024
+F4, F8, SUM = 12, 13, 1
+OK, TIMEOUT, MISMATCH, DEPARTED = 0, 1, 4, 7
+
+# AH_CALLS in csrc/segment.h.
+CARDS = 32
+
+
+def broadcast(view: _core.Segment, data: Any, root: int = 0, limit: int = LIMIT_NS, dtype: int = F4) -> int:
+    """Broadcast an array."""
+    return view.broadcast(*place(data), dtype, root, limit)
+
+
+def reduce(view: _core.Segment, data: Any, root: int = 0) -> int:
+    """Sum up an array."""
+    return view.reduce(*place(data), F4, SUM, root, LIMIT_NS)
+
+
+def scatter(view: _core.Segment, given: list[Any] | None, data: Any, root: int = 0) -> int:
+    """Scatter arrays."""
+    return view.scatter(None if given is None else places(given), *place(data), F4, root, LIMIT_NS)
+
+
+@pytest.mark.parametrize("bytes_", [4, 80, 84, 4096])
+def test_a_root_waits_only_when_all_its_cards_are_unread(bytes_: int) -> None:
+    """It is ahead by as many calls as it has cards, names who has not come at the deadline, and nothing is lost."""
+    with segments(2, SLOT) as views:
+        for value in range(CARDS):
+            assert broadcast(views[0], np.full(bytes_ // 4, value, "f4")) == OK
+        last = np.full(bytes_ // 4, CARDS, "f4")
+        assert broadcast(views[0], last, limit=SHORT_NS) == TIMEOUT
+        assert views[0].culprit() == 1
+        got = np.empty(bytes_ // 4, "f4")
+        for value in range(CARDS):
+            assert broadcast(views[1], got) == OK
+            assert (got == value).all()
+            # One card is free again, and no more.
+            assert broadcast(views[0], np.full(bytes_ // 4, CARDS + value, "f4")) == OK
+            assert broadcast(views[0], last, limit=0) == TIMEOUT
+        for value in range(CARDS):
+            assert broadcast(views[1], got) == OK
+            assert (got == CARDS + value).all()
+
+
+def test_slow_readers_get_every_value() -> None:
+    """Roots that change and run ahead, readers that fall behind: each gets what was meant for that call."""
+    ranks, steps = 3, 400
+    with segments(ranks, SLOT) as views:
+
+        def work(rank: int) -> None:
+            choose, own = random.Random(3), random.Random(rank)  # noqa: S311  # the first is the same on every rank
+            for step in range(steps):
+                count, root = choose.choice([1, 20, 21, 300, 1024, 1025]), choose.choice([0, 0, 0, 0, 1, 2])
+                name = choose.choice(["broadcast", "broadcast", "broadcast", "reduce", "scatter"])
+                data = np.full(count, step * 10 + rank, "f4")
+                if name == "broadcast":
+                    assert broadcast(views[rank], data, root) == OK
+                    assert (data == step * 10 + root).all()
+                elif name == "reduce":
+                    assert reduce(views[rank], data, root) == OK
+                    assert (data == (step * 30 + 3 if rank == root else step * 10 + rank)).all()
+                else:
+                    parts = [np.full(count, step * 100 + each, "f4") for each in range(ranks)]
+                    assert scatter(views[rank], parts if rank == root else None, data, root) == OK
+                    assert (data == step * 100 + rank).all()
+                if own.random() < 0.05:
+                    time.sleep(0.002)
+
+        together(ranks, work)
+
+
+ONE = np.ones(1, "f4")
+
+# What rank 0 does without waiting, and what rank 1 calls in its place.
+DIFFERENT: dict[str, tuple[Callable[[Any], int], Callable[[Any], int]]] = {
+    "count": (lambda view: broadcast(view, ONE), lambda view: broadcast(view, np.ones(2, "f4"))),
+    "many": (lambda view: broadcast(view, ONE), lambda view: broadcast(view, np.ones(9000, "f4"))),
+    "type": (lambda view: broadcast(view, ONE), lambda view: broadcast(view, np.ones(1), dtype=F8)),
+    "root": (lambda view: broadcast(view, ONE), lambda view: broadcast(view, ONE, 1)),
+    "operation": (lambda view: broadcast(view, ONE), lambda view: view.barrier(LIMIT_NS)),
+    "both leave": (lambda view: broadcast(view, ONE), lambda view: reduce(view, ONE)),
+    "two roots": (lambda view: broadcast(view, ONE), lambda view: scatter(view, [ONE, ONE], ONE, 1)),
+    "given to a root": (lambda view: reduce(view, ONE, 1), lambda view: reduce(view, np.ones(3, "f4"), 1)),
+    "part": (lambda view: scatter(view, [ONE, ONE], ONE), lambda view: scatter(view, None, np.ones(2, "f4"))),
+    "part, many": (lambda view: scatter(view, [ONE, ONE], ONE), lambda view: scatter(view, None, np.ones(9000, "f4"))),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_difference_to_a_call_that_was_left_is_found(name: str) -> None:
+    """By the rank that waits, at once; by the one that did not, in its next call; where nobody waited, in that call."""
+    first, second = DIFFERENT[name]
+    with segments(2, SLOT) as views:
+        assert first(views[0]) == OK
+        code = second(views[1])
+        assert code == MISMATCH or name in {"root", "both leave", "two roots"}
+        codes = [0, 0]
+
+        def work(rank: int) -> None:
+            codes[rank] = views[rank].barrier(LIMIT_NS)
+
+        together(2, work)
+        assert codes == [MISMATCH] * 2
+        assert views[0].found or views[1].found
+
+
+def test_ranks_that_never_wait_are_compared_all_the_same() -> None:
+    """Two that make different calls, neither of which waits, find out at the latest when their cards are full."""
+    with segments(2, SLOT) as views:
+        for _ in range(CARDS):
+            assert broadcast(views[0], ONE) == OK
+            assert reduce(views[1], ONE) == OK
+        assert broadcast(views[0], ONE) == MISMATCH
+        assert views[0].culprit() == 1
+        # What it is about is the call that differed, not the one that found it.
+        assert views[0].call(0)[:2] == (0, 4)
+        assert views[0].call(1)[:2] == (0, 3)
+        assert reduce(views[1], ONE) == MISMATCH
+
+
+def test_who_never_comes_is_named_by_whoever_waits_next() -> None:
+    """A root that left is not told that nobody came; the next call that waits is, and so is a reader without a root."""
+    with segments(3, SLOT) as views:
+        assert broadcast(views[0], ONE) == OK
+        assert views[0].barrier(SHORT_NS) == TIMEOUT
+        assert views[0].culprit() == 1
+    with segments(3, SLOT) as views:
+        assert broadcast(views[1], ONE, root=2, limit=SHORT_NS) == TIMEOUT
+        assert views[1].culprit() == 2
+
+
+def test_what_a_rank_left_outlives_its_departure() -> None:
+    """Readers take what a root left before it departed; whoever needs more of it is told."""
+    with segments(2, SLOT) as views:
+        assert broadcast(views[0], np.full(1, 7, "f4")) == OK
+        views[0].depart()
+        got = np.zeros(1, "f4")
+        assert broadcast(views[1], got) == OK
+        assert got[0] == 7
+        assert broadcast(views[1], got) == DEPARTED
+        assert views[1].culprit() == 0
+
+
+def test_where_parts_differ_in_size_all_goes_through_the_slots() -> None:
+    """One rank has what fits beside its call, another has not: each gets its own all the same."""
+    ranks = 3
+    with segments(ranks, SLOT) as views:
+
+        def work(rank: int) -> None:
+            for large in (2, 3, 9000):
+                counts = [1, 1, large]
+                whole = [np.full(count, 10 + each, "f4") for each, count in enumerate(counts)]
+                got = [np.zeros(count, "f4") for count in counts]
+                assert views[rank].all_gather(*place(whole[rank]), places(got), F4, LIMIT_NS) == OK
+                assert all((each == 10 + number).all() for number, each in enumerate(got))
+                part = np.zeros(counts[rank], "f4")
+                assert scatter(views[rank], whole if rank == 1 else None, part, 1) == OK
+                assert (part == 10 + rank).all()
+                # Ranks 0 and 1 have equal parts for all but rank 2.
+                given = [np.full(large if {rank, each} == {2} else 1, rank * 10 + each, "f4") for each in range(ranks)]
+                taken = [np.zeros(large if {rank, each} == {2} else 1, "f4") for each in range(ranks)]
+                assert views[rank].all_to_all(places(given), places(taken), F4, LIMIT_NS) == OK
+                assert all((each == number * 10 + rank).all() for number, each in enumerate(taken))
+                out = places(got) if rank == 0 else None
+                assert views[rank].gather(*place(whole[rank]), out, F4, 0, LIMIT_NS) == OK
+
+        together(ranks, work)
