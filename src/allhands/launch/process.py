@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import notes
+from .. import notes, stacks
 from . import worker
 from .job import Job
 
@@ -38,9 +38,10 @@ class Process:
         # The signal that the agent sent and that it may have died of; 0 for none.
         self.sent, self.sent_s = 0, 0.0
         self.board = notes.make()
-        self._record, self._fatal, self._stacks = (
-            os.memfd_create(f"allhands-{name}", os.MFD_CLOEXEC) for name in ("record", "fatal", "stacks")
+        self._record, self._fatal = (
+            os.memfd_create(f"allhands-{name}", os.MFD_CLOEXEC) for name in ("record", "fatal")
         )
+        self._stacks = stacks.make()
         given = (self._record, self._fatal, self._stacks, self.board)
         ordered = worker.order(
             job.kind,
@@ -122,8 +123,6 @@ class Process:
             if not caught >> (worker.STACKS - 1) & 1 or "\nState:\tT" in status:
                 return False
             os.ftruncate(self._stacks, 0)
-            # faulthandler writes where the last dump ended; the descriptor is shared, so its place is too.
-            os.lseek(self._stacks, 0, os.SEEK_SET)
             os.kill(self.pid, worker.STACKS)
         except (OSError, IndexError, ValueError):
             return False
