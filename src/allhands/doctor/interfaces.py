@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 from dataclasses import dataclass
 
 from ..control.listening import is_loopback
@@ -11,6 +13,10 @@ __all__ = ["Interface", "chosen", "interfaces", "leads_to"]
 
 # Any port does: connecting a datagram socket only asks the kernel for its route, and sends nothing.
 _ANY_PORT = 9
+
+# <linux/sockios.h>, which the standard library does not name; and from <linux/if.h> "up" and "running": a cable is in.
+_SIOCGIFFLAGS, _SIOCGIFMTU = 0x8913, 0x8921
+_UP = 0x1 | 0x40
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +42,31 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return every interface that has an address or is up."""
+    """Return every interface."""
     import psutil  # here: it takes a tenth of the whole command's start
 
-    states = psutil.net_if_stats()
+    addresses = psutil.net_if_addrs()
     found = []
-    for name, entries in psutil.net_if_addrs().items():
-        inet = tuple(
-            str(entry.address).partition("%")[0]
-            for entry in entries
-            if entry.family in {socket.AF_INET, socket.AF_INET6}
-        )
-        state = states.get(name)
-        found.append(Interface(str(name), inet, state.mtu if state else 0, bool(state and state.isup)))
-    return [each for each in found if each.addresses or each.up]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            inet = tuple(
+                str(entry.address).partition("%")[0]
+                for entry in addresses.get(name, [])
+                if entry.family in {socket.AF_INET, socket.AF_INET6}
+            )
+            flags = _ask(asking, name, _SIOCGIFFLAGS, "H")
+            found.append(Interface(name, inet, _ask(asking, name, _SIOCGIFMTU, "i"), flags & _UP == _UP))
+    return found
+
+
+def _ask(asking: socket.socket, name: str, question: int, kind: str) -> int:
+    """Ask the kernel for a number about an interface; 0 where it has just gone."""
+    try:
+        answer = fcntl.ioctl(asking, question, struct.pack("40s", name.encode()))
+    except OSError:
+        return 0
+    # A struct ifreq: 16 bytes of name, then what was asked for.
+    return int(struct.unpack_from(kind, answer, 16)[0])
 
 
 def leads_to(places: list[tuple[int, str]], present: list[Interface]) -> tuple[str, Interface | None]:
