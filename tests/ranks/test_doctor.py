@@ -146,6 +146,9 @@ def test_ranks_that_torchrun_started() -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port"]
     with harness.running(source, 1, command=[*words, str(harness.free_port())], timeout=120) as job:
         check_stages(job, lambda: job.ranks[0].pid)
+        # torchrun's workers are in sessions of their own: only it can end them.
+        job.signal(0, signal.SIGTERM)
+        job.results()
 
 
 def test_under_the_launcher() -> None:
