@@ -304,21 +304,23 @@ def test_full_shared_memory() -> None:
 # Leftovers ----------------------------------------------------------------------------------------------------
 
 STALE = """
-import os, socket, subprocess, sys, time
+import os, socket
 if os.fork():
     os._exit(0)  # the launcher, which is gone
 with socket.create_server(("127.0.0.1", 0)) as listener:
     print(os.getpid(), listener.getsockname()[1], flush=True)
-    time.sleep(60)
+    while True:
+        listener.accept()[0].close()
 """
 
 
 def test_a_stale_worker_is_named_with_its_port() -> None:
-    """In a pid namespace of its own: a worker that process 1 has adopted is named by pid; red where it has our port."""
+    """In a pid namespace: a worker that process 1 has adopted is named by pid, and red where it holds our port."""
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
     script = (
         f"TORCHELASTIC_RUN_ID=x {sys.executable} -c '{STALE}' > $1; "
-        'until [ -s $1 ]; do sleep 0.05; done; read pid port < $1; cat $1; sleep 2.2; shift; "$@" "127.0.0.1:$port" --json'
+        "until [ -s $1 ]; do sleep 0.05; done; read pid port < $1; cat $1; "
+        'sleep 2.2; shift; "$@" "127.0.0.1:$port" --json'
     )
     place = Path(f"/tmp/allhands-stale-{os.getpid()}")
     try:

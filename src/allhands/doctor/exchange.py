@@ -22,7 +22,8 @@ from .ports import knock
 
 __all__ = [
     "ANSWER_S",
-    "Blob",
+    "FIRST",
+    "LARGEST",
     "Conversation",
     "Knock",
     "Knocked",
@@ -33,11 +34,13 @@ __all__ = [
     "Pour",
     "Poured",
     "Rate",
+    "Ready",
     "Tick",
     "Tock",
     "Told",
     "Welcome",
     "doors",
+    "enough",
     "family_of",
     "knock_at",
     "pour",
@@ -54,9 +57,11 @@ _DOORS = 8
 # Neighbours that are tried where a port is taken already.
 _NEIGHBOURS = 50
 
-# One piece of a flood, and the most that is sent in all: a moment's worth on a fast network.
-_PIECE, _MOST_PIECES = 256 * 1024, 256
-_POUR_S = 0.25
+# The first flood only tells how large the second one has to be to take a moment, which is at most the last of these.
+FIRST, _POUR_S, LARGEST = 1 << 20, 0.2, 1 << 28
+
+# What is sent and taken at a time.
+_PIECE = 1 << 20
 
 # Linux's own default, for where it cannot be read.
 _RANGE = (32768, 60999)
@@ -109,22 +114,18 @@ class Knocked(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pour(msgspec.Struct, tag=True, frozen=True):
-    """The visitor: now a flood comes from me (``back`` False), or send me one."""
+    """The visitor: now so many bytes come from me (``back`` False, once you are ready), or send me as many."""
 
     back: bool
+    size: int
 
 
-class Blob(msgspec.Struct, tag=True, frozen=True):
-    """A piece of a flood; the last one is marked."""
-
-    data: bytes
-    last: bool
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The listener: let them come."""
 
 
 class Poured(msgspec.Struct, tag=True, frozen=True):
-    """Whoever swallowed the flood: so many bytes came."""
-
-    bytes: int
+    """Whoever swallowed the flood: all of it came."""
 
 
 class Rate(msgspec.Struct, tag=True, frozen=True):
@@ -140,7 +141,7 @@ class Told(msgspec.Struct, tag=True, frozen=True):
     red: bool
 
 
-Message = Welcome | Tick | Tock | Open | Opened | Knock | Knocked | Pour | Blob | Poured | Rate | Told
+Message = Welcome | Tick | Tock | Open | Opened | Knock | Knocked | Pour | Ready | Poured | Rate | Told
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -262,32 +263,42 @@ def knock_at(address: str, ports: list[int]) -> dict[int, str]:
 # Floods -------------------------------------------------------------------------------------------------------
 
 
-def pour(talk: Conversation) -> float:
-    """Send a flood; return how many bytes a second came, from the first to the word that all did."""
-    piece, started, sent = bytes(_PIECE), time.monotonic(), 0
-    while sent < _MOST_PIECES:
-        sent += 1
-        last = sent == _MOST_PIECES or time.monotonic() - started > _POUR_S
-        talk.say(Blob(piece, last))
-        if last:
-            break
-    heard = talk.hear()
-    if not isinstance(heard, Poured):
-        raise Lost(silent=False, why="it did not say how much came")
-    return heard.bytes / max(1e-9, time.monotonic() - started)
+def pour(talk: Conversation, size: int) -> float:
+    """Send ``size`` bytes as they are; return how many came in a second, until the other end said that all did."""
+    piece, left, started = memoryview(bytes(_PIECE)), size, time.monotonic()
+    talk.link.settimeout(ANSWER_S)
+    try:
+        while left:
+            left -= talk.link.send(piece[:left])
+    except TimeoutError:
+        raise Lost(silent=True, why=f"it took nothing more for {ANSWER_S:g} s") from None
+    except OSError as problem:
+        raise Lost(silent=False, why=problem.strerror or str(problem)) from problem
+    if not isinstance(talk.hear(), Poured):
+        raise Lost(silent=False, why="it did not say that all came")
+    return size / max(1e-9, time.monotonic() - started)
 
 
-def swallow(talk: Conversation) -> None:
-    """Take a flood and say how much came."""
-    taken = 0
-    while True:
-        heard = talk.hear()
-        if not isinstance(heard, Blob):
-            raise Lost(silent=False, why="it said something in the middle of a flood")
-        taken += len(heard.data)
-        if heard.last:
-            talk.say(Poured(taken))
-            return
+def swallow(talk: Conversation, size: int) -> None:
+    """Take ``size`` bytes and say so. Nothing else may be under way: what comes is not looked at."""
+    piece, left = bytearray(_PIECE), min(size, LARGEST)
+    talk.link.settimeout(ANSWER_S)
+    try:
+        while left:
+            taken = talk.link.recv_into(piece, min(left, _PIECE))
+            if not taken:
+                raise Lost(silent=False, why="it closed the connection")
+            left -= taken
+    except TimeoutError:
+        raise Lost(silent=True, why=f"nothing more came for {ANSWER_S:g} s") from None
+    except OSError as problem:
+        raise Lost(silent=False, why=problem.strerror or str(problem)) from problem
+    talk.say(Poured())
+
+
+def enough(rate: float) -> int:
+    """Return how many bytes take a moment at ``rate`` bytes a second."""
+    return int(min(max(FIRST, rate * _POUR_S), LARGEST))
 
 
 def welcome(talk: Conversation, allhands: str, torch: str) -> Welcome:

@@ -20,6 +20,7 @@ from ..diagnosis import Diagnosis
 from ..errors import fail
 from ..world import Address
 from .exchange import (
+    LARGEST,
     Conversation,
     Knock,
     Knocked,
@@ -28,6 +29,7 @@ from .exchange import (
     Opened,
     Pour,
     Rate,
+    Ready,
     Tick,
     Tock,
     Told,
@@ -200,10 +202,11 @@ class Listener:
                         own = address == talk.peer
                         outcomes = knock_at(address, ports[:_MOST_PORTS]) if own else {}
                         talk.say(Knocked(outcomes))
-                    case Pour(back=False):
-                        swallow(talk)
-                    case Pour(back=True):
-                        talk.say(Rate(pour(talk)))
+                    case Pour(back=False, size=size):
+                        talk.say(Ready())
+                        swallow(talk, size)
+                    case Pour(back=True, size=size):
+                        talk.say(Rate(pour(talk, min(size, LARGEST))))
                     case Told() as told:
                         return told
                     case other:

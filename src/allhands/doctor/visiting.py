@@ -11,6 +11,7 @@ from ..diagnosis import duration, join
 from . import firewall
 from .exchange import (
     ANSWER_S,
+    FIRST,
     Conversation,
     Knock,
     Knocked,
@@ -19,11 +20,13 @@ from .exchange import (
     Opened,
     Pour,
     Rate,
+    Ready,
     Tick,
     Tock,
     Told,
     Welcome,
     doors,
+    enough,
     knock_at,
     pour,
     swallow,
@@ -227,13 +230,9 @@ def _sizes(talk: Conversation, other: _Other) -> list[Finding]:
     sizes = f"{mine.interface} here has MTU {mine.mtu}, {other.said.interface} on {other.name} {other.said.mtu}"
     direction = f"to {other.name}"
     try:
-        talk.say(Pour(back=False))
-        there = pour(talk)
+        there = _there(talk, enough(_there(talk, FIRST)))
         direction = f"from {other.name}"
-        talk.say(Pour(back=True))
-        swallow(talk)
-        told = talk.hear()
-        back = told.bytes_per_s if isinstance(told, Rate) else 0.0
+        back = _back(talk, enough(_back(talk, FIRST)))
     except Lost as problem:
         if not problem.silent:
             raise
@@ -256,7 +255,7 @@ def _sizes(talk: Conversation, other: _Other) -> list[Finding]:
             _SECTION,
             "throughput",
             f"{_rate(there)} there, {_rate(back)} back",
-            "one connection, a quarter of a second each",
+            "one connection, a fifth of a second each",
             there=there,
             back=back,
         )
@@ -275,6 +274,20 @@ def _sizes(talk: Conversation, other: _Other) -> list[Finding]:
             )
         )
     return found
+
+
+def _there(talk: Conversation, size: int) -> float:
+    talk.say(Pour(back=False, size=size))
+    if not isinstance(talk.hear(), Ready):
+        raise Lost(silent=False, why="it did not say that it is ready")
+    return pour(talk, size)
+
+
+def _back(talk: Conversation, size: int) -> float:
+    talk.say(Pour(back=True, size=size))
+    swallow(talk, size)
+    told = talk.hear()
+    return told.bytes_per_s if isinstance(told, Rate) else 0.0
 
 
 def _rate(bytes_per_s: float) -> str:
