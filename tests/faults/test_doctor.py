@@ -22,6 +22,8 @@ from click.testing import CliRunner
 from allhands import cli
 from allhands.doctor import Finding, open_case, ports
 from allhands.doctor.examination import examine
+from allhands.doctor.exchange import Told
+from allhands.doctor.listening import Listener
 from allhands.world import Address
 from ranks import harness
 
@@ -357,6 +359,38 @@ def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest
     fault = next(each for each in found if each.check == "doctor-names")
     assert (fault.level, "OSError: no" in fault.what) == ("yellow", True)
     assert len({each.section for each in found}) >= 4
+
+
+@pytest.mark.parametrize("token", ["", "secret", "wrong"])
+def test_two_doctors_and_their_token(token: str) -> None:
+    """A listener with a token lets in only who has it; what a visitor finds out includes that versions differ."""
+    heard: list[Told | None] = []
+    listener = Listener(Address("127.0.0.1", 0), b"secret", lambda _, told: heard.append(told))
+    listener._torch = "2.0.0"
+    thread = threading.Thread(target=listener.serve)
+    thread.start()
+    try:
+        case = open_case(Address("127.0.0.1", listener.port), env={"ALLHANDS_TOKEN": token})
+        found = examine(case)
+    finally:
+        listener.end()
+        thread.join()
+        listener.close()
+    slugs = {each.slug for each in found if each.level == "red"}
+    assert slugs == (set() if token == "secret" else {"not-authorised"})
+    assert [each.slug for each in found if each.check == "versions"] == ["version-mismatch"] * (token == "secret")
+    assert len(heard) == (token == "secret")
+
+
+def test_settings_that_make_no_sense_are_red(tmp_path: Path) -> None:
+    """A token file that others can read is said as what it is, not as a fault of the doctor's."""
+    secret = tmp_path / "token"
+    secret.write_text("x")
+    secret.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        case = open_case(Address("127.0.0.1", server.getsockname()[1]), env={"ALLHANDS_TOKEN_FILE": str(secret)})
+        found = examine(case)
+    assert {each.slug for each in found if each.level == "red"} == {"not-authorised"}
 
 
 def test_the_listener_ends_in_good_order() -> None:

@@ -25,7 +25,7 @@ __all__ = ["Case", "Lookup", "open_case"]
 NAME_S = 2.2
 
 # The variables by which schedulers say how many nodes a job has.
-_NODES = ("ALLHANDS_NNODES", "GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "NNODES", "PET_NNODES")
+_NODES = ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "NNODES", "PET_NNODES")
 
 
 class Lookup:
@@ -63,7 +63,6 @@ class Case:
     ranks: int | None = None
     world: World | None = None
     trouble: AllhandsError | None = None
-    listening: bool = False
     hosts_file: Path = Path("/etc/hosts")
     resolver_file: Path = Path("/etc/resolv.conf")
     _lookups: dict[str, Lookup] = field(default_factory=dict)
@@ -120,7 +119,7 @@ class Case:
     @property
     def several_hosts(self) -> bool:
         """Whether more than this machine is concerned: the environment says so, or the target is elsewhere."""
-        return bool(self.nodes) or self.listening or (bool(self.places) and not self.target_is_here)
+        return bool(self.nodes) or (bool(self.places) and not self.target_is_here)
 
 
 def is_address(host: str) -> bool:
@@ -132,13 +131,7 @@ def is_address(host: str) -> bool:
     return True
 
 
-def open_case(
-    target: Address | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    ranks: int | None = None,
-    listening: bool = False,
-) -> Case:
+def open_case(target: Address | None = None, *, env: Mapping[str, str] | None = None, ranks: int | None = None) -> Case:
     """Find out who this process is, and where its coordinator would be if ``target`` does not say so."""
     source = dict(os.environ if env is None else env)
     world, trouble = None, None
@@ -149,4 +142,4 @@ def open_case(
     place = target
     if place is None and world is not None:
         place = world.coordinator
-    return Case(source, place, target is not None, ranks, world, trouble, listening)
+    return Case(source, place, target is not None, ranks, world, trouble)

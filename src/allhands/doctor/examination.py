@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from ..errors import AllhandsError
 from . import cores, firewall, jobs, leftovers, names, ports, resources, routes, stack, surroundings
 from .case import Case
 from .exchange import Conversation
-from .finding import SECTIONS, Finding, yellow
+from .finding import SECTIONS, Finding, of, yellow
 from .visiting import visit
 
 __all__ = ["examine"]
@@ -48,6 +49,9 @@ def _guarded(name: str, check: _Check, case: Case) -> list[Finding]:
     """Run one check; one that fails itself must not take the others with it."""
     try:
         return check(case)
+    except AllhandsError as problem:
+        # Bad settings, such as a token file that others can read.
+        return [of("environment", f"settings-{name}", "red", problem.diagnosis)]
     except Exception as problem:  # noqa: BLE001  # a doctor that falls over its own feet helps nobody
         return [
             yellow(

@@ -45,7 +45,7 @@ def render(
         words = [f"{number} {level}" for level, number in counts.items() if number]
         summary = ", ".join(words) + "; `allhands explain NAME` tells more of a name in brackets"
     else:
-        summary = f"all {counts['green']} checks are green"
+        summary = "all is green" if counts["green"] == 1 else f"all {counts['green']} checks are green"
     return "\n".join([heading, *_body(findings, done or {}, width, colour=colour, verbose=verbose), summary])
 
 

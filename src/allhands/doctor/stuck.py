@@ -95,7 +95,7 @@ def moved(before: Mapping[int, Board | None], after: Mapping[int, Board | None])
 def judge(everyone: Sequence[Standing], world_size: int, steps: int, *, host: str) -> list[Finding]:
     """Say how the job stands. ``steps`` is how many calls began or ended while it was looked at."""
     here = {each.rank: each for each in everyone}
-    who = f"{count(len(everyone), 'rank')} of {world_size}" if world_size > len(everyone) else f"{len(everyone)} ranks"
+    who = count(len(everyone), "rank") + (f" of {world_size}" if world_size > len(everyone) else "")
     inside = {rank: note for rank, each in here.items() if (note := each.inside) is not None}
     stopped = [each for each in everyone if each.seen.stopped]
     if stopped:
@@ -262,7 +262,13 @@ def _outside(everyone: Sequence[Standing], who: str, world_size: int) -> Finding
         )
     busy = sum(1 for each in everyone if each.busy >= _BUSY)
     state = f"{busy} of them computing" if busy else "none of them computing"
-    return green(_SECTION, "moving", f"{who}, nobody waits in a collective; {state}")
+    places = [
+        f"rank {each.rank} (pid {each.pid}) is at {each.place or 'a line not known'}, {each.doing}" for each in everyone
+    ]
+    if all(each.board is None or not each.board.notes for each in everyone):
+        # A group of torch's own, or none: what it waits for stands on no board.
+        return green(_SECTION, "unknown", f"{who} without a call on a board; {join(places[:4])}", places=places)
+    return green(_SECTION, "moving", f"{who}, nobody waits in a collective; {state}", join(places[:4]), places=places)
 
 
 def _all_inside(

@@ -19,9 +19,9 @@ def check(case: Case) -> list[Finding]:
     world = case.world
     if world is None:
         return []
-    who = f"rank {world.rank} of {world.world_size}" if world.source != "alone" else "started alone"
+    who = f"rank {world.rank} of {world.world_size} ({world.source})" if world.source != "alone" else "started alone"
     place = f", coordinator at {world.coordinator}" if world.coordinator is not None else ""
-    found = [green(_SECTION, "whoami", f"{who} ({world.source}){place}", source=world.source)]
+    found = [green(_SECTION, "whoami", f"{who}{place}", source=world.source)]
     found += _loopback(case)
     found += _debug(case)
     return found
