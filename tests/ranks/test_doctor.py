@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from allhands import stacks
-from allhands.doctor import Finding
+from allhands.doctor import Finding, jobs
 from allhands.doctor.jobs import examine
 from allhands.errors import ArgumentError
 from ranks import harness
@@ -120,7 +120,7 @@ def check_stages(job: harness.Job, pid: Callable[[], int]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["allhands", pytest.param("gloo", marks=pytest.mark.soak)])
-def test_ranks_that_were_started_by_hand(backend: str) -> None:
+def test_ranks_that_were_started_by_hand(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sleeping rank, a deadlocked lock, another branch, a loop in C: each is named, without a launcher's help."""
     form = f'dist.init_process_group("{backend}", rank=rank, world_size=size, timeout=60)'
     source = STAGES.replace("FORM", form)
@@ -130,6 +130,15 @@ def test_ranks_that_were_started_by_hand(backend: str) -> None:
     with harness.running(source, 4) as job:
         job.wait_for("stage", [0, 1, 2, 3])
         if backend == "allhands":
+            # Who only asks about the machine is led there, once the job has stood still for long.
+            first = job.ranks[0].pid
+            mine = f"job-{first}"
+            assert [each.level for each in jobs.at_work() if each.check == mine] == ["green"]
+            monkeypatch.setattr(jobs, "_STANDSTILL_S", 0.0)
+            until(
+                lambda: [each.commands for each in jobs.at_work() if each.check == mine],
+                lambda seen: seen == [(f"allhands doctor --pid {first}",)],
+            )
             check_stages(job, lambda: job.ranks[3].pid)
             return
         (found,) = until(lambda: examine(job.ranks[3].pid, None), blamed)

@@ -66,6 +66,15 @@ def test_the_report_for_programs_is_stable() -> None:
     assert [msgspec.convert(each, Finding) for each in made["findings"]] == [*GOOD, *BAD]
 
 
+def test_what_was_tried_is_no_suspicion_any_more() -> None:
+    """Rules of this machine's own firewall are yellow only where nobody tried whether they are in the way."""
+    from allhands.doctor.examination import _weighed
+
+    rules = yellow("network", "firewall", "ports-filtered", "rules")
+    assert _weighed([rules]) == [rules]
+    assert _weighed([rules, GOOD[0], green("network", "ports", "open")])[0] == GOOD[0]
+
+
 def test_every_name_that_a_check_may_give_has_its_page() -> None:
     """Whatever stands in brackets on the screen can be explained."""
     import re
