@@ -207,6 +207,29 @@ def test_under_the_launcher() -> None:
         assert job.result().code == 0
 
 
+def test_workers_without_a_group() -> None:
+    """Under the launcher every worker's line is known, whatever it does: its agent is as good as any of their pids."""
+    source = """
+    import os, time
+    def wait_here():
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+    print("ready", flush=True)
+    wait_here()
+    """
+    with running(source, ranks=2) as job:
+        job.wait_for("ready", 2)
+        (found,) = until(
+            lambda: examine(job.process.pid, None), lambda seen: "wait_here" in str(seen[0].details.get("places", ""))
+        )
+        (job.folder / "go").touch()
+        assert job.result().code == 0
+    assert (found.level, found.check) == ("green", "unknown")
+    for rank, place in enumerate(found.details["places"]):
+        assert place.startswith(f"rank {rank} (pid ")
+        assert "train.py:4 in wait_here: time.sleep(0.02)" in place
+
+
 def test_ranks_that_wait_in_the_roll_call() -> None:
     """While a group forms, the ranks that wait are named with their line, and who is not there."""
     source = """

@@ -89,7 +89,7 @@ def _ours(family: int, place: tuple[str, int], name: str, authority: str, token:
             return Service("unknown", _shown(said) if said else "")
         answer = decode_challenge(frames[0])
         found = _answered(link, opening, answer, token, deadline)
-        if found.kind == "doctor":
+        if found.kind == "doctor" and found.trouble is None:
             kept, found.link, found.splitter, found.rest = True, link, splitter, frames[1:]
     except FrameError:
         return Service("unknown", _shown(splitter.held))
