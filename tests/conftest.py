@@ -17,6 +17,9 @@ hypothesis.settings.load_profile("allhands")
 # twelve minutes on two cores.
 LONG = (
     "test_hosts.py::test_a_pulled_cable_is_noticed",
+    "test_doctor.py::test_an_address_that_does_not_answer_beside_one_that_does",
+    "test_doctor.py::test_large_packets_that_vanish",
+    "test_doctor.py::test_under_the_launcher",
     "test_mail.py::test_the_time_of_a_message_begins_with_waiting_for_it",
     "test_bench_collective.py::test_a_small_bench_against_mpi",
     "test_bench_collective.py::test_ranks_that_hang_are_reported",

@@ -25,7 +25,7 @@ _WIDEST = 100
 # The order in which `allhands --help` shows the commands. One that is in no group here comes last.
 _GROUPS = {
     "Start": ("run",),
-    "Find out": ("whoami", "explain"),
+    "Find out": ("doctor", "whoami", "explain"),
     "Measure": ("bench",),
 }
 
@@ -103,17 +103,27 @@ def main(ctx: click.Context) -> None:
 class _Lazy(click.Command):
     """A command whose options stand beside what it does: they are imported when it is used or asked for help."""
 
+    def __init__(self, name: str, module: str, **kw: Any) -> None:
+        super().__init__(name, **kw)
+        self._module = module
+
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        from .launch.command import command
+        from importlib import import_module
 
+        command: click.Command = import_module(self._module, __package__).command
         return command.make_context(info_name, args, parent=parent, **extra)
 
 
 main.add_command(
-    _Lazy("run", help="Start a script once per rank, show their output, and say who is to blame if they die.")
+    _Lazy(
+        "run",
+        ".launch.command",
+        help="Start a script once per rank, show their output, and say who is to blame if they die.",
+    )
 )
+main.add_command(_Lazy("doctor", ".doctor.command", help="Say why a job stalls, or would, and what to do about it."))
 
 
 @main.command("whoami")

@@ -21,6 +21,7 @@ _SECTIONS = {
     "nccl-missing": "What the group runs on",
     "peer-failed": "Life and death of a group",
     "unused-parameters": "Training",
+    "name-server-silent": "Found by the doctor",
 }
 
 # From docs/diagnoses.md. Not through the link docs/diagnoses: code hosting sites do not follow it.
@@ -60,9 +61,13 @@ def index() -> str:
     for heading, entries in _sections():
         lines += ["", f"## {heading}", "", "| name | exception | meaning |", "| --- | --- | --- |"]
         lines += [
-            f"| [{entry.slug}]({_PAGES}/{entry.slug}.md) | `{entry.error}` | {entry.meaning} |" for entry in entries
+            f"| [{entry.slug}]({_PAGES}/{entry.slug}.md) | {_raised(entry)} | {entry.meaning} |" for entry in entries
         ]
     return "\n".join(lines) + "\n"
+
+
+def _raised(entry: Entry) -> str:
+    return "none: `allhands doctor` says it" if entry.error == "AllhandsError" else f"`{entry.error}`"
 
 
 def _listing() -> str:

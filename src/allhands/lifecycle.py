@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
-from . import _entry, _torch, settings
+from . import _entry, _torch, notes, settings, stacks
 from . import session as _session
 from ._version import __version__
 from .bootstrap import Bootstrap, bootstrap
@@ -161,6 +161,9 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
     # Only what the other ranks take part in counts: a rank that did not get this far must not fall out of step.
     _generation += 1
     world = found.world
+    # From here on this rank may have to wait for others, and somebody may want to know where it stands.
+    stacks.offer()
+    notes.own().sign(world.rank, world.world_size)
     trouble = found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank)
     read = settings.read()
     uses_nccl = "nccl" in name

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from . import _core, settings
 
-__all__ = ["Board", "Note", "board", "make", "own", "parse", "read"]
+__all__ = ["Board", "Note", "board", "make", "own", "owned", "parse", "read"]
 
 _NAME = "allhands-board"
 
@@ -83,12 +83,16 @@ class Note(NamedTuple):
 
 
 class Board(NamedTuple):
-    """What a process had on its board at one moment, the oldest first. A rank of -1 is one that has no group yet."""
+    """What a process had on its board at one moment, the oldest first. A rank of -1 is one that has no group yet.
+
+    ``owner`` is the process that writes there, as it calls itself: a launcher and a forked child have it open too.
+    """
 
     pid: int
     rank: int
     world_size: int
     notes: tuple[Note, ...]
+    owner: int = 0
 
     @property
     def under_way(self) -> tuple[Note, ...]:
@@ -164,24 +168,47 @@ def board(pid: int | None = None) -> Board:
 
 def read(pid: int) -> Board:
     """Return what the process ``pid`` has on its board, without its help: it may hang or be stopped."""
-    descriptor = os.open(_find(pid), os.O_RDONLY | os.O_CLOEXEC)
+    for entry in _find(pid):
+        return _parse_at(pid, entry)
+    raise LookupError(f"process {pid} has no board: it uses no allhands group")
+
+
+def owned(pid: int, called: int | None = None) -> Board | None:
+    """Return the board that the process ``pid`` itself writes on, None where it has none or this user may not look.
+
+    ``called`` is the number that it has in its own pid namespace.
+    """
+    try:
+        for entry in _find(pid):
+            try:
+                found = _parse_at(pid, entry)
+            except (LookupError, OSError):
+                continue  # Not written yet, or closed meanwhile.
+            if found.owner == (pid if called is None else called):
+                return found
+    except (LookupError, OSError):
+        return None
+    return None
+
+
+def _parse_at(pid: int, entry: str) -> Board:
+    descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return parse(pid, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _find(pid: int) -> str:
+def _find(pid: int) -> Iterator[str]:
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):
             try:
                 if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
-                    return entry.path
+                    yield entry.path
             except FileNotFoundError:
                 continue  # Closed meanwhile.
     except FileNotFoundError:
         raise LookupError(f"there is no process {pid}") from None
-    raise LookupError(f"process {pid} has no board: it uses no allhands group")
 
 
 def parse(pid: int, descriptor: int) -> Board:
@@ -190,11 +217,11 @@ def parse(pid: int, descriptor: int) -> Board:
     Raises LookupError where the process has written none.
     """
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
-        magic, version, notes, _, rank, world_size, _ = _HEAD.unpack_from(memory)
+        magic, version, notes, owner, rank, world_size, _ = _HEAD.unpack_from(memory)
         if magic != _MAGIC or version != _VERSION:
             raise LookupError(f"the board of process {pid} is of another version of allhands")
         found = sorted(_notes(memory, notes), key=lambda note: note.number)
-    return Board(pid, rank, world_size, tuple(found))
+    return Board(pid, rank, world_size, tuple(found), owner)
 
 
 def _notes(memory: mmap.mmap, count: int) -> Iterator[Note]:

@@ -98,7 +98,13 @@ def nursery() -> Iterator[None]:
 
 
 @pytest.fixture
-def network(nursery: None, tmp_path: Path) -> Iterator[Making]:  # noqa: ARG001  # started before anything is counted
+def network(nursery: None, cables: Making) -> Making:  # noqa: ARG001  # started before anything is counted
+    """Make a network of hosts on which ranks run."""
+    return cables
+
+
+@pytest.fixture
+def cables(tmp_path: Path) -> Iterator[Making]:
     """Make a network of hosts; they are gone after the test, however it ended."""
     made: list[str] = []
 

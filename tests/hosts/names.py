@@ -21,9 +21,10 @@ FOUND, NO_SUCH_NAME = 0x8580, 0x8583
 class Names:
     """What the server knows and what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silent: bool = False, slow_s: float = 0.0) -> None:
         self.known: dict[str, str] = {}
         self.asked: list[str] = []
+        self.silent, self.slow_s = silent, slow_s
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer to one packet: the address, nothing (no AAAA), or that there is no such name."""
@@ -45,9 +46,9 @@ class Names:
 
 
 @contextlib.contextmanager
-def serving(namespace: str, address: str) -> Iterator[Names]:
-    """Answer on port 53 of ``address`` in ``namespace``, as long as the block lasts."""
-    names = Names()
+def serving(namespace: str, address: str, *, silent: bool = False, slow_s: float = 0.0) -> Iterator[Names]:
+    """Answer on port 53 of ``address`` in ``namespace``, as long as the block lasts; not at all, or each time late."""
+    names = Names(silent=silent, slow_s=slow_s)
 
     def listen() -> socket.socket:
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -62,7 +63,10 @@ def serving(namespace: str, address: str) -> Iterator[Names]:
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
                 packet, peer = link.recvfrom(4096)
-                link.sendto(names.answer(packet), peer)
+                answer = names.answer(packet)
+                over.wait(names.slow_s)
+                if not names.silent:
+                    link.sendto(answer, peer)
 
     thread = threading.Thread(target=serve)
     thread.start()

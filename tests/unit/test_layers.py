@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "allhands"
 # From the words that everything uses down to what people use; each layer may import those above it.
 # A name is a module or a folder directly under allhands/. A new one must be given its place here.
 LAYERS: dict[str, set[str]] = {
-    "words": {"_core", "_version", "diagnosis", "errors", "notes", "settings"},
+    "words": {"_core", "_version", "diagnosis", "errors", "notes", "settings", "stacks"},
     "place": {"environments", "world"},
     "control": {"control"},
     "data": {"_torch", "engines"},

@@ -215,7 +215,7 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
             f"{address} does not answer",
             why=why,
             fix=f"open port {address.port} on {address.host} for this machine (and the ports of Gloo and NCCL: all "
-            f"above 1023), or check the address; `nc -vz {address.host} {address.port}` from here must succeed",
+            f"above 1023), or check the address; `allhands doctor {address}` from here says more",
             ranks=(0,),
             certain=bool(codes & {errno.EACCES, errno.EPERM}),
             **parts,

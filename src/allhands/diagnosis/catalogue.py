@@ -79,6 +79,20 @@ _ENTRIES = (
     Entry("module-changed", "TrainingError", "a module's parameters changed after it was wrapped"),
     Entry("gradient-twice", "TrainingError", "a parameter got a gradient after it had been reduced"),
     Entry("backward-unfinished", "TrainingError", "a backward pass stopped in the middle of its reductions"),
+    # What `allhands doctor` finds beside all of these; no rank raises them, so they have no exception of their own.
+    Entry("name-server-silent", "AllhandsError", "a name server does not answer"),
+    Entry("name-shadowed", "AllhandsError", "the hosts file and the name server disagree about a name"),
+    Entry("ports-filtered", "AllhandsError", "the ports that Gloo and NCCL use cannot be reached"),
+    Entry("mtu-mismatch", "AllhandsError", "large packets vanish, or machines use different packet sizes"),
+    Entry("clock-skewed", "AllhandsError", "the clocks of two machines differ"),
+    Entry("memory-low", "AllhandsError", "hardly memory for the ranks that are to start here"),
+    Entry("process-limit", "AllhandsError", "hardly room for more processes and threads"),
+    Entry("too-few-cores", "AllhandsError", "more ranks or threads than cores"),
+    Entry("stale-worker", "AllhandsError", "workers of an earlier job run on although their launcher is gone"),
+    Entry("driver-mismatch", "AllhandsError", "the driver of the GPUs and this torch do not fit together"),
+    Entry("gpu-busy", "AllhandsError", "other processes use GPUs of this machine"),
+    Entry("debugging-left", "AllhandsError", "variables are set that were meant for debugging"),
+    Entry("rank-behind", "AllhandsError", "ranks of a running job wait for one that does not come"),
 )
 
 CATALOGUE: dict[str, Entry] = {entry.slug: entry for entry in _ENTRIES}

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from .. import stacks
 from . import worker
 from .evidence import Evidence
 from .job import Job
@@ -30,7 +31,7 @@ class Process(Evidence):
     ) -> None:
         super().__init__(job.rank(local_rank))
         self.local_rank = local_rank
-        self._stacks = os.memfd_create("allhands-stacks", os.MFD_CLOEXEC)
+        self._stacks = stacks.make()
         given = (self._record, self._fatal, self._stacks, self.board)
         ordered = worker.order(
             job.kind,
@@ -87,8 +88,6 @@ class Process(Evidence):
             if not caught >> (worker.STACKS - 1) & 1 or "\nState:\tT" in status:
                 return False
             os.ftruncate(self._stacks, 0)
-            # faulthandler writes where the last dump ended; the descriptor is shared, so its place is too.
-            os.lseek(self._stacks, 0, os.SEEK_SET)
             os.kill(self.pid, worker.STACKS)
         except (OSError, IndexError, ValueError):
             return False

@@ -12,6 +12,7 @@ import signal
 import sys
 from types import ModuleType
 
+from ..stacks import SIGNAL as STACKS
 from .record import exited, raised, write
 
 # Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
@@ -27,10 +28,6 @@ PROGRAM = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); sys.path.append(sys.argv[1]); "
     "from allhands.launch.worker import main; main()"
 )
-
-# Shows the stacks of all threads. A real-time signal that neither glibc (the first two) nor debuggers and timers of
-# common libraries take; scripts keep SIGUSR1 and SIGUSR2 for themselves.
-STACKS = signal.SIGRTMIN + 7
 
 
 def order(kind: str, *, agent: int, record: int, fatal: int, stacks: int, board: int, init: bool) -> str:

@@ -7,11 +7,17 @@ import pytest
 
 from allhands import diagnosis, errors, settings
 from allhands.diagnosis import CATALOGUE, Diagnosis, page, title
+from allhands.doctor import Finding
+from allhands.doctor.screen import block
 
 SECTIONS = ["What you see", "What it means", "Usual causes", "What to do", "When it is raised"]
 FOLDER = Path(diagnosis.__file__).parent / "pages"
 
 every_slug = pytest.mark.parametrize("slug", list(CATALOGUE))
+
+# What no rank raises is shown by the doctor, and looks as on its screen.
+RAISED = [slug for slug in CATALOGUE if title(slug) != "AllhandsError"]
+FOUND = [slug for slug in CATALOGUE if slug not in RAISED]
 
 
 def example(slug: str) -> list[str]:
@@ -70,7 +76,29 @@ def test_no_page_without_a_slug() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {f"{slug}.md" for slug in CATALOGUE}
 
 
-@every_slug
+@pytest.mark.parametrize("slug", FOUND)
+def test_example_is_what_the_doctor_would_show(slug: str) -> None:
+    """The page of what only the doctor finds has an example that says why and how to mend it, as on its screen."""
+    first, *rest = example(slug)
+    mark, what = first.split(" ", 1)
+    labels = {line[4:8].strip(): line[10:] for line in rest if line[4:8].strip() in {"why", "fix"}}
+    commands = tuple(line[10:] for line in rest if line[4:8].strip() in {"type", ""})
+    found = Finding(
+        "",
+        "",
+        "red" if mark == "X" else "yellow",
+        what.removesuffix(f"   [{slug}]"),
+        labels["why"],
+        labels["fix"],
+        slug,
+        commands=commands,
+    )
+    assert what.endswith(f"   [{slug}]")
+    shown = block("", found, "", width=10_000, colour=False)
+    assert [line[15:] for line in shown] == [first, *rest]
+
+
+@pytest.mark.parametrize("slug", RAISED)
 def test_example_is_what_the_code_would_print(slug: str) -> None:
     """A page's example has the right exception and slug, says who and what to do, and looks as rendered."""
     lines = example(slug)
@@ -103,7 +131,7 @@ def test_page_names_only_commands_that_exist(slug: str) -> None:
     """A page sends nobody to a command of allhands that does not exist."""
     code = re.findall(r"`([^`]+)`|^ {7}(.+)$", page(slug), flags=re.MULTILINE)
     named = {name for spans in code for name in re.findall(r"(?<!import )\ballhands (\w+)", " ".join(spans))}
-    assert named <= {"explain", "whoami", "bench"}
+    assert named <= {"explain", "whoami", "bench", "doctor", "run"}
 
 
 @every_slug
