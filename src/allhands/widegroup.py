@@ -63,6 +63,11 @@ class Wide(HostGroup):
             )
         )
 
+    def shutdown(self) -> None:
+        """End this rank's part, after what is in line."""
+        super().shutdown()
+        self._core.close()
+
     def window(self, name: str, size: int) -> None:
         """Hosts share no memory."""
         del name, size

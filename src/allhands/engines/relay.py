@@ -24,7 +24,7 @@ from . import fingerprint, shm
 from .fingerprint import Call, Judgement
 from .fold import fold
 
-__all__ = ["Difference", "Relay"]
+__all__ = ["Difference", "Relay", "flat", "together"]
 
 # Data that travels with the record. It costs no message of its own; much more would cost every call its time.
 _ROOM = 256
@@ -77,6 +77,8 @@ class Relay:
         self.shape = ""
         self.under_way = False
         self._gloo = gloo
+        # All that this engine waits for.
+        self._gloos = [gloo]
         self._rank = rank
         self._numbers = list(ranks)
         self._size = len(ranks)
@@ -154,7 +156,7 @@ class Relay:
             for part, row in zip(parts, rows, strict=True):
                 part.copy_(row)
         elif self._even:
-            with _together(parts) as whole:
+            with together(parts) as whole:
                 self._gather(whole, data)
         else:
             parts[self._rank].copy_(data)
@@ -189,10 +191,8 @@ class Relay:
         """Reduce each part of everyone's data to the rank it is for."""
         data, parts = _bytes(address, size), _parts(given)
         self._meet("reduce_scatter", limit_ns, None, [size], dtype=dtype, reduction=reduction)
-        mine = data.view(_TYPES[dtype & ~shm.COMPLEX])
-        came = torch.empty(self._size, mine.numel(), dtype=mine.dtype)
-        self._swap(parts, [_flat(came)], [size] * self._size, [size] * self._size)
-        mine.copy_(fold(came.unbind(), reduction))
+        kind = _TYPES[dtype & ~shm.COMPLEX]
+        self._reduce_parts([part.view(kind) for part in parts], data.view(kind), reduction)
         return self.done()
 
     def all_to_all(self, given: _Places, out: _Places, dtype: int, limit_ns: int) -> int:
@@ -285,16 +285,22 @@ class Relay:
         notice that a connection ended: a buffer that is just being sent stands in none of the lists that it wakes
         (gloo/transport/tcp/pair.cc, signalException), and stays until its timeout.
         """
-        work = issue(*args)
+        self._wait(issue(*args))
+
+    def _wait(self, work: Any) -> None:
         try:
             while not self._finished(work):
                 if self._over_since is not None and time.monotonic() - self._over_since > _NOTICE_S:
                     self._leave_behind()
         except BaseException:
             if not work.is_completed():
-                # Never freed: its destructor waits for what is left behind, in whatever thread comes upon it.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+                self._keep()
             raise
+
+    def _keep(self) -> None:
+        """Never free what Gloo has: its destructor waits for what is left behind, in whatever thread comes upon it."""
+        for each in self._gloos:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
     def _finished(self, work: Any) -> bool:
         """Wait for a moment; raise what Gloo raised, where it is over."""
@@ -331,7 +337,7 @@ class Relay:
         """Give each rank ``gives`` bytes of ``parts`` and take ``takes`` bytes from each into ``came``."""
         if self._empty:
             return
-        with _together(parts, back=False) as given, _together(came) as taken:
+        with together(parts, back=False) as given, together(came) as taken:
             options = self._options(dist.AllToAllOptions)
             self.through(self._gloo.alltoall_base, taken, given, takes, gives, options)
 
@@ -353,6 +359,13 @@ class Relay:
         if name == "AVG" and data.dtype in _GLOO_TYPES:
             data.div_(self._size)
 
+    def _reduce_parts(self, parts: Sequence[torch.Tensor], mine: torch.Tensor, reduction: int) -> None:
+        """Reduce everyone's parts, one for each rank, and put this rank's into ``mine``."""
+        came = torch.empty(self._size, mine.numel(), dtype=mine.dtype)
+        even = [mine.nbytes] * self._size
+        self._swap([flat(part) for part in parts], [flat(came)], even, even)
+        mine.copy_(fold(came.unbind(), reduction))
+
     def _reduce_slices(self, data: torch.Tensor, reduction: int) -> None:
         """Give each rank its slice of everyone's, reduce that here, and give it to everyone: the bytes of a ring."""
         each = -(-data.numel() // self._size)
@@ -360,8 +373,8 @@ class Relay:
         whole.view(-1)[: data.numel()].copy_(data)
         came = torch.empty_like(whole)
         even = [each * data.element_size()] * self._size
-        self._swap([_flat(whole)], [_flat(came)], even, even)
-        self._gather(_flat(whole), _flat(fold(came.unbind(), reduction)))
+        self._swap([flat(whole)], [flat(came)], even, even)
+        self._gather(flat(whole), flat(fold(came.unbind(), reduction)))
         data.copy_(whole.view(-1)[: data.numel()])
 
     def end(self, rank: int) -> None:
@@ -369,13 +382,16 @@ class Relay:
         del rank
         self._over_since = self._over_since or time.monotonic()
 
+    def close(self) -> None:
+        """Say that this rank makes no further call."""
+
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     """Return the memory of ``tensor``, which must live as long."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` as bytes, which Gloo moves whatever they are."""
     return tensor.view(-1).view(torch.uint8)
 
@@ -393,7 +409,7 @@ def _parts(places: _Places | None) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _together(parts: Sequence[torch.Tensor], *, back: bool = True) -> Iterator[torch.Tensor]:
+def together(parts: Sequence[torch.Tensor], *, back: bool = True) -> Iterator[torch.Tensor]:
     """Give ``parts`` as one tensor: the memory itself where they lie side by side, else a copy (copied back)."""
     sizes = [part.numel() for part in parts]
     filled = [part for part in parts if part.numel()]

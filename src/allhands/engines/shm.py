@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import ReduceOp, Store
 
 from .. import _core, settings
 from ..errors import fail
-from .handing import Handing, Handover, no_room, pid_namespace, require_room
+from .handing import Apart, Handing, Handover, no_room, pid_namespace, require_room
 
 __all__ = [
     "BESIDE",
@@ -34,6 +34,7 @@ __all__ = [
     "PREMUL_SUM",
     "REDUCTIONS",
     "REDUCTION_NAMES",
+    "Apart",
     "Shm",
     "Trouble",
     "dtype_code",
@@ -227,7 +228,8 @@ class Shm:
 def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[[], None]) -> Shm:
     """Make or fetch the segment of a group and map it. Every rank of the group calls this; ends by the timeout.
 
-    ``check`` is called now and then and raises where the group is over.
+    ``check`` is called now and then and raises where the group is over. Raises Apart, on every rank, where they
+    cannot share memory.
     """
     handing = Handing(store, rank, ranks, check)
     descriptor, handover = handing.share("shm", _new_segment, timeout_s)
