@@ -67,7 +67,8 @@ def _engine(
         # Ranks on one machine that cannot share memory all the same are on hosts of their own.
         with suppress(shm.Apart):
             return shm.form(store, rank, size, timeout.total_seconds(), check)
-    return rails.form(store, gloo, rank, ranks, timeout=timeout, check=check)
+    address = session.wire.address or session.own_address
+    return rails.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)
 
 
 def _chosen(store: Store, rank: int) -> str:

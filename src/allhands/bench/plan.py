@@ -34,10 +34,23 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     peers: tuple[str, ...] = ()
     floor: bool = False
+    hosts: int = 1
+
+    def host(self, rank: int) -> int:
+        """Return the host that ``rank`` is on: as many ranks on each as can be, in their order."""
+        return rank * self.hosts // self.ranks
 
 
 def plan(
-    operation: str, *, ranks: int, sizes_text: str, against: str, rounds: int, floor: bool = False, plot: str = ""
+    operation: str,
+    *,
+    ranks: int,
+    sizes_text: str,
+    against: str,
+    rounds: int,
+    floor: bool = False,
+    plot: str = "",
+    hosts: int = 1,
 ) -> Plan:
     """Return the plan that the options ask for.
 
@@ -47,7 +60,9 @@ def plan(
     what = OPERATIONS[operation]
     # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
     wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
-    made = Plan(operation, ranks, wanted, rounds, peers(against), floor)
+    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, hosts)
+    if hosts > 1:
+        _check_hosts(made)
     check_memory(made)
     if "mpi" in made.peers:
         _check_mpi()
@@ -137,6 +152,23 @@ def _available() -> int:
     except (OSError, KeyError, ValueError):
         return free  # no cgroup version 2 here, or not at its usual place
     return max(0, free)
+
+
+def _check_hosts(asked: Plan) -> None:
+    wrong = ""
+    if asked.hosts > asked.ranks:
+        wrong = f"{asked.ranks} ranks cannot be on {asked.hosts} hosts"
+    elif "mpi" in asked.peers:
+        wrong = "mpirun starts its ranks on this host only"
+    elif asked.floor:
+        wrong = "the floor is that of shared memory"
+    if wrong:
+        raise fail(
+            "invalid-argument",
+            f"--hosts {asked.hosts}: {wrong}",
+            who=_WHO,
+            fix="give at least as many --ranks, and neither --floor nor --against mpi",
+        )
 
 
 def _check_mpi() -> None:

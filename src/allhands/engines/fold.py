@@ -36,7 +36,7 @@ _ON_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 def fold(rows: Sequence[torch.Tensor], reduction: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the rows, one for each rank and all of one type, reduced; none of them is changed.
 
-    With ``out``, which has their type and is none of them, the result is written there.
+    With ``out``, of their type, the result is written there; it may be one of the first two rows.
     """
     kind, name = rows[0].dtype, REDUCTION_NAMES[reduction]
     if kind is torch.bool:

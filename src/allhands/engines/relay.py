@@ -24,11 +24,11 @@ from . import fingerprint, shm
 from .fingerprint import Call, Judgement
 from .fold import fold
 
-__all__ = ["Difference", "Relay", "flat", "together"]
+__all__ = ["SHEET", "Difference", "Relay", "flat", "memory", "together"]
 
 # Data that travels with the record. It costs no message of its own; much more would cost every call its time.
 _ROOM = 256
-_SHEET = fingerprint.BYTES + _ROOM
+SHEET = fingerprint.BYTES + _ROOM
 
 # What is left for Gloo when the deadline is all but there; 0 would mean its own default.
 _LEAST_S = 0.001
@@ -77,8 +77,6 @@ class Relay:
         self.shape = ""
         self.under_way = False
         self._gloo = gloo
-        # All that this engine waits for.
-        self._gloos = [gloo]
         self._rank = rank
         self._numbers = list(ranks)
         self._size = len(ranks)
@@ -88,9 +86,11 @@ class Relay:
         # Of the call under way: whether everyone's parts are of one size, and whether nobody has any data.
         self._even = True
         self._empty = False
-        self._sheet = torch.zeros(_SHEET, dtype=torch.uint8)
-        self._sheets = torch.zeros(self._size, _SHEET, dtype=torch.uint8)
-        self._written, self._read = _memory(self._sheet), _memory(self._sheets)
+        self._sheet = torch.zeros(SHEET, dtype=torch.uint8)
+        self._sheets = torch.zeros(self._size, SHEET, dtype=torch.uint8)
+        self._written, self._read = memory(self._sheet), memory(self._sheets)
+        # Where the record of each rank begins among everyone's.
+        self._starts: Sequence[int] = range(0, self._size * SHEET, SHEET)
 
     @property
     def segment(self) -> Relay:
@@ -240,29 +240,36 @@ class Relay:
         size = data.numel() if data is not None else max(sizes, default=0)
         uneven = any(each != size for each in sizes)
         if data is not None and 0 < size <= _ROOM:
-            self._written[fingerprint.BYTES : fingerprint.BYTES + size] = _memory(data)
+            self._written[fingerprint.BYTES : fingerprint.BYTES + size] = memory(data)
         calls = self._tell(self._call(_KINDS[name], nbytes=size, uneven=uneven, **what))
         self._even, self._empty = calls is None, calls is None and size == 0
         if calls is not None:
             self._compare_sizes(calls, gives or [size] * self._size, takes or [size] * self._size)
         if data is None or size > _ROOM or not self._even:
             return None
-        return self._sheets[:, fingerprint.BYTES : fingerprint.BYTES + size]
+        return self._rows(size)
 
     def _tell(self, call: Call) -> list[Call] | None:
         """Exchange records; return None where all are the same, the calls where sizes are still to be compared."""
         record = call.pack()
         self._written[: len(record)] = record
-        self._gather(self._sheets.view(-1), self._sheet)
+        self._show()
         head = record[: fingerprint.HEAD_BYTES]
-        starts = range(0, self._size * _SHEET, _SHEET)
-        if not call.uneven and all(self._read[at : at + fingerprint.HEAD_BYTES] == head for at in starts):
+        if not call.uneven and all(self._read[at : at + fingerprint.HEAD_BYTES] == head for at in self._starts):
             return None
-        calls = [fingerprint.unpack(self._read[at : at + fingerprint.BYTES]) for at in starts]
+        calls = [fingerprint.unpack(self._read[at : at + fingerprint.BYTES]) for at in self._starts]
         judgement = fingerprint.judge(calls, self._numbers)
         if judgement is not None:
             raise Difference(judgement)
         return calls
+
+    def _show(self) -> None:
+        """Give this rank's sheet to everyone."""
+        self._gather(self._sheets.view(-1), self._sheet)
+
+    def _rows(self, size: int) -> torch.Tensor:
+        """Return the ``size`` bytes of data that came with each rank's record."""
+        return self._sheets[:, fingerprint.BYTES : fingerprint.BYTES + size]
 
     def _compare_sizes(self, calls: list[Call], gives: list[int], takes: list[int]) -> None:
         """Exchange tables of sizes, because someone's are uneven."""
@@ -298,9 +305,8 @@ class Relay:
             raise
 
     def _keep(self) -> None:
-        """Never free what Gloo has: its destructor waits for what is left behind, in whatever thread comes upon it."""
-        for each in self._gloos:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        """Never free Gloo: its destructor waits for what is left behind, in whatever thread comes upon it."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _finished(self, work: Any) -> bool:
         """Wait for a moment; raise what Gloo raised, where it is over."""
@@ -386,7 +392,7 @@ class Relay:
         """Say that this rank makes no further call."""
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory(tensor: torch.Tensor) -> memoryview:
     """Return the memory of ``tensor``, which must live as long."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
