@@ -243,6 +243,14 @@ WIDE static void divide_f64(double *values, size_t n, double by)
 
 /* ---------------------------------------------------------------------------------------------------------- */
 
+void ah_divide(uint32_t dtype, void *values, size_t elements, uint32_t by)
+{
+    if (dtype == AH_F32)
+        divide_f32(values, elements, (float)by);
+    if (dtype == AH_F64)
+        divide_f64(values, elements, (double)by);
+}
+
 static void reduce_halves(uint32_t dtype, uint32_t reduction, void *out, const void *const *sources, uint32_t number,
                           size_t elements)
 {
@@ -292,9 +300,7 @@ void ah_reduce(uint32_t dtype, uint32_t reduction, void *out, const void *const 
 
             step(into, source == 1 ? first : total, (const unsigned char *)sources[source] + at * size, n);
         }
-        if (reduction == AH_AVG && dtype == AH_F32)
-            divide_f32((float *)to, n, (float)number);
-        if (reduction == AH_AVG && dtype == AH_F64)
-            divide_f64((double *)to, n, (double)number);
+        if (reduction == AH_AVG)
+            ah_divide(dtype, to, n, number);
     }
 }
