@@ -1,7 +1,7 @@
 """The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
 
-On one host, tensors go through shared memory, where ranks are on several hosts over Gloo (`engines.relay`); those of a
-GPU by way of the host's memory. Sparse tensors are left to Gloo.
+Where ranks share memory tensors go through it, between hosts by rails (`engines.rails`) or over Gloo (`engines.relay`);
+those of a GPU by way of the host's memory. Sparse tensors are left to Gloo.
 """
 
 from __future__ import annotations

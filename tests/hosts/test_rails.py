@@ -116,6 +116,21 @@ dist.destroy_process_group()
     assert [result["found"] for result in results] == [[], ["Relay"], ["Shm", "Relay"], ["Shm"]]
 
 
+def test_a_host_without_room_makes_all_go_the_slow_way(network: Making) -> None:
+    """Where one host has no memory for its segment, the ranks of all hosts agree on Gloo, and the group forms."""
+    made = network()
+    env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "30"}
+    source = """
+x = torch.ones(1000)
+dist.all_reduce(x)
+say(engine=type(dist.group.WORLD.engine).__name__, sum=x[0].item())
+dist.destroy_process_group()
+"""
+    each = made.each(LAYOUT, {2: {"ALLHANDS_SLOT_KIB": "1000000000"}})
+    for result in well(launch(FORM + source, 4, env, each=each)):
+        assert (result["engine"], result["sum"]) == ("Relay", 4.0)
+
+
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_told_on_both_hosts(network: Making, victim: int) -> None:
     """A kill -9 amid large reductions, of a rank beside others or across: survivors raise peer-lost within 2 s."""
