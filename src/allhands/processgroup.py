@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from . import _torch, ending, lifecycle, settings
 from . import session as _session
 from .engines import rails, shm
+from .engines.handing import Apart
 from .engines.relay import Relay
 from .errors import fail
 from .flat import Flat, Flats
@@ -65,7 +66,7 @@ def _engine(
         return Relay(gloo, rank, ranks)
     if session.one_host:
         # Ranks on one machine that cannot share memory all the same are on hosts of their own.
-        with suppress(shm.Apart):
+        with suppress(Apart):
             return shm.form(store, rank, size, timeout.total_seconds(), check)
     address = session.wire.address or session.own_address
     return rails.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import ReduceOp, Store
 
 from .. import _core, settings
 from ..errors import fail
-from .handing import Apart, Handing, Handover, no_room, pid_namespace, require_room
+from .handing import Handing, Handover, no_room, pid_namespace, require_room
 
 __all__ = [
     "BESIDE",
@@ -34,7 +34,6 @@ __all__ = [
     "PREMUL_SUM",
     "REDUCTIONS",
     "REDUCTION_NAMES",
-    "Apart",
     "Shm",
     "Trouble",
     "dtype_code",
