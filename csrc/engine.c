@@ -14,6 +14,7 @@
 #include "board.h"
 #include "card.h"
 #include "collective.h"
+#include "rail.h"
 #include "reduce.h"
 #include "window.h"
 
@@ -86,6 +87,25 @@ static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_s
         return NULL;
     ah_find_window(&self->group, &data);
     AH_RUN(self, code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
+    return ended(code);
+}
+
+static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    struct ah_part data;
+    struct ah_rail rail;
+    uint32_t dtype, reduction, fd, first;
+    int64_t limit;
+    int code;
+
+    if (ah_count(n, 8) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
+        ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &fd) != 0 ||
+        ah_as_number(args[5], &first) != 0 || ah_as_number(args[6], &rail.ranks) != 0 ||
+        ah_as_time(args[7], &limit) != 0)
+        return NULL;
+    rail.fd = (int)fd;
+    rail.first = first != 0;
+    AH_RUN(self, code, ah_cross(&self->group, data, dtype, reduction, rail, limit));
     return ended(code);
 }
 
@@ -414,6 +434,7 @@ static PyMethodDef METHODS[] = {
     METHOD(barrier, "barrier(timeout_ns) -> code"),
     METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
     METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    METHOD(cross, "cross(address, bytes, dtype, reduction, fd, first, ranks, timeout_ns) -> code"),
     METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
     METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
     METHOD(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),

@@ -254,6 +254,14 @@ AVERAGE(average_f64, double)
 
 /* ---------------------------------------------------------------------------------------------------------- */
 
+void ah_divide(uint32_t dtype, void *values, size_t elements, uint32_t by)
+{
+    if (dtype == AH_F32)
+        divide_f32(values, elements, (float)by);
+    if (dtype == AH_F64)
+        divide_f64(values, elements, (double)by);
+}
+
 static void reduce_halves(uint32_t dtype, uint32_t reduction, void *out, const void *const *sources, uint32_t number,
                           size_t elements)
 {

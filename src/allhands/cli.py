@@ -255,6 +255,9 @@ def _collective(operation: str) -> None:
     @click.option(
         "--sizes", default="4:64M", show_default=True, help="Bytes: a range (each 4 times the last) or a list."
     )
+    @click.option(
+        "--hosts", type=click.IntRange(1, 64), default=1, show_default=True, help="Namespaces to put them in."
+    )
     @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
     @click.option("--floor", is_flag=True, help="Measure plain copies too, and say how far from them we are.")
@@ -267,24 +270,13 @@ def _collective(operation: str) -> None:
     )
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
     @click.option("--plot", default="", metavar="FILE", help="Draw time and bandwidth into FILE (.png, .svg, .pdf).")
-    def run(
-        *, ranks: int, sizes: str, against: str, rounds: int, floor: bool, device: str, as_json: bool, plot: str
-    ) -> None:
+    def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
         from .bench.bar import bar
         from .bench.collective import measure
         from .bench.plan import plan
         from .bench.table import table
 
-        asked = plan(
-            operation,
-            ranks=ranks,
-            sizes_text=sizes,
-            against=against,
-            rounds=rounds,
-            floor=floor,
-            plot=plot,
-            device=device,
-        )
+        asked = plan(operation, sizes_text=sizes, plot=plot, **asked_for)
         with bar(asked) as notify:
             rows = measure(asked, notify)
         click.echo(json.dumps(rows, indent=2) if as_json else table(asked, rows))

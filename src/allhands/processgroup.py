@@ -1,12 +1,14 @@
 """The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
 
-On one host, tensors go through shared memory, where ranks are on several hosts over Gloo (`engines.relay`); those of a
-GPU by way of the host's memory. Sparse tensors are left to Gloo.
+Where ranks share memory tensors go through it, between hosts by rails (`engines.rails`) or over Gloo (`engines.relay`);
+those of a GPU by way of the host's memory. Sparse tensors are left to Gloo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from . import _torch, ending, lifecycle, settings
 from . import session as _session
-from .engines import shm
+from .engines import rails, shm
+from .engines.handing import Apart
 from .engines.relay import Relay
 from .errors import fail
 from .flat import Flat, Flats
@@ -49,11 +52,24 @@ def create(options: Any, pg_options: Any) -> Any:
     if session is None:
         return gloo
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    if not session.one_host or size > shm.MOST_RANKS or _chosen(store, rank) == "gloo":
-        relay = Relay(gloo, rank, ranks)
-        return WideGroup(rank, ranks, engine=relay, gloo=gloo, session=session, timeout=options.timeout)
-    engine = shm.form(store, rank, size, options.timeout.total_seconds(), session.member.check)
-    return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
+    engine = _engine(store, gloo, rank, ranks, session=session, timeout=options.timeout)
+    kind = Group if isinstance(engine, shm.Shm) else WideGroup
+    return kind(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
+
+
+def _engine(
+    store: Store, gloo: Any, rank: int, ranks: list[int], *, session: _session.Session, timeout: timedelta
+) -> shm.Shm | Relay:
+    """Make the engine that fits the ranks of a group; each of them calls this."""
+    size, check = len(ranks), session.member.check
+    if _chosen(store, rank) == "gloo" or (session.one_host and size > shm.MOST_RANKS):
+        return Relay(gloo, rank, ranks)
+    if session.one_host:
+        # Ranks on one machine that cannot share memory all the same are on hosts of their own.
+        with suppress(Apart):
+            return shm.form(store, rank, size, timeout.total_seconds(), check)
+    address = session.wire.address or session.own_address
+    return rails.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)
 
 
 def _chosen(store: Store, rank: int) -> str:

@@ -32,7 +32,7 @@ TABLE: dict[str, str] = {
     "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
     "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
-    "ALLHANDS_ENGINE": "shm or gloo: what moves CPU tensors on one host (default shm); rank 0's setting counts",
+    "ALLHANDS_ENGINE": "shm (default), or gloo to move CPU tensors by Gloo alone; rank 0's setting counts",
     "ALLHANDS_CUDA": "auto, nccl, cuda_ipc or host: the way of CUDA tensors on one host; rank 0's setting counts",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
 }

@@ -1,4 +1,4 @@
-"""What is different about a group whose ranks are on several hosts: its engine is a `Relay`, and words come with calls.
+"""What is different about a group on several hosts: its engine is a `Relay` or `Rails`, and words come with calls.
 
 `processgroup.WideGroup` is this and the collectives of `processgroup.Group`.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from . import mismatch
-from . import session as _session
 from .diagnosis import Diagnosis
 from .engines.relay import Difference, Relay
 from .errors import AllhandsError
@@ -61,6 +60,11 @@ class Wide(HostGroup):
             )
         )
 
+    def shutdown(self) -> None:
+        """End this rank's part, after what is in line."""
+        super().shutdown()
+        self._core.close()
+
     def window(self, name: str, size: int) -> None:
         """Hosts share no memory."""
         del name, size
@@ -77,16 +81,20 @@ class Wide(HostGroup):
     ) -> Any:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES])
         shapes += f" and {len(tensors) - _MOST_SHAPES} more" * (len(tensors) > _MOST_SHAPES)
-        told = functools.partial(self._told, name, _session.call_site(), shapes, run)
+        told = functools.partial(self._told, name, shapes, run)
         return super()._do(name, told, tensors, opts, via)
+
+    def _noted(self, name: str, site: str, number: int, run: Callable[[], None], within_ns: int) -> None:
+        self._core.site = site
+        super()._noted(name, site, number, run, within_ns)
 
     # What ended a call in the middle, with the frames that hold its tensors: Gloo may still write there.
     _kept: BaseException | None = None
 
-    def _told(self, name: str, site: str, shapes: str, run: Callable[[], None]) -> None:
+    def _told(self, name: str, shapes: str, run: Callable[[], None]) -> None:
         """Do ``run`` in its turn, telling the others what it is; raise what its failure means."""
         self.session.member.check()
-        self._core.site, self._core.shape = site, shapes
+        self._core.shape, site = shapes, self._core.site
         try:
             self._together(name, run)
         except Difference as difference:

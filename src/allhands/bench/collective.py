@@ -60,6 +60,7 @@ def row(plan: Plan, size: int, times: dict[str, list[float]], about: dict[str, s
     found: dict[str, Any] = {
         "operation": plan.operation,
         "ranks": plan.ranks,
+        "hosts": plan.hosts,
         "cores": cores(),
         "bytes": size,
         "rounds": plan.rounds,

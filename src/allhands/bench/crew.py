@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -22,6 +24,7 @@ import msgspec
 
 from ..errors import AllhandsError, fail
 from .course import Course
+from .network import PORT, Network, address
 from .plan import Plan, missing_mpi
 
 __all__ = ["Crew", "cores"]
@@ -75,6 +78,7 @@ class Crew:
         self._unread: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._done: set[int] = set()
+        self._network: Network | None = None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -121,8 +125,19 @@ class Crew:
                     environment.setdefault(f"OMPI_MCA_btl_{engine}_backing_directory", str(self._folder))
             self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *words, "-1"], environment)
             return
+        if isinstance(self._plan, Plan) and self._plan.hosts > 1:
+            self._start_on_hosts(self._plan, words, environment)
+            return
         for rank in range(self._plan.ranks):
             self._spawn(str(rank), [*words, str(rank)], environment)
+
+    def _start_on_hosts(self, plan: Plan, words: list[str], environment: dict[str, str]) -> None:
+        environment |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+        environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
+        self._network = Network(plan.hosts).__enter__()
+        for rank in range(plan.ranks):
+            start = functools.partial(self._spawn, str(rank), [*words, str(rank)], environment)
+            self._network.within(plan.host(rank), start)
 
     def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         with (self._folder / name).open("wb") as printed:
@@ -253,6 +268,8 @@ class Crew:
             connection.close()
         self._listener.close()
         self._selector.close()
+        if self._network is not None:
+            self._network.__exit__(None, None, None)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -130,8 +130,9 @@ class Engines:
     def about(self) -> dict[str, str]:
         """Return the versions of what is measured."""
         group: Any = allhands.group.WORLD
-        shared = group.engine.size_bytes / 2**20
-        ours = f"{allhands.__version__} ({shared:.1f} MiB of shared memory, whatever the size)"
+        shared = getattr(group.engine, "size_bytes", 0) / 2**20
+        on_each = " on each host" if self._plan.hosts > 1 else ""
+        ours = f"{allhands.__version__} ({shared:.1f} MiB of shared memory{on_each}, whatever the size)"
         found = {"allhands": ours, "gloo": f"torch {torch.__version__}"}
         if self._mpi is not None:
             import mpi4py

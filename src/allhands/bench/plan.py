@@ -35,6 +35,11 @@ class Plan(msgspec.Struct, frozen=True):
     peers: tuple[str, ...] = ()
     floor: bool = False
     device: str = "cpu"
+    hosts: int = 1
+
+    def host(self, rank: int) -> int:
+        """Return the host that ``rank`` is on: as many ranks on each as can be, in their order."""
+        return rank * self.hosts // self.ranks
 
 
 def plan(
@@ -47,6 +52,7 @@ def plan(
     floor: bool = False,
     plot: str = "",
     device: str = "cpu",
+    hosts: int = 1,
 ) -> Plan:
     """Return the plan that the options ask for.
 
@@ -56,7 +62,9 @@ def plan(
     what = OPERATIONS[operation]
     # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
     wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
-    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, device)
+    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, device, hosts)
+    if hosts > 1:
+        _check_hosts(made)
     check_memory(made)
     if device == "cuda":
         _check_gpu(made)
@@ -166,6 +174,25 @@ def _check_gpu(asked: Plan) -> None:
             who=_WHO,
             why="an MPI takes memory of a GPU only where it was built for that",
             fix="measure CUDA tensors with --against gloo",
+        )
+
+
+def _check_hosts(asked: Plan) -> None:
+    wrong = ""
+    if asked.hosts > asked.ranks:
+        wrong = f"{asked.ranks} ranks cannot be on {asked.hosts} hosts"
+    elif "mpi" in asked.peers:
+        wrong = "mpirun starts its ranks on this host only"
+    elif asked.floor:
+        wrong = "the floor is that of shared memory"
+    elif asked.device != "cpu":
+        wrong = "ranks on several hosts share no GPU"
+    if wrong:
+        raise fail(
+            "invalid-argument",
+            f"--hosts {asked.hosts}: {wrong}",
+            who=_WHO,
+            fix="give at least as many --ranks, and neither --floor, --device cuda nor --against mpi",
         )
 
 

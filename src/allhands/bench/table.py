@@ -87,6 +87,13 @@ def size_words(size: int) -> str:
     return f"{size:,} B"
 
 
+def _hosts(plan: Plan) -> str:
+    if plan.hosts == 1:
+        return ""
+    each = [sum(plan.host(rank) == host for rank in range(plan.ranks)) for host in range(plan.hosts)]
+    return f" on {plan.hosts} hosts ({'+'.join(map(str, each))}; network namespaces of this machine)"
+
+
 def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines that say what was measured and what the columns mean."""
     what = OPERATIONS[plan.operation]
@@ -94,8 +101,9 @@ def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
     crowded = "more ranks than cores" if plan.ranks > first["cores"] else "a core for each rank"
     kind = " of float32, SUM" if "reduce" in plan.operation else " of float32" if what.buffers else ""
     half = ", half of that round trip between ranks 0 and 1" if what.trips == 2 else ""
+    ranks = f"{plan.ranks} ranks{_hosts(plan)}"
     lines = [
-        f"{plan.operation}{kind}, {plan.ranks} ranks, {first['cores']} cores ({crowded}), one thread per rank"
+        f"{plan.operation}{kind}, {ranks}, {first['cores']} cores ({crowded}), one thread per rank"
         + (", tensors of one GPU, which all ranks share" if plan.device != "cpu" else ""),
         f"each call: {what.torch[0].format(group='')}{half}",
         f"median, least: us per call of {plan.rounds} rounds; the engines take turns in the same processes;",

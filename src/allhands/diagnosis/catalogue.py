@@ -57,6 +57,9 @@ _ENTRIES = (
     Entry("backend-unknown", "EngineMissing", "the backend asked for does not exist"),
     Entry("fd-limit", "ResourceError", "too few file descriptors for this many ranks"),
     Entry("shm-too-small", "ResourceError", "shared memory is too small for the group"),
+    Entry(
+        "namespaces-refused", "ResourceError", "a bench on several hosts cannot make the namespaces that stand for them"
+    ),
     Entry("store-full", "ResourceError", "the job's key-value store is full"),
     # Life and death of a group.
     Entry("peer-failed", "PeerFailed", "a rank raised an exception"),

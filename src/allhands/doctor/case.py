@@ -19,7 +19,7 @@ from ..errors import AllhandsError
 from ..world import Address, World
 from .interfaces import Interface, interfaces
 
-__all__ = ["Case", "Lookup", "open_case"]
+__all__ = ["NAME_S", "Case", "Lookup", "is_address", "open_case"]
 
 # How long a name may take. glibc itself asks a silent server again only after 5 s, so longer waits tell no more.
 NAME_S = 2.2

@@ -43,6 +43,7 @@ __all__ = [
     "enough",
     "family_of",
     "knock_at",
+    "port_range",
     "pour",
     "swallow",
     "welcome",

@@ -42,7 +42,7 @@ from .exchange import (
 from .service import JOB, LISTENER
 from .stack import installed
 
-__all__ = ["Listener"]
+__all__ = ["Heard", "Listener"]
 
 # A visitor says its greeting at once, and needs some seconds for all checks; more is somebody else.
 _GREETING_S, _VISIT_S = 5.0, 60.0

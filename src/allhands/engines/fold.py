@@ -33,8 +33,11 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {
 _ON_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 
 
-def fold(rows: Sequence[torch.Tensor], reduction: int) -> torch.Tensor:
-    """Return the rows, one for each rank and all of one type, reduced; none of them is changed."""
+def fold(rows: Sequence[torch.Tensor], reduction: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the rows, one for each rank and all of one type, reduced; none of them is changed.
+
+    With ``out``, of their type, the result is written there; it may be one of the first two rows.
+    """
     kind, name = rows[0].dtype, REDUCTION_NAMES[reduction]
     if kind is torch.bool:
         name = _ON_BOOL.get(name, name)
@@ -42,6 +45,11 @@ def fold(rows: Sequence[torch.Tensor], reduction: int) -> torch.Tensor:
     # In the signed type the largest numbers come out lowest, unless the top bit is turned over.
     turn = torch.iinfo(work).min if work is not kind and name in {"MIN", "MAX"} else None
     step, wide = _STEPS[name], _WIDE.get(kind, work)
+    if out is not None and work is kind is wide and len(rows) > 1 and name != "AVG":
+        step(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            step(out, row, out=out)
+        return out
     total = _as(rows[0], work, wide, turn)
     total = total.clone() if total.data_ptr() == rows[0].data_ptr() else total
     for row in rows[1:]:
@@ -50,7 +58,8 @@ def fold(rows: Sequence[torch.Tensor], reduction: int) -> torch.Tensor:
         total.div_(len(rows))
     if turn is not None:
         total.bitwise_xor_(turn)
-    return total.to(work).view(kind)
+    total = total.to(work).view(kind)
+    return total if out is None else out.copy_(total)
 
 
 def _as(row: torch.Tensor, work: torch.dtype, wide: torch.dtype, turn: int | None) -> torch.Tensor:

@@ -69,6 +69,11 @@ class Wire:
         self._peers: set[_Place] = set()
         self._open: set[str] = set()
 
+    @property
+    def address(self) -> str:
+        """The address at which Gloo of this process is reached, "" before it published one."""
+        return min((host for host, _ in self._own), default="")
+
     def published(self, value: bytes) -> None:
         """This process put ``value`` into the store."""
         self._own.update(addresses(value))

@@ -20,7 +20,7 @@ from ..control import credentials
 from ..diagnosis import Diagnosis
 from ..errors import AllhandsError, error, fail
 
-__all__ = ["Handing", "Handover", "no_room", "pid_namespace", "require_room"]
+__all__ = ["Apart", "Handing", "Handover", "connect", "name_socket", "no_room", "pid_namespace", "require_room"]
 
 # How often to look whether the group is over while waiting for a rank to fetch the memory.
 _LOOK_S = 0.1
@@ -31,6 +31,10 @@ _REFUSED = "!"
 # Giving a file more pages than the machine has ends some process, and not always ours: so it is not tried when less
 # than this part of the free memory would be left.
 _LEFT = 0.05
+
+
+class Apart(ConnectionError):
+    """Some ranks of a group cannot share memory with its rank 0, though all are on one machine. All ranks raise it."""
 
 
 class _Make(Protocol):
@@ -107,7 +111,7 @@ class Handing:
     def share(self, key: str, make: _Make, timeout_s: float) -> tuple[int, Handover]:
         """Let rank 0 ``make`` memory and give it to everyone. Return its descriptor, to be closed by the caller.
 
-        What keeps rank 0 from making it is raised on every rank.
+        What keeps rank 0 from making it is raised on every rank; so is Apart, where someone cannot come to fetch it.
         """
         deadline = time.monotonic() + timeout_s
         if self._rank == 0:
@@ -122,7 +126,7 @@ class Handing:
             self._store.set(key, _REFUSED + msgspec.json.encode(problem.diagnosis).decode())
             raise
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        name = f"allhands-shm-{secrets.token_hex(12)}"
+        name = name_socket()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + name)
             listener.listen(self._ranks)
@@ -133,7 +137,7 @@ class Handing:
             own = pid_namespace()
             try:
                 while len(guests) < self._ranks - 1:
-                    guest = self._accept(listener, deadline)
+                    guest = self._accept(listener, key, deadline)
                     pid, uid = credentials.peer(guest)
                     if uid not in {os.getuid(), 0}:
                         guest.close()
@@ -145,18 +149,24 @@ class Handing:
                 handover = Handover(size, nonce, pids, own)
                 for guest in guests.values():
                     socket.send_fds(guest, [msgspec.msgpack.encode(handover)], [descriptor])
+            except BaseException:
+                os.close(descriptor)
+                raise
             finally:
                 for guest in guests.values():
                     guest.close()
         return descriptor, handover
 
-    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
+    def _accept(self, listener: socket.socket, key: str, deadline: float) -> socket.socket:
         while True:
             self._check()
             listener.settimeout(max(0.01, min(_LOOK_S, deadline - time.monotonic())))
             try:
                 return listener.accept()[0]
             except TimeoutError:
+                if self._store.check([f"{key}/apart"]):
+                    # Whoever has come already sees that its connection ends without the memory.
+                    raise Apart("a rank cannot come to fetch the memory") from None
                 if time.monotonic() >= deadline:
                     raise
 
@@ -164,14 +174,41 @@ class Handing:
         name = self._store.get(key).decode()
         if name.startswith(_REFUSED):
             raise error(msgspec.json.decode(name.removeprefix(_REFUSED), type=Diagnosis))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(max(0.01, deadline - time.monotonic()))
-            sock.connect("\0" + name)
-            _, uid = credentials.peer(sock)
-            if uid not in {os.getuid(), 0}:
-                raise PermissionError("the memory is offered by another user's process")
-            sock.send(msgspec.msgpack.encode(_Greeting(self._rank, pid_namespace())))
-            body, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
+        try:
+            with connect(name, deadline) as sock:
+                sock.send(msgspec.msgpack.encode(_Greeting(self._rank, pid_namespace())))
+                body, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
+        except TimeoutError:
+            raise
+        except OSError as problem:
+            body, descriptors, why = b"", [], str(problem)
+        else:
+            why = "rank 0 of the group ended the connection"
+        if not body:
+            self._check()
+            self._store.set(f"{key}/apart", why)
+            raise Apart(why)
         if not descriptors:
-            raise ConnectionError("rank 0 of the group went away before it handed out the memory")
+            raise ConnectionError("the memory of the group was lost on its way")
         return descriptors[0], msgspec.msgpack.decode(body, type=Handover)
+
+
+def name_socket() -> str:
+    """Return a fresh name for a socket from which memory is fetched."""
+    return f"allhands-shm-{secrets.token_hex(12)}"
+
+
+def connect(name: str, deadline: float) -> socket.socket:
+    """Connect to the socket called ``name``; raise OSError where that cannot be done, or where it is another user's."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        sock.connect("\0" + name)
+        _, uid = credentials.peer(sock)
+    except BaseException:
+        sock.close()
+        raise
+    if uid not in {os.getuid(), 0}:
+        sock.close()
+        raise PermissionError("the memory is offered by another user's process")
+    return sock

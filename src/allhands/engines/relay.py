@@ -24,11 +24,11 @@ from . import fingerprint, shm
 from .fingerprint import Call, Judgement
 from .fold import fold
 
-__all__ = ["Difference", "Relay"]
+__all__ = ["SHEET", "Difference", "Relay", "flat", "memory", "together"]
 
 # Data that travels with the record. It costs no message of its own; much more would cost every call its time.
 _ROOM = 256
-_SHEET = fingerprint.BYTES + _ROOM
+SHEET = fingerprint.BYTES + _ROOM
 
 # What is left for Gloo when the deadline is all but there; 0 would mean its own default.
 _LEAST_S = 0.001
@@ -86,9 +86,11 @@ class Relay:
         # Of the call under way: whether everyone's parts are of one size, and whether nobody has any data.
         self._even = True
         self._empty = False
-        self._sheet = torch.zeros(_SHEET, dtype=torch.uint8)
-        self._sheets = torch.zeros(self._size, _SHEET, dtype=torch.uint8)
-        self._written, self._read = _memory(self._sheet), _memory(self._sheets)
+        self._sheet = torch.zeros(SHEET, dtype=torch.uint8)
+        self._sheets = torch.zeros(self._size, SHEET, dtype=torch.uint8)
+        self._written, self._read = memory(self._sheet), memory(self._sheets)
+        # Where the record of each rank begins among everyone's.
+        self._starts: Sequence[int] = range(0, self._size * SHEET, SHEET)
 
     @property
     def segment(self) -> Relay:
@@ -154,7 +156,7 @@ class Relay:
             for part, row in zip(parts, rows, strict=True):
                 part.copy_(row)
         elif self._even:
-            with _together(parts) as whole:
+            with together(parts) as whole:
                 self._gather(whole, data)
         else:
             parts[self._rank].copy_(data)
@@ -189,10 +191,8 @@ class Relay:
         """Reduce each part of everyone's data to the rank it is for."""
         data, parts = _bytes(address, size), _parts(given)
         self._meet("reduce_scatter", limit_ns, None, [size], dtype=dtype, reduction=reduction)
-        mine = data.view(_TYPES[dtype & ~shm.COMPLEX])
-        came = torch.empty(self._size, mine.numel(), dtype=mine.dtype)
-        self._swap(parts, [_flat(came)], [size] * self._size, [size] * self._size)
-        mine.copy_(fold(came.unbind(), reduction))
+        kind = _TYPES[dtype & ~shm.COMPLEX]
+        self._reduce_parts([part.view(kind) for part in parts], data.view(kind), reduction)
         return self.done()
 
     def all_to_all(self, given: _Places, out: _Places, dtype: int, limit_ns: int) -> int:
@@ -240,29 +240,36 @@ class Relay:
         size = data.numel() if data is not None else max(sizes, default=0)
         uneven = any(each != size for each in sizes)
         if data is not None and 0 < size <= _ROOM:
-            self._written[fingerprint.BYTES : fingerprint.BYTES + size] = _memory(data)
+            self._written[fingerprint.BYTES : fingerprint.BYTES + size] = memory(data)
         calls = self._tell(self._call(_KINDS[name], nbytes=size, uneven=uneven, **what))
         self._even, self._empty = calls is None, calls is None and size == 0
         if calls is not None:
             self._compare_sizes(calls, gives or [size] * self._size, takes or [size] * self._size)
         if data is None or size > _ROOM or not self._even:
             return None
-        return self._sheets[:, fingerprint.BYTES : fingerprint.BYTES + size]
+        return self._rows(size)
 
     def _tell(self, call: Call) -> list[Call] | None:
         """Exchange records; return None where all are the same, the calls where sizes are still to be compared."""
         record = call.pack()
         self._written[: len(record)] = record
-        self._gather(self._sheets.view(-1), self._sheet)
+        self._show()
         head = record[: fingerprint.HEAD_BYTES]
-        starts = range(0, self._size * _SHEET, _SHEET)
-        if not call.uneven and all(self._read[at : at + fingerprint.HEAD_BYTES] == head for at in starts):
+        if not call.uneven and all(self._read[at : at + fingerprint.HEAD_BYTES] == head for at in self._starts):
             return None
-        calls = [fingerprint.unpack(self._read[at : at + fingerprint.BYTES]) for at in starts]
+        calls = [fingerprint.unpack(self._read[at : at + fingerprint.BYTES]) for at in self._starts]
         judgement = fingerprint.judge(calls, self._numbers)
         if judgement is not None:
             raise Difference(judgement)
         return calls
+
+    def _show(self) -> None:
+        """Give this rank's sheet to everyone."""
+        self._gather(self._sheets.view(-1), self._sheet)
+
+    def _rows(self, size: int) -> torch.Tensor:
+        """Return the ``size`` bytes of data that came with each rank's record."""
+        return self._sheets[:, fingerprint.BYTES : fingerprint.BYTES + size]
 
     def _compare_sizes(self, calls: list[Call], gives: list[int], takes: list[int]) -> None:
         """Exchange tables of sizes, because someone's are uneven."""
@@ -285,16 +292,21 @@ class Relay:
         notice that a connection ended: a buffer that is just being sent stands in none of the lists that it wakes
         (gloo/transport/tcp/pair.cc, signalException), and stays until its timeout.
         """
-        work = issue(*args)
+        self._wait(issue(*args))
+
+    def _wait(self, work: Any) -> None:
         try:
             while not self._finished(work):
                 if self._over_since is not None and time.monotonic() - self._over_since > _NOTICE_S:
                     self._leave_behind()
         except BaseException:
             if not work.is_completed():
-                # Never freed: its destructor waits for what is left behind, in whatever thread comes upon it.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+                self._keep()
             raise
+
+    def _keep(self) -> None:
+        """Never free Gloo: its destructor waits for what is left behind, in whatever thread comes upon it."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _finished(self, work: Any) -> bool:
         """Wait for a moment; raise what Gloo raised, where it is over."""
@@ -331,7 +343,7 @@ class Relay:
         """Give each rank ``gives`` bytes of ``parts`` and take ``takes`` bytes from each into ``came``."""
         if self._empty:
             return
-        with _together(parts, back=False) as given, _together(came) as taken:
+        with together(parts, back=False) as given, together(came) as taken:
             options = self._options(dist.AllToAllOptions)
             self.through(self._gloo.alltoall_base, taken, given, takes, gives, options)
 
@@ -353,6 +365,13 @@ class Relay:
         if name == "AVG" and data.dtype in _GLOO_TYPES:
             data.div_(self._size)
 
+    def _reduce_parts(self, parts: Sequence[torch.Tensor], mine: torch.Tensor, reduction: int) -> None:
+        """Reduce everyone's parts, one for each rank, and put this rank's into ``mine``."""
+        came = torch.empty(self._size, mine.numel(), dtype=mine.dtype)
+        even = [mine.nbytes] * self._size
+        self._swap([flat(part) for part in parts], [flat(came)], even, even)
+        mine.copy_(fold(came.unbind(), reduction))
+
     def _reduce_slices(self, data: torch.Tensor, reduction: int) -> None:
         """Give each rank its slice of everyone's, reduce that here, and give it to everyone: the bytes of a ring."""
         each = -(-data.numel() // self._size)
@@ -360,8 +379,8 @@ class Relay:
         whole.view(-1)[: data.numel()].copy_(data)
         came = torch.empty_like(whole)
         even = [each * data.element_size()] * self._size
-        self._swap([_flat(whole)], [_flat(came)], even, even)
-        self._gather(_flat(whole), _flat(fold(came.unbind(), reduction)))
+        self._swap([flat(whole)], [flat(came)], even, even)
+        self._gather(flat(whole), flat(fold(came.unbind(), reduction)))
         data.copy_(whole.view(-1)[: data.numel()])
 
     def end(self, rank: int) -> None:
@@ -369,13 +388,16 @@ class Relay:
         del rank
         self._over_since = self._over_since or time.monotonic()
 
+    def close(self) -> None:
+        """Say that this rank makes no further call."""
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+
+def memory(tensor: torch.Tensor) -> memoryview:
     """Return the memory of ``tensor``, which must live as long."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` as bytes, which Gloo moves whatever they are."""
     return tensor.view(-1).view(torch.uint8)
 
@@ -393,7 +415,7 @@ def _parts(places: _Places | None) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _together(parts: Sequence[torch.Tensor], *, back: bool = True) -> Iterator[torch.Tensor]:
+def together(parts: Sequence[torch.Tensor], *, back: bool = True) -> Iterator[torch.Tensor]:
     """Give ``parts`` as one tensor: the memory itself where they lie side by side, else a copy (copied back)."""
     sizes = [part.numel() for part in parts]
     filled = [part for part in parts if part.numel()]

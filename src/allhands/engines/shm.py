@@ -232,7 +232,8 @@ class Shm:
 def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[[], None]) -> Shm:
     """Make or fetch the segment of a group and map it. Every rank of the group calls this; ends by the timeout.
 
-    ``check`` is called now and then and raises where the group is over.
+    ``check`` is called now and then and raises where the group is over. Raises Apart, on every rank, where they
+    cannot share memory.
     """
     handing = Handing(store, rank, ranks, check)
     descriptor, handover = handing.share("shm", _new_segment, timeout_s)

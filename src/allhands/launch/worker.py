@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-__all__ = ["PROGRAM", "STACKS", "follow", "main", "order"]
+__all__ = ["PROGRAM", "follow", "main", "order"]
 
 # Given to `python -c`. The folder of the package comes last, and what -c put first is taken off before anything is
 # imported, so that nothing beside the user's script shadows a module of the standard library.
