@@ -235,6 +235,12 @@ WIDE static void divide_f32(float *values, size_t n, float by)
         values[i] /= by;
 }
 
+WIDE static void divide_f64(double *values, size_t n, double by)
+{
+    for (size_t i = 0; i < n; i++)
+        values[i] /= by;
+}
+
 /* The sum of the last two, divided by the number of all: one pass less over what was just written. Where the number is
  * a power of two, multiplying by its inverse gives the same bits in a fraction of the time. */
 #define AVERAGE(name, type)                                                                         \

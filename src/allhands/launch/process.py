@@ -85,10 +85,10 @@ class Process(Evidence):
         try:
             status = _status(self.pid)
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-            if not caught >> (worker.STACKS - 1) & 1 or "\nState:\tT" in status:
+            if not caught >> (stacks.SIGNAL - 1) & 1 or "\nState:\tT" in status:
                 return False
             os.ftruncate(self._stacks, 0)
-            os.kill(self.pid, worker.STACKS)
+            os.kill(self.pid, stacks.SIGNAL)
         except (OSError, IndexError, ValueError):
             return False
         return True

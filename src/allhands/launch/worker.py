@@ -12,7 +12,7 @@ import signal
 import sys
 from types import ModuleType
 
-from ..stacks import SIGNAL as STACKS
+from ..stacks import SIGNAL
 from .record import exited, raised, write
 
 # Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
@@ -51,7 +51,7 @@ def main() -> None:
         os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
     os.set_inheritable(board, False)
     faulthandler.enable(fatal)
-    faulthandler.register(STACKS, file=stacks)
+    faulthandler.register(SIGNAL, file=stacks)
     _run(kind, target, arguments, record, init=bool(init))
 
 
