@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from . import _core, _torch, conjugate, headcount, notes
+from . import _core, _torch, choice, conjugate, headcount, notes
 from . import session as _session
 from .diagnosis import Diagnosis
 from .engines import shm
@@ -336,6 +336,8 @@ class P2POp(dist.P2POp):
 def guarded(name: str) -> Callable[..., Any]:
     """Return torch's function ``name`` with its failures explained."""
     function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
+    if name.startswith("new_"):
+        function = choice.new_group(function)
     beside = _beside(function)
     parameters = list(inspect.signature(function).parameters)
     place = parameters.index("group") if "group" in parameters else len(parameters)
@@ -438,7 +440,7 @@ def quick(name: str) -> Any:
 
 def asking(name: str) -> Callable[..., Any]:
     """Return torch's function ``name``, which asks about a group, with its "no group" explained."""
-    function = getattr(dist, name)
+    function = choice.named(dist.get_backend) if name == "get_backend" else getattr(dist, name)
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
-from . import _torch, ending, lifecycle, settings
+from . import _torch, choice, ending, lifecycle
 from . import session as _session
 from .engines import shm
 from .engines.relay import Relay
-from .errors import fail
 from .flat import Flat, Flats
 from .flat import dense as _dense
 from .hostgroup import HostGroup
@@ -49,26 +48,16 @@ def create(options: Any, pg_options: Any) -> Any:
     if session is None:
         return gloo
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    if not session.one_host or size > shm.MOST_RANKS or _chosen(store, rank) == "gloo":
+    engine_name = choice.chosen(store, rank)
+    if engine_name == "mpi":
+        from .mpigroup import form  # It is made of what stands below.
+
+        return form(store, rank, ranks, options.group_id, gloo=gloo, session=session, timeout=options.timeout)
+    if not session.one_host or size > shm.MOST_RANKS or engine_name == "gloo":
         relay = Relay(gloo, rank, ranks)
         return WideGroup(rank, ranks, engine=relay, gloo=gloo, session=session, timeout=options.timeout)
     engine = shm.form(store, rank, size, options.timeout.total_seconds(), session.member.check)
     return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout)
-
-
-def _chosen(store: Store, rank: int) -> str:
-    """Return the engine that the group's rank 0 asks for: ranks that went by their own settings might never meet."""
-    if rank == 0:
-        asked = settings.read().engine or "shm"
-        if asked not in {"shm", "gloo"}:
-            raise fail(
-                "invalid-argument",
-                f"ALLHANDS_ENGINE={asked!r} names no engine",
-                who="this process's environment",
-                fix="unset ALLHANDS_ENGINE, or set it to shm or gloo",
-            )
-        store.set("engine", asked)
-    return str(store.get("engine").decode())
 
 
 def _options(kind: Any, **values: Any) -> Any:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from .errors import fail
 
-__all__ = ["TABLE", "Settings", "read"]
+__all__ = ["SEATS", "TABLE", "Settings", "read"]
+
+# Set, to anything, in processes that hold places for ranks of Open MPI and end by themselves after the last rank.
+SEATS = "ALLHANDS_SEATS"
 
 # name -> what it does, for `allhands --help` and the documentation.
 TABLE: dict[str, str] = {
@@ -32,7 +35,8 @@ TABLE: dict[str, str] = {
     "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
     "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
-    "ALLHANDS_ENGINE": "shm or gloo: what moves CPU tensors on one host (default shm); rank 0's setting counts",
+    "ALLHANDS_ENGINE": "shm, gloo or mpi: what moves CPU tensors on one host (default shm); rank 0's setting counts",
+    SEATS: "marks the processes that hold ranks' places in Open MPI's world (set by the engine mpi)",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
 }
 

@@ -1,0 +1,49 @@
+"""A group over MPI: how one is formed, and what is different about it from one over Gloo."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from . import session as _session
+from .engines.mpi.engine import Mpi
+from .engines.mpi.world import join
+from .processgroup import WideGroup
+
+__all__ = ["MpiGroup", "form"]
+
+
+class MpiGroup(WideGroup):
+    """The collectives of a group over MPI, on one host or several."""
+
+    engine_name = "mpi"
+    _core: Mpi  # type: ignore[assignment]  # it has the methods of a Segment
+
+    def shutdown(self) -> None:
+        """End this rank's part, after what is in line."""
+        super().shutdown()
+        self._core.leave()
+
+
+def form(
+    store: Store, rank: int, ranks: list[int], name: str, *, gloo: Any, session: _session.Session, timeout: timedelta
+) -> MpiGroup:
+    """Make this rank's end of a group. Every rank of the group calls this; ends by the timeout or the job's end."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    check = session.member.check
+    everyone = len(ranks) == session.member.world_size
+    world = join(
+        PrefixStore("mpi/", session.store),
+        session.member.rank,
+        session.member.world_size,
+        one_host=session.one_host,
+        deadline=deadline,
+        check=check,
+        alone=not everyone,
+    )
+    comm = world.communicator(store, rank, ranks, name, deadline=deadline, check=check)
+    engine = Mpi(world, comm, gloo, rank, ranks)
+    return MpiGroup(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=timeout)
