@@ -79,7 +79,9 @@ def start(
     script = folder / "script.py"
     script.write_text(harness.PRELUDE + textwrap.dedent(source).lstrip("\n"))
     job = harness.Job(folder, time.monotonic() + timeout)
-    given = {**(env or {}), **MEANT, "RANKS": str(world_size), "GATES": str(folder / "gates"), "TMPDIR": str(folder)}
+    # Ranks meet by the process that started them, which is another one for each here; a job's name does instead.
+    given = {"ALLHANDS_JOB": folder.name, **(env or {}), "RANKS": str(world_size)}
+    given |= {"GATES": str(folder / "gates"), "TMPDIR": str(folder)}
     with (folder / "mpirun").open("wb") as printed:
         process = subprocess.Popen(
             [f"mpirun.{family}", *SPARING[family], "-n", str(world_size), sys.executable, __file__, str(script)],
@@ -112,7 +114,7 @@ def _main() -> int:
         for descriptor, name in ((1, "out"), (2, "err")):
             opened = os.open(script.with_name(f"{number}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(opened, descriptor)
-        os.execv(sys.executable, [sys.executable, str(script)])
+        os.execv(sys.executable, [sys.executable, str(script)])  # noqa: S606  # the rank, in this process
     new = script.with_name(f"{number}.new")
     new.write_text(str(pid))
     new.rename(script.with_name(f"{number}.pid"))

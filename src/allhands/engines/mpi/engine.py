@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from ... import _core
 from .. import fingerprint, shm
 from ..relay import Difference, Relay
-from .sums import Sum
 from .world import World
 
 __all__ = ["Mpi"]
@@ -39,8 +39,12 @@ _MOST = 1 << 30
 # All ranks' data together: up to this much everyone reduces everything, which saves a meeting.
 _ONE_SHOT = 128 << 10
 
-# What a rank reduces at a time stays in its cache: bytes of all ranks together, and of one at least.
-_BLOCK, _LEAST_BLOCK = 4 << 20, 64 << 10
+# What is reduced at a time: bytes of all ranks together, and of one at least. Measured with 2 ranks: less costs more
+# meetings, and more was no faster.
+_BLOCK, _LEAST_BLOCK = 16 << 20, 64 << 10
+
+# A line of the cache, in which whole elements of every type fit.
+_LINE = 64
 
 # Tags of what stands in no other order: records, data, tables of sizes.
 _RECORD, _DATA, _TABLE = 1, 2, 3
@@ -87,8 +91,6 @@ class Mpi(Relay):
         # Of these, what is to come.
         self._coming: list[Any] = []
         self._space: Any = None
-        self._space_size = 0
-        self._sums: dict[tuple[int, int], Sum] = {}
 
     # The operations of the core ----------------------------------------------------------------------------
 
@@ -165,9 +167,8 @@ class Mpi(Relay):
     def reduce_scatter(self, given: _Places, address: int, size: int, dtype: int, reduction: int, limit_ns: int) -> int:  # noqa: PLR0917  # the core's signature
         """Reduce each part of everyone's data to the rank it is for."""
         self._open("reduce_scatter", limit_ns, size, dtype, reduction)
-        total = self._sum(dtype, reduction)
-        each = self._block(total.itemsize)
-        rows, spare = self._rows(each)
+        each = self._block(dtype)
+        rows = self._rows(each)
         compared = False
         for at in range(0, size, each):
             length = min(each, size - at)
@@ -179,9 +180,8 @@ class Mpi(Relay):
                 self._compare()
                 compared = True
             self._finish()
-            views = [self._memory(row, length) for row in rows]
-            views[self._rank] = self._memory(given[2 * self._rank] + at, length)
-            total(views, self._memory(address + at, length), spare)
+            rows[self._rank] = given[2 * self._rank] + at
+            _core.reduce(dtype, reduction, address + at, tuple(rows), length)
         if not compared:
             self._compare()
         return self.done()
@@ -297,35 +297,31 @@ class Mpi(Relay):
         if source != target:
             ctypes.memmove(target, source, min(size, room))
 
-    def _sum(self, dtype: int, reduction: int) -> Sum:
-        key = (dtype, reduction)
-        if key not in self._sums:
-            self._sums[key] = Sum(dtype, reduction)
-        return self._sums[key]
+    def _block(self, dtype: int) -> int:
+        """Return how many bytes of each rank are reduced at a time: whole elements, and lines of the cache."""
+        del dtype  # No element is larger than a line.
+        return max(_LEAST_BLOCK, _BLOCK // self._size) // _LINE * _LINE
 
-    def _block(self, itemsize: int) -> int:
-        """Return how many bytes of each rank are reduced at a time: whole elements."""
-        return max(_LEAST_BLOCK, _BLOCK // self._size) // itemsize * itemsize
-
-    def _rows(self, each: int) -> tuple[list[int], Any]:
-        """Return where ``each`` bytes of every rank may be put, and as much room for what is between."""
-        if self._space_size < each * (self._size + 1):
-            self._space_size = each * (self._size + 1)
-            self._space = torch.empty(self._space_size, dtype=torch.uint8)
+    def _rows(self, each: int) -> list[int]:
+        """Return where ``each`` bytes of every rank may be put."""
+        # A line between rows: places that are a power of two apart drive each other out of the cache.
+        stride = each + _LINE
+        if self._space is None or self._space.nbytes < stride * self._size:
+            self._space = torch.empty(stride * self._size, dtype=torch.uint8)
         begin = self._space.data_ptr()
-        return [begin + each * row for row in range(self._size)], self._memory(begin + each * self._size, each)
+        return [begin + stride * row for row in range(self._size)]
 
     def _reduce_to(self, address: int, size: int, dtype: int, reduction: int, root: int | None) -> None:
         """Reduce this rank's data with everyone's into place on the root, or everywhere."""
-        total = self._sum(dtype, reduction)
         if size * self._size <= _ONE_SHOT:
-            self._reduce_at_once(address, size, total, root)
+            self._at_once(address, size, dtype, reduction, root)
         else:
-            self._by_slices(address, size, total, root)
+            self._by_slices(address, size, dtype, reduction, root)
 
-    def _reduce_at_once(self, address: int, size: int, total: Sum, root: int | None) -> None:
-        rows, spare = self._rows(_ONE_SHOT)
+    def _at_once(self, address: int, size: int, dtype: int, reduction: int, root: int | None) -> None:
+        """Give everyone everything, to be reduced by each for itself."""
         takes = root is None or root == self._rank
+        rows = self._rows(_ONE_SHOT)
         if takes:
             for peer in self._peers:
                 self._receive(rows[peer], size, peer)
@@ -335,21 +331,21 @@ class Mpi(Relay):
         self._compare()
         self._finish()
         if takes:
-            views = [self._memory(row, size) for row in rows]
-            views[self._rank] = out = self._memory(address, size)
-            total(views, out, spare)
+            rows[self._rank] = address
+            _core.reduce(dtype, reduction, address, tuple(rows), size)
 
-    def _by_slices(self, address: int, size: int, total: Sum, root: int | None) -> None:
+    def _by_slices(self, address: int, size: int, dtype: int, reduction: int, root: int | None) -> None:
         """Give each rank its slice of a block of everyone's data, to be reduced there and given back."""
-        item, each = total.itemsize, self._block(total.itemsize)
-        rows, spare = self._rows(each)
-        own = self._rank
+        each = self._block(dtype)
+        step = each * self._size
+        own, rows = self._rank, self._rows(each)
         result = rows[own]
 
         def slices(at: int) -> list[tuple[int, int]]:
-            count = min(each * self._size, size - at) // item
-            share = -(-count // self._size) * item
-            edges = [min(rank * share, count * item) for rank in range(self._size + 1)]
+            block = min(step, size - at)
+            # Whole lines, so that nobody writes to a line that another reads; the last rank has what is left.
+            share = -(-block // (self._size * _LINE)) * _LINE
+            edges = [min(rank * share, block) for rank in range(self._size + 1)]
             return [(address + at + low, high - low) for low, high in itertools.pairwise(edges)]
 
         def hand_out(at: int) -> None:
@@ -361,26 +357,22 @@ class Mpi(Relay):
 
         hand_out(0)
         self._compare()
-        for at in range(0, size, each * self._size):
+        for at in range(0, size, step):
             self._finish()
             parts = slices(at)
             place, length = parts[own]
-            views = [self._memory(row, length) for row in rows]
-            views[own] = self._memory(place, length)
+            into = place if root is None or root == own else result
+            rows[own] = place
+            if length:
+                _core.reduce(dtype, reduction, into, tuple(rows), length)
             if root is None or root == own:
-                if length:
-                    total(views, views[own], spare)
                 for peer in self._peers:
                     self._receive(*parts[peer], peer)
-            elif length:
-                total(views, self._memory(result, length), spare)
             for peer in self._peers:
-                if root is None:
-                    self._send(place, length, peer)
-                elif root == peer:
-                    self._send(result, length, peer)
-            if at + each * self._size < size:
-                hand_out(at + each * self._size)
+                if root is None or root == peer:
+                    self._send(into, length, peer)
+            if at + step < size:
+                hand_out(at + step)
         self._finish()
 
     # Waiting -----------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Open MPI's ranks find each other through a daemon that only mpirun starts, which tells each rank by variables who it
 is. So where something else started the ranks, one of them has mpirun start as many small processes that do nothing, and
-each rank takes the variables of one: the daemon knows its ranks by those and not by their pids. The daemon and the small
-processes live as long as any rank, because every rank holds the pipe that they read.
+each rank takes the variables of one: the daemon knows its ranks by those and not by their pids. The daemon and the
+small processes live as long as any rank, because every rank holds the pipe that they read.
 """
 
 from __future__ import annotations

@@ -109,7 +109,10 @@ class World:
 
     def _finalise(self) -> None:
         """End MPI together with the others. A rank that is gone is not waited for, nor after a failure anyone."""
-        if self.spoilt or os.getpid() != self._pid or library.ask(None, "MPI_Finalized"):
+        if os.getpid() != self._pid or library.ask(None, "MPI_Finalized"):
+            return
+        if self.spoilt:
+            _excuse()
             return
         done = threading.Event()
 
@@ -223,6 +226,15 @@ def _beside(function: Callable[[], Any], deadline: float, check: _Check, what: s
     if problems:
         raise problems[0]
     return outcome[0]
+
+
+def _excuse() -> None:
+    """Tell MPICH's mpiexec that this rank goes on purpose, without MPI's end: it would kill the others at once."""
+    number = os.environ.get("PMI_FD", "")
+    if number.isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(number), b"cmd=finalize\n")
+            select.select([int(number)], [], [], _LAST_S)
 
 
 def _keep_usr1() -> None:
