@@ -237,17 +237,27 @@ def _collective(operation: str) -> None:
         "--sizes", default="4:64M", show_default=True, help="Bytes: a range (each 4 times the last) or a list."
     )
     @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
+    @click.option(
+        "--engine",
+        type=click.Choice(["shm", "gloo", "mpi"]),
+        default="shm",
+        show_default=True,
+        help="Which engine of ours is measured.",
+    )
     @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
     @click.option("--floor", is_flag=True, help="Measure plain copies too, and say how far from them we are.")
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
     @click.option("--plot", default="", metavar="FILE", help="Draw time and bandwidth into FILE (.png, .svg, .pdf).")
-    def run(*, ranks: int, sizes: str, against: str, rounds: int, floor: bool, as_json: bool, plot: str) -> None:
+    def run(  # the options above
+        *, ranks: int, sizes: str, against: str, engine: str, rounds: int, floor: bool, as_json: bool, plot: str
+    ) -> None:
         from .bench.bar import bar
         from .bench.collective import measure
         from .bench.plan import plan
         from .bench.table import table
 
-        asked = plan(operation, ranks=ranks, sizes_text=sizes, against=against, rounds=rounds, floor=floor, plot=plot)
+        given = {"rounds": rounds, "floor": floor, "plot": plot, "engine": engine}
+        asked = plan(operation, ranks=ranks, sizes_text=sizes, against=against, **given)  # type: ignore[arg-type]
         with bar(asked) as notify:
             rows = measure(asked, notify)
         click.echo(json.dumps(rows, indent=2) if as_json else table(asked, rows))

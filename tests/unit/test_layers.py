@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "group": {
         "_entry",
         "bootstrap",
+        "choice",
         "collectives",
         "conjugate",
         "ending",
@@ -30,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
         "lifecycle",
         "mail",
         "mismatch",
+        "mpigroup",
         "processgroup",
         "session",
         "shared",

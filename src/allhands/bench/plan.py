@@ -12,10 +12,13 @@ import msgspec
 from ..errors import AllhandsError, fail
 from .operations import OPERATIONS
 
-__all__ = ["PEERS", "Plan", "check_memory", "missing_mpi", "need", "peers", "plan", "sizes"]
+__all__ = ["ENGINES", "PEERS", "Plan", "check_memory", "missing_mpi", "need", "peers", "plan", "sizes"]
 
 # Whom we can be measured against, in the order in which they are shown.
 PEERS = ("gloo", "mpi")
+
+# What of ours can be measured on one host.
+ENGINES = ("shm", "gloo", "mpi")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -34,10 +37,20 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     peers: tuple[str, ...] = ()
     floor: bool = False
+    # Which engine of ours is measured: one of `ENGINES`.
+    engine: str = "shm"
 
 
 def plan(
-    operation: str, *, ranks: int, sizes_text: str, against: str, rounds: int, floor: bool = False, plot: str = ""
+    operation: str,
+    *,
+    ranks: int,
+    sizes_text: str,
+    against: str,
+    rounds: int,
+    floor: bool = False,
+    plot: str = "",
+    engine: str = "shm",
 ) -> Plan:
     """Return the plan that the options ask for.
 
@@ -47,9 +60,9 @@ def plan(
     what = OPERATIONS[operation]
     # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
     wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
-    made = Plan(operation, ranks, wanted, rounds, peers(against), floor)
+    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, engine)
     check_memory(made)
-    if "mpi" in made.peers:
+    if "mpi" in {engine, *made.peers}:
         _check_mpi()
     if plot:
         _check_plot(plot)
@@ -150,7 +163,7 @@ def missing_mpi(why: str) -> AllhandsError:
     """Return the error that says how to get an MPI."""
     return fail(
         "mpi-missing",
-        "--against mpi was asked for, but no MPI can be used here",
+        "mpi was asked for, but no MPI can be used here",
         who=_WHO,
         why=why,
         fix="as root `apt-get install openmpi-bin libopenmpi-dev`, then `pip install 'allhands[mpi]'` (mpi4py and "

@@ -46,11 +46,18 @@ _BLOCK, _LEAST_BLOCK = 16 << 20, 64 << 10
 # A line of the cache, in which whole elements of every type fit.
 _LINE = 64
 
+# Records that are kept, of 150 bytes or so: more different calls than a model makes in a step.
+_MOST_PACKED = 1024
+
 # Tags of what stands in no other order: records, data, tables of sizes.
 _RECORD, _DATA, _TABLE = 1, 2, 3
 
-# How often to give the core away before sleeping, and how long a sleep is at most: others are not woken by messages.
-_YIELDS, _NAP_S, _LONGEST_NAP_S = 200, 20e-6, 1e-3
+# How often to look before giving the core away, where every rank has one: about as long as a small call takes.
+_SPINS = 1000
+
+# How long to give the core away each time before sleeping in between, which nobody ends: a message wakes no one. Then
+# how long a sleep is, and how often MPI is asked each time.
+_YIELD_S, _NAP_S, _BURST = 0.05, 100e-6, 8
 
 _Places = tuple[int, ...]
 
@@ -72,7 +79,7 @@ class Mpi(Relay):
         self._testall = self._mpi.Request.Testall
         self._peers = [peer for peer in range(self._size) if peer != rank]
         # Looking is fastest where every rank has a core, and a disaster where it keeps the awaited rank off its core.
-        self._spins = 3000 if len(os.sched_getaffinity(0)) >= self._size else 0
+        self._spins = _SPINS if len(os.sched_getaffinity(0)) >= self._size else 0
         self._few = self._size <= _FEW
         # Records of few ranks are sent the same way each time, so MPI is told once.
         self._records: list[Any] = []
@@ -91,6 +98,9 @@ class Mpi(Relay):
         # Of these, what is to come.
         self._coming: list[Any] = []
         self._space: Any = None
+        # Of the call under way, and records of earlier ones by what they say.
+        self._nbytes, self._uneven = 0, False
+        self._packed: dict[tuple[Any, ...], bytes] = {}
 
     # The operations of the core ----------------------------------------------------------------------------
 
@@ -211,14 +221,24 @@ class Mpi(Relay):
     ) -> None:
         """Begin a call and tell the others of it; `_compare` hears what they call."""
         self._begin(limit_ns)
-        self._told = self._call(_KINDS[name], nbytes=size, dtype=dtype, reduction=reduction, root=root, uneven=uneven)
-        self._write(self._told.pack())
-
-    def _write(self, record: bytes) -> None:
+        self._nbytes, self._uneven = size, uneven
+        # A training loop makes the same few calls over and over: only their number changes.
+        key = (name, size, dtype, reduction, root, uneven, self.site, self.shape)
+        record = self._packed.get(key)
+        if record is None:
+            if len(self._packed) >= _MOST_PACKED:
+                self._packed.clear()
+            told = self._call(_KINDS[name], nbytes=size, dtype=dtype, reduction=reduction, root=root, uneven=uneven)
+            record = self._packed[key] = told.pack()
         self._written[: len(record)] = record
+        fingerprint.SEQUENCE.pack_into(self._written, 0, self._sequence)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Begin to exchange what stands on this rank's sheet."""
         own = self._rank * len(self._written)
         self._read[own : own + len(self._written)] = self._written
-        if self._few:
+        if self._records:
             with self.world.lock:
                 self._mpi.Prequest.Startall(self._records)
 
@@ -227,14 +247,14 @@ class Mpi(Relay):
         self._hear()
         size, head = len(self._written), self._written[: fingerprint.HEAD_BYTES]
         starts = range(0, self._size * size, size)
-        if not self._told.uneven and all(self._read[at : at + fingerprint.HEAD_BYTES] == head for at in starts):
+        if not self._uneven and all(self._read[at : at + fingerprint.HEAD_BYTES] == head for at in starts):
             return
         calls = [fingerprint.unpack(self._read[at : at + fingerprint.BYTES]) for at in starts]
         judgement = fingerprint.judge(calls, self._numbers)
         if judgement is not None:
             raise Difference(judgement)
         if any(call.uneven for call in calls):
-            every = [self._told.nbytes] * self._size
+            every = [self._nbytes] * self._size
             self._compare_sizes(calls, gives or every, takes or every)
 
     def _hear(self) -> None:
@@ -254,7 +274,7 @@ class Mpi(Relay):
     def _gather(self, whole: Any, mine: Any) -> None:
         """Do what a Relay asks for: its records, or tables of the sizes of parts."""
         if whole.data_ptr() == self._sheets.data_ptr():
-            self._write(b"")
+            self._tell_all()
             self._hear()
             return
         size, begun = mine.nbytes, []
@@ -403,20 +423,22 @@ class Mpi(Relay):
             raise
 
     def _patiently(self, requests: list[Any]) -> None:
-        nap = _NAP_S
-        for turn in range(1 << 62):
-            with self.world.lock:
-                if self._testall(requests):
-                    return
+        begun = time.monotonic()
+        while True:
+            # Several times: MPI moves a piece each time it is asked.
+            for _ in range(_BURST):
+                with self.world.lock:
+                    if self._testall(requests):
+                        return
+            now = time.monotonic()
             if self._over_since is not None:
                 raise RuntimeError("connection closed: the group ended in the middle of this call")
-            if turn % 16 == 0 and time.monotonic() > self._until:
+            if now > self._until:
                 raise RuntimeError("Timed out waiting for the other ranks")
-            if turn < _YIELDS:
+            if now - begun < _YIELD_S:
                 os.sched_yield()
             else:
-                time.sleep(nap)
-                nap = min(_LONGEST_NAP_S, nap * 1.1)
+                time.sleep(_NAP_S)
 
     def _leave(self, requests: list[Any]) -> None:
         """Take back what was to come: nobody waits for it any more, and its memory may go."""

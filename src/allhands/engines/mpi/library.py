@@ -68,9 +68,8 @@ def launched(env: Mapping[str, str] = os.environ) -> str:
 @functools.cache
 def lacking() -> str:
     """Return in words why no MPI can be used by this process, "" where one can. Initialises nothing."""
-    for name in ("mpi4py", "numpy"):
-        if importlib.util.find_spec(name) is None:
-            return f"the module {name} is not installed in {sys.prefix}"
+    if importlib.util.find_spec("mpi4py") is None:
+        return f"the module mpi4py is not installed in {sys.prefix}"
     try:
         _extension()
     except (ImportError, OSError, RuntimeError) as problem:
