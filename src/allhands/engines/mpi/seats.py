@@ -49,6 +49,10 @@ _LOOK_S = 0.01
 _MEMORY = Path("/dev/shm")  # noqa: S108  # not for a file of a known name
 
 
+# Never looked at again; without a name Python would complain that nobody waits for them.
+_keepers: list[subprocess.Popen[bytes]] = []
+
+
 class Seat:
     """What one rank was given: variables for the start of MPI, and the pipe that it holds until its end."""
 
@@ -122,6 +126,7 @@ def _seats(folder: Path, size: int, deadline: float, check: Callable[[], None]) 
         # Ctrl-C is for the ranks; this one ends after them.
         start_new_session=True,
     )
+    _keepers.append(keeper)
     papers = [folder / f"seat.{number}" for number in range(size)]
     while not all(paper.exists() for paper in papers):
         check()
