@@ -60,6 +60,7 @@ for group in (pair, other) if number < 2 else ():
     assert ones[0] == 8 and dist.get_backend(group) == "mpi"
 say(boxes=boxes, backend=dist.get_backend(), torchs=torch.distributed.get_backend(),
     library=world.engine.world.name, numbers=world.engine.comm.Get_size())
+group = None
 del pair, other, group, world
 dist.destroy_process_group()
 dist.init_process_group("mpi", rank=number, world_size=size, timeout=25)

@@ -31,6 +31,10 @@ _LOOK_S = 0.02
 # How long a rank that is done waits for the others to end MPI with it once one of them is gone.
 _LAST_S = 1.0
 
+# MPICH's UCX ends the process where it reads from the memory of a rank that has died. Without that way of reading,
+# large tensors are copied twice on one host, and whoever survives can say why.
+_UCX, _WITHOUT_CMA = "UCX_TLS", "^cma"
+
 # MPI promises tags up to here.
 _MOST_TAG = 32767
 
@@ -152,6 +156,8 @@ def join(
             environment = _seat(
                 store, rank, size, one_host=one_host, deadline=deadline, check=check, alone=alone, who=who
             )
+        if _UCX not in os.environ:
+            environment = {**environment, _UCX: _WITHOUT_CMA}
         with _set(environment):
             ours = _beside(library.initialise, deadline, check, "MPI to start")
         if launched == "mpich":
