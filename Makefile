@@ -18,7 +18,7 @@ help:
 	@echo "make lint           ruff, mypy and the C compiler's warnings"
 	@echo "make format         put the code into shape"
 	@echo "make bench          measure the roll call, and collectives against Gloo and MPI (minutes)"
-	@echo "make mpi            install Open MPI and mpi4py for the bench, where they are missing"
+	@echo "make mpi            install Open MPI and mpi4py, where they are missing"
 	@echo "make soak           the tests that take minutes, and the C core under sanitizers"
 	@echo "make clean          remove all that the other targets made"
 

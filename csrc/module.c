@@ -11,6 +11,7 @@
 #include "post.h"
 #include "process.h"
 #include "quick.h"
+#include "sum.h"
 #include "way.h"
 #include "window.h"
 
@@ -64,6 +65,9 @@ static PyMethodDef methods[] = {
     {"reducible", ah_py_reducible, METH_VARARGS,
      "reducible($module, dtype, reduction, /)\n--\n\n"
      "Tell whether a reduction is defined on a dtype."},
+    {"reduce", ah_py_reduce, METH_VARARGS,
+     "reduce($module, dtype, reduction, out, sources, bytes, /)\n--\n\n"
+     "Reduce memory at several addresses into one."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
      "segment_format($module, fd, ranks, slot_bytes, nonce, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},

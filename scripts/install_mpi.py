@@ -1,4 +1,4 @@
-"""Install what `allhands bench --against mpi` needs and is missing: Open MPI (Debian's packages) and mpi4py (by pip).
+"""Install what `backend="mpi"` and `allhands bench --against mpi` need: Open MPI (Debian's packages), mpi4py (by pip).
 
 Does nothing where all is there. Installing packages needs root; without it, this says what to type and exits 1.
 

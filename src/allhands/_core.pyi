@@ -39,6 +39,12 @@ def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, /) -> Non
 def reducible(dtype: int, reduction: int, /) -> bool:
     """Tell whether a reduction is defined on a dtype."""
 
+def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size: int, /) -> None:
+    """Reduce ``size`` bytes at each of ``sources``, all of them addresses, in that order into those at ``out``.
+
+    ``out`` may be one of the sources. The interpreter runs on meanwhile. Whoever gives addresses keeps the memory.
+    """
+
 MOST_RANKS: int
 
 def board_bytes() -> int:

@@ -259,6 +259,13 @@ def _collective(operation: str) -> None:
         "--hosts", type=click.IntRange(1, 64), default=1, show_default=True, help="Namespaces to put them in."
     )
     @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
+    @click.option(
+        "--engine",
+        type=click.Choice(["shm", "gloo", "mpi"]),
+        default="shm",
+        show_default=True,
+        help="Which engine of ours is measured.",
+    )
     @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
     @click.option("--floor", is_flag=True, help="Measure plain copies too, and say how far from them we are.")
     @click.option(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
-from . import _entry, _torch, notes, settings, stacks
+from . import _entry, _torch, choice, notes, settings, stacks
 from . import session as _session
 from ._version import __version__
 from .bootstrap import Bootstrap, bootstrap
@@ -87,6 +87,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         # torch's stand-in for tests: nothing is started and nobody comes.
         dist.init_process_group(backend, world_size=world_size, rank=rank, store=store)
         return
+    told, engine = choice.split(backend)
     limit = check_timeout(timeout)
     started = time.monotonic()
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
@@ -98,22 +99,23 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     before = sys.excepthook  # torch puts its own in its place and never takes it off
     more: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}  # not there in every torch
-    chosen = backend if backend is not None else default_backend()
+    chosen = told if told is not None else default_backend()
 
     def form() -> None:
         _forming.now = True
         try:
-            dist.init_process_group(
-                backend=chosen,
-                store=session.store,
-                rank=found.world.rank,
-                world_size=found.world.world_size,
-                timeout=session.timeout,
-                group_name=group_name,
-                pg_options=pg_options,
-                device_id=device_id,
-                **more,
-            )
+            with choice.asking_for(engine):
+                dist.init_process_group(
+                    backend=chosen,
+                    store=session.store,
+                    rank=found.world.rank,
+                    world_size=found.world.world_size,
+                    timeout=session.timeout,
+                    group_name=group_name,
+                    pg_options=pg_options,
+                    device_id=device_id,
+                    **more,
+                )
         finally:
             _forming.now = False
 

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from . import _torch, ending, lifecycle, settings
+from . import _torch, choice, ending, lifecycle
 from . import session as _session
 from .engines import rails, shm
 from .engines.handing import Apart
 from .engines.relay import Relay
-from .errors import fail
 from .flat import Flat, Flats
 from .flat import dense as _dense
 from .hostgroup import HostGroup, Via
@@ -52,17 +51,22 @@ def create(options: Any, pg_options: Any) -> Any:
     if session is None:
         return gloo
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    engine = _engine(store, gloo, rank, ranks, session=session, timeout=options.timeout)
+    engine_name = choice.chosen(store, rank)
+    if engine_name == "mpi":
+        from .mpigroup import form  # It is made of what stands below.
+
+        return form(store, rank, ranks, options.group_id, gloo=gloo, session=session, timeout=options.timeout)
+    engine = _engine(engine_name, store, gloo, rank, ranks, session=session, timeout=options.timeout)
     kind = Group if isinstance(engine, shm.Shm) else WideGroup
     return kind(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
 
 
-def _engine(
-    store: Store, gloo: Any, rank: int, ranks: list[int], *, session: _session.Session, timeout: timedelta
+def _engine(  # what a group is
+    name: str, store: Store, gloo: Any, rank: int, ranks: list[int], *, session: _session.Session, timeout: timedelta
 ) -> shm.Shm | Relay:
-    """Make the engine that fits the ranks of a group; each of them calls this."""
+    """Make the engine that fits the ranks of a group, Gloo's where that is ``name``; each of them calls this."""
     size, check = len(ranks), session.member.check
-    if _chosen(store, rank) == "gloo" or (session.one_host and size > shm.MOST_RANKS):
+    if name == "gloo" or (session.one_host and size > shm.MOST_RANKS):
         return Relay(gloo, rank, ranks)
     if session.one_host:
         # Ranks on one machine that cannot share memory all the same are on hosts of their own.
@@ -70,21 +74,6 @@ def _engine(
             return shm.form(store, rank, size, timeout.total_seconds(), check)
     address = session.wire.address or session.own_address
     return rails.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)
-
-
-def _chosen(store: Store, rank: int) -> str:
-    """Return the engine that the group's rank 0 asks for: ranks that went by their own settings might never meet."""
-    if rank == 0:
-        asked = settings.read().engine or "shm"
-        if asked not in {"shm", "gloo"}:
-            raise fail(
-                "invalid-argument",
-                f"ALLHANDS_ENGINE={asked!r} names no engine",
-                who="this process's environment",
-                fix="unset ALLHANDS_ENGINE, or set it to shm or gloo",
-            )
-        store.set("engine", asked)
-    return str(store.get("engine").decode())
 
 
 def _options(kind: Any, **values: Any) -> Any:

@@ -9,7 +9,10 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["TABLE", "Settings", "read"]
+__all__ = ["SEATS", "TABLE", "Settings", "read"]
+
+# Set, to anything, in processes that hold places for ranks of Open MPI and end by themselves after the last rank.
+SEATS = "ALLHANDS_SEATS"
 
 # name -> what it does, for `allhands --help` and the documentation.
 TABLE: dict[str, str] = {
@@ -32,7 +35,8 @@ TABLE: dict[str, str] = {
     "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
     "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
-    "ALLHANDS_ENGINE": "shm (default), or gloo to move CPU tensors by Gloo alone; rank 0's setting counts",
+    "ALLHANDS_ENGINE": "shm (default), gloo or mpi: what moves CPU tensors; rank 0's setting counts",
+    SEATS: "marks the processes that hold ranks' places in Open MPI's world (set by the engine mpi)",
     "ALLHANDS_CUDA": "auto, nccl, cuda_ipc or host: the way of CUDA tensors on one host; rank 0's setting counts",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
 }

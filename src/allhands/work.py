@@ -198,6 +198,11 @@ class Line:
             work.wait()
         return work
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is in line: whoever comes now comes after it."""
+        return self._waiting > 0
+
     def is_mine(self) -> bool:
         """Tell whether the thread of the line asks."""
         return threading.current_thread() is self._thread

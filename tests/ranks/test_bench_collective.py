@@ -100,6 +100,22 @@ def test_a_small_bench_against_mpi(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@needs_mpi
+@pytest.mark.soak
+@pytest.mark.parametrize("against", ["mpi", "none"])
+def test_a_small_bench_of_the_engine_mpi(tmp_path: Path, against: str) -> None:
+    """Our engine over MPI is measured beside mpi4py itself, and alone without mpirun."""
+    done = bench(
+        *("all_reduce", "--engine", "mpi", "--sizes", "4,64K", "--rounds", "2", "--against", against, "--json"),
+        folder=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads(done.stdout)
+    check(rows, [4, 65536], {"allhands", *({"mpi"} if against == "mpi" else ())})
+    assert "(engine mpi)" in rows[0]["engines"]["allhands"]["version"]
+    assert list(tmp_path.iterdir()) == []
+
+
 CHECKED = """
     from allhands.bench.buffers import Buffers
     from allhands.bench.operations import OPERATIONS

@@ -6,7 +6,7 @@ import pytest
 
 from allhands import settings
 from allhands.errors import AllhandsError, ArgumentError, ConnectError
-from allhands.settings import TABLE, Settings, read
+from allhands.settings import SEATS, TABLE, Settings, read
 
 SECRET = "open-sesame-7391"
 # Read by the environment of allhands' own launcher, because they say who the process is.
@@ -31,7 +31,7 @@ def token_file(folder: Path, contents: bytes, mode: int = 0o600) -> Path:
 
 def test_table_lists_every_variable() -> None:
     """The table is the settings and the launcher's variables: nothing is read that is not listed, or the reverse."""
-    assert set(TABLE) == {f"ALLHANDS_{field.upper()}" for field in Settings._fields} | LAUNCHER
+    assert set(TABLE) == {f"ALLHANDS_{field.upper()}" for field in Settings._fields} | LAUNCHER | {SEATS}
     assert all(TABLE.values())
 
 
@@ -152,4 +152,4 @@ def test_settings_do_not_change() -> None:
     """Settings are read once and stay as they are."""
     with pytest.raises(AttributeError):
         read({}).token = "x"  # type: ignore[misc]  # that is the point
-    assert settings.__all__ == ["TABLE", "Settings", "read"]
+    assert settings.__all__ == ["SEATS", "TABLE", "Settings", "read"]

@@ -8,6 +8,7 @@ forms, on the same memory, with all that can be prepared prepared: both at their
 from __future__ import annotations
 
 import ctypes
+import os
 import timeit
 from typing import Any
 
@@ -42,12 +43,13 @@ class Call:
         return 0.0 if self._timer is None else self._timer.timeit(times) / self._trips
 
 
-def start_mpi() -> Any:
+def start_mpi(engine: str) -> Any:
     """Initialise MPI and return mpi4py's module of it."""
     import mpi4py
 
-    # One thread calls MPI here, and being told so spares it locks: mpi4py's default asks for more.
-    mpi4py.rc.thread_level = "funneled"
+    # One thread calls MPI here, and being told so spares it locks: mpi4py's default asks for more. Our own engine needs
+    # that, and both are measured in one process.
+    mpi4py.rc.thread_level = "multiple" if engine == "mpi" else "funneled"
     from mpi4py import MPI
 
     return MPI
@@ -63,9 +65,23 @@ class Engines:
         if plan.device != "cpu":
             torch.cuda.set_device(0)
         allhands.init_process_group("allhands", rank=rank, world_size=plan.ranks, timeout=_TIMEOUT_S)
+        # Waiting for each other goes through shared memory, whatever is measured.
+        self._ours: Any = allhands.group.WORLD if plan.engine == "shm" else self._other(plan.engine)
         self._gloo = torch_dist.new_group(backend="gloo") if "gloo" in plan.peers else None
         self._source, self._target = self._copies()
         self._slowest = torch.zeros((), dtype=torch.float64)
+
+    def _other(self, engine: str) -> Any:
+        """Return a group of ours on another engine. The setting names it; a group takes it when it is made."""
+        before = os.environ.get("ALLHANDS_ENGINE")
+        os.environ["ALLHANDS_ENGINE"] = engine
+        try:
+            return allhands.new_group(backend="allhands")
+        finally:
+            if before is None:
+                del os.environ["ALLHANDS_ENGINE"]
+            else:
+                os.environ["ALLHANDS_ENGINE"] = before
 
     def _copies(self) -> tuple[Any, Any]:
         count = copied(max(self._plan.sizes)) // 4 if self._plan.floor else 0
@@ -76,7 +92,8 @@ class Engines:
         """Return the calls to measure for ``buffers``: engines, and the floor's copies where it is wanted."""
         what = OPERATIONS[self._plan.operation]
         names = buffers.names()
-        made = {"allhands": self._call(what.torch, {**names, "dist": allhands}, "")}
+        group = "" if self._plan.engine == "shm" else ", group=ours" if what.buffers else "group=ours"
+        made = {"allhands": self._call(what.torch, {**names, "dist": allhands, "ours": self._ours}, group)}
         if self._gloo is not None:
             found = {**names, "dist": torch_dist, "gloo": self._gloo}
             # A first argument stands before the group everywhere but in barrier().
@@ -129,10 +146,12 @@ class Engines:
 
     def about(self) -> dict[str, str]:
         """Return the versions of what is measured."""
-        group: Any = allhands.group.WORLD
-        shared = getattr(group.engine, "size_bytes", 0) / 2**20
-        on_each = " on each host" if self._plan.hosts > 1 else ""
-        ours = f"{allhands.__version__} ({shared:.1f} MiB of shared memory{on_each}, whatever the size)"
+        if self._plan.engine == "shm":
+            shared = getattr(self._ours.engine, "size_bytes", 0) / 2**20
+            on_each = " on each host" if self._plan.hosts > 1 else ""
+            ours = f"{allhands.__version__} ({shared:.1f} MiB of shared memory{on_each}, whatever the size)"
+        else:
+            ours = f"{allhands.__version__} (engine {self._plan.engine})"
         found = {"allhands": ours, "gloo": f"torch {torch.__version__}"}
         if self._mpi is not None:
             import mpi4py

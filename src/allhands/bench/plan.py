@@ -12,10 +12,13 @@ import msgspec
 from ..errors import AllhandsError, fail
 from .operations import OPERATIONS
 
-__all__ = ["PEERS", "Plan", "check_memory", "missing_mpi", "need", "peers", "plan", "sizes"]
+__all__ = ["ENGINES", "PEERS", "Plan", "check_memory", "missing_mpi", "need", "peers", "plan", "sizes"]
 
 # Whom we can be measured against, in the order in which they are shown.
 PEERS = ("gloo", "mpi")
+
+# What of ours can be measured on one host.
+ENGINES = ("shm", "gloo", "mpi")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -36,6 +39,8 @@ class Plan(msgspec.Struct, frozen=True):
     floor: bool = False
     device: str = "cpu"
     hosts: int = 1
+    # Which engine of ours is measured: one of `ENGINES`.
+    engine: str = "shm"
 
     def host(self, rank: int) -> int:
         """Return the host that ``rank`` is on: as many ranks on each as can be, in their order."""
@@ -53,6 +58,7 @@ def plan(
     plot: str = "",
     device: str = "cpu",
     hosts: int = 1,
+    engine: str = "shm",
 ) -> Plan:
     """Return the plan that the options ask for.
 
@@ -62,13 +68,13 @@ def plan(
     what = OPERATIONS[operation]
     # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
     wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
-    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, device, hosts)
+    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, device, hosts, engine)
     if hosts > 1:
         _check_hosts(made)
     check_memory(made)
     if device == "cuda":
         _check_gpu(made)
-    if "mpi" in made.peers:
+    if "mpi" in {engine, *made.peers}:
         _check_mpi()
     if plot:
         _check_plot(plot)
@@ -207,7 +213,7 @@ def missing_mpi(why: str) -> AllhandsError:
     """Return the error that says how to get an MPI."""
     return fail(
         "mpi-missing",
-        "--against mpi was asked for, but no MPI can be used here",
+        "mpi was asked for, but no MPI can be used here",
         who=_WHO,
         why=why,
         fix="as root `apt-get install openmpi-bin libopenmpi-dev`, then `pip install 'allhands[mpi]'` (mpi4py and "

@@ -97,7 +97,7 @@ def serve(kind: type[Any], measure: Callable[[Any, int, Any, Line], None]) -> No
         if rank < 0:
             from .peers import start_mpi
 
-            mpi = start_mpi()
+            mpi = start_mpi(getattr(plan, "engine", "shm"))
             rank = mpi.COMM_WORLD.Get_rank()
             _print_into(f"{folder}/{rank}")
         line.tell(rank=rank, pid=os.getpid())

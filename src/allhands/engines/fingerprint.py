@@ -14,11 +14,13 @@ import torch
 from ..diagnosis import ranks as named
 from . import shm
 
-__all__ = ["BYTES", "HEAD_BYTES", "Call", "Judgement", "judge", "judge_sizes", "unpack"]
+__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "Judgement", "judge", "judge_sizes", "unpack"]
 
 # Sequence, bytes, kind, reduction, type, root, flags: what must be the same on every rank. Then how long the text is.
 _HEAD = struct.Struct("<QQIIIiI")
 HEAD_BYTES = _HEAD.size
+# The sequence by itself, which comes first.
+SEQUENCE = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 
 # Four cache lines. The network does not tell 64 bytes from 256, and a line of a script fits with its file.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..diagnosis import Diagnosis
 from ..errors import AllhandsError, fail
+from .mpi import library
 
 __all__ = ["needs"]
 
@@ -66,14 +67,8 @@ def _check(name: str, who: str, rank: int) -> None:
                 fix="run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
                 **parts,
             )
-    if name == "mpi" and not dist.is_mpi_available():
-        raise fail(
-            "mpi-missing",
-            "mpi was asked for, but this torch was built without MPI",
-            why=f"torch {torch.__version__} from a package registry never has MPI in it",
-            fix="use backend='gloo' (it also runs under mpirun), or build torch where an MPI is installed",
-            **parts,
-        )
+    if name == "mpi" and (why := library.lacking()):
+        raise library.missing(why, who, ranks=(rank,), hosts=(socket.gethostname(),))
     if name in {"ucc", "xccl"} and not dist.is_backend_available(name):
         raise fail(
             "backend-unknown",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..settings import SEATS
 from . import descendants, hang, memory
 from .ahead import Ahead
 from .ending import EXPLAIN_S, LEFTOVER_S, Ending
@@ -219,13 +220,17 @@ class Attempt:
     async def _leftover(self) -> None:
         """End what outlives the workers: a moment to go by itself, then SIGTERM, then SIGKILL."""
         ending = Ending(self.job.grace_s)
+        patient_s = time.monotonic() + LEFTOVER_S
         ending.fail(time.monotonic(), LEFTOVER_S if not self._ending.begun else 0.0)
         # Twice: one whose parent is just ending has no place in what /proc shows at that moment.
         while others := self._others() or self._others():
             number = ending.due(time.monotonic())
             if self._ending.kill_s is not None and time.monotonic() >= self._ending.kill_s:
                 number = signal.SIGKILL
-            if number:
+            if number and time.monotonic() < patient_s:
+                # Whose end follows the last rank's in any case.
+                others = [pid for pid in others if not descendants.variable(pid, SEATS)]
+            if number and others:
                 self._name(others)
                 descendants.kill(others, number)
             self._changed.clear()

@@ -121,12 +121,13 @@ def test_no_mpi_says_what_to_type(monkeypatch: pytest.MonkeyPatch, missing: str)
     which, find = shutil.which, importlib.util.find_spec
     monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else which(name) or "/usr/bin/mpirun")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name) or True)
-    result = call("all_reduce", "--against", "gloo,mpi")
-    assert result.exit_code == 1
-    assert "[mpi-missing]" in result.stderr
-    assert f"{missing} cannot be found" in result.stderr
-    for command in ("apt-get install openmpi-bin libopenmpi-dev", "pip install 'allhands[mpi]'", "make mpi"):
-        assert command in result.stderr
+    for asked in (("--against", "gloo,mpi"), ("--engine", "mpi", "--against", "none")):
+        result = call("all_reduce", *asked)
+        assert result.exit_code == 1
+        assert "[mpi-missing]" in result.stderr
+        assert f"{missing} cannot be found" in result.stderr
+        for command in ("apt-get install openmpi-bin libopenmpi-dev", "pip install 'allhands[mpi]'", "make mpi"):
+            assert command in result.stderr
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

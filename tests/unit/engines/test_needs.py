@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from allhands.diagnosis import Diagnosis
 from allhands.engines import needs
+from allhands.engines.mpi import library
 
 Limits = Callable[[int, int], list[tuple[int, int]]]
 
@@ -87,12 +88,13 @@ def test_nccl_with_a_gpu_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needs("nccl", 2, 1) is None
 
 
-def test_mpi_in_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wheel of torch has MPI; that is said, with what works instead."""
-    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+def test_mpi_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps MPI from being used, and what to type, is said."""
+    monkeypatch.setattr(library, "lacking", lambda: "the module mpi4py is not installed")
     found = lacking("mpi")
     assert found.slug == "mpi-missing"
-    assert "gloo" in found.fix
+    assert "mpi4py is not installed" in found.why
+    assert "pip install 'allhands[mpi]'" in found.fix
 
 
 def test_a_backend_that_this_torch_was_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
