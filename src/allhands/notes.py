@@ -199,16 +199,20 @@ def _parse_at(pid: int, entry: str) -> Board:
         os.close(descriptor)
 
 
-def _find(pid: int) -> Iterator[str]:
+def _find(pid: int) -> list[str]:
+    """Return where the boards are that the process has open."""
+    found = []
     try:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            try:
-                if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
-                    yield entry.path
-            except FileNotFoundError:
-                continue  # Closed meanwhile.
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                try:
+                    if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
+                        found.append(entry.path)
+                except FileNotFoundError:
+                    continue  # Closed meanwhile.
     except FileNotFoundError:
         raise LookupError(f"there is no process {pid}") from None
+    return found
 
 
 def parse(pid: int, descriptor: int) -> Board:

@@ -113,7 +113,14 @@ CASES = {
         between={0: "lifecycle.Claim = real", 1: "lifecycle.Claim = real"},
         says="cuda",
     ),
-    "mpi": Case(changed(each(2), 1, backend="mpi"), "mpi-missing", [1], "EngineMissing"),
+    # Wherever this runs: with an MPI or without.
+    "mpi": Case(
+        changed(each(2), 1, backend="mpi"),
+        "mpi-missing",
+        [1],
+        "EngineMissing",
+        before={1: "import os; os.environ['MPI4PY_LIBMPI'] = '/nonexistent/libmpi.so'"},
+    ),
     "backend misspelt": Case(
         changed(each(2), 1, backend="glooo"), "backend-unknown", [1], "EngineMissing", says="did you mean 'gloo'?"
     ),
