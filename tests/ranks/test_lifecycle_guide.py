@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,3 +75,25 @@ def test_the_example_runs(example: Example) -> None:
     words = "\n".join(result.stderr for result in results)
     assert "".join(result.stdout for result in results) == example.output, words
     assert [result.returncode for result in results] == example.codes, words
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "example",
+    [each for each in EXAMPLES if each.launched and not any(each.codes)],
+    ids=lambda each: each.title,
+)
+def test_the_example_runs_under_the_launcher(example: Example, tmp_path: Path) -> None:
+    """What is run above with a launcher's variables prints the same lines, in any order, under `allhands run`."""
+    script = tmp_path / "script.py"
+    script.write_text(example.script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "allhands", "run", "-n", str(example.ranks), "--no-prefix", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=harness.environment({}),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(example.output.splitlines())
