@@ -25,7 +25,7 @@ _WIDEST = 100
 # The order in which `allhands --help` shows the commands. One that is in no group here comes last.
 _GROUPS = {
     "Start": ("run",),
-    "Find out": ("doctor", "whoami", "explain"),
+    "Find out": ("doctor", "engines", "whoami", "explain"),
     "Measure": ("bench",),
 }
 
@@ -124,6 +124,20 @@ main.add_command(
     )
 )
 main.add_command(_Lazy("doctor", ".doctor.command", help="Say why a job stalls, or would, and what to do about it."))
+
+
+@main.command("engines")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def _engines(as_json: bool) -> None:
+    """Say which engines can run here, and what to install for the others.
+
+    An engine moves tensors: shared memory, Gloo, rails between hosts, NCCL, memory of a GPU, MPI. Nothing is connected
+    to and torch is not imported. Exits with 0, whatever is missing.
+    """
+    from .doctor.engines import render, report
+
+    found = report()
+    click.echo(json.dumps(found, indent=2) if as_json else render(found))
 
 
 @main.command("whoami")

@@ -23,7 +23,8 @@ from .control.identity import this_process
 from .control.messages import Claim
 from .control.roll import answer
 from .ending import abandon, end, hook
-from .engines import nccl, needs
+from .engines import nccl
+from .engines.needs import needs
 from .errors import AllhandsError, fail
 from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
 from .overheard import overhear

@@ -28,7 +28,8 @@ from .control.messages import Status
 from .control.roll import Seat
 from .diagnosis import Diagnosis, duration, join, ranks
 from .diagnosis.transport import TIMEOUT, TRANSPORT
-from .engines import Wire, nccl
+from .engines import nccl
+from .engines.gloo import Wire
 from .errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from .store import MemberStore
 

@@ -14,7 +14,7 @@ from .control.meeting import FileBoard, Notice
 from .control.member import Member
 from .control.messages import Reply
 from .diagnosis import duration, join
-from .engines import Wire
+from .engines.gloo import Wire
 from .errors import fail
 
 __all__ = ["MemberStore", "StoreBoard"]

@@ -188,7 +188,9 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [([8, 16], 2, "unix"), ([64, 256, 1024, 4096], 3, "tcp")]
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["whoami"], ["explain", "peer-lost"], ["explain"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["engines"], ["whoami"], ["explain", "peer-lost"], ["explain"]]
+)
 def test_starts_without_what_it_does_not_need(arguments: list[str]) -> None:
     """No command imports torch, and one whose output is piped does not import rich."""
     done = run(sys.executable, "-W", "error", "-c", PROBE, *arguments)

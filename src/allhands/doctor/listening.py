@@ -40,7 +40,7 @@ from .exchange import (
     welcome,
 )
 from .service import JOB, LISTENER
-from .stack import installed
+from .software import installed
 
 __all__ = ["Heard", "Listener"]
 

@@ -2,91 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import sys
-from dataclasses import dataclass
-from importlib import metadata, util
-from pathlib import Path
 
 from .._version import __version__
 from ..diagnosis import join
+from . import engines
 from .case import Case
 from .finding import Finding, green, red, yellow
 from .gpus import Card, cards, device_files
+from .software import Installed, installed, too_old
 
-__all__ = ["Installed", "check", "installed"]
+__all__ = ["check"]
 
 _SECTION = "stack"
 
 # What allhands is made for; pyproject.toml has the same.
 _LEAST_TORCH = (2, 11)
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """What is there. "" for what is not; ``driver`` is the newest CUDA that the driver can run."""
-
-    torch: str = ""
-    cuda: str = ""
-    hip: str = ""
-    nccl: str = ""
-    driver: str = ""
-    mpi: str = ""
-    mpi4py: str = ""
-    core: bool = True
-
-
-def installed() -> Installed:
-    """Find out from package metadata, from torch's own version file, and from the driver's library."""
-    torch = _version("torch")
-    built = _torch_built_with() if torch else {}
-    nccl = next(
-        (found for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11") if (found := _version(name))),
-        "",
-    )
-    return Installed(
-        torch=torch,
-        cuda=built.get("cuda", ""),
-        hip=built.get("hip", ""),
-        nccl=nccl,
-        driver=_driver(),
-        mpi=shutil.which("mpirun") or "",
-        mpi4py=_version("mpi4py"),
-        core=util.find_spec("allhands._core") is not None,
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _torch_built_with() -> dict[str, str]:
-    """Read torch/version.py as text: importing it would import torch."""
-    spec = util.find_spec("torch")
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        try:
-            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        return dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
-    return {}
-
-
-def _driver() -> str:
-    """Return the newest CUDA version that the driver supports, "" where there is no driver."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-        number = ctypes.c_int(0)
-        if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
-            return ""
-    except (OSError, AttributeError):
-        return ""
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def check(case: Case) -> list[Finding]:
@@ -96,7 +29,7 @@ def check(case: Case) -> list[Finding]:
     seen, trouble = cards() if hardware or shutil.which("nvidia-smi") else ([], "")
     results = [_torch(found)]
     results += _gpus(case, found, seen, trouble, hardware=hardware)
-    results.append(_engines(found, seen))
+    results.append(_engines(found, engines.offers(found, engines.look(found))))
     return results
 
 
@@ -216,8 +149,7 @@ def _fit(found: Installed, seen: list[Card]) -> Finding:
             fix="install a CUDA build of torch to use them",
             commands=("pip install torch",),
         )
-    # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
-    if found.cuda and int(found.cuda.partition(".")[0]) > int(found.driver.partition(".")[0]):
+    if too_old(found):
         return red(
             _SECTION,
             "driver",
@@ -238,18 +170,12 @@ def _fit(found: Installed, seen: list[Card]) -> Finding:
     )
 
 
-def _engines(found: Installed, seen: list[Card]) -> Finding:
+def _engines(found: Installed, offered: list[engines.Offer]) -> Finding:
     if not found.core:
-        return red(
-            _SECTION,
-            "engines",
-            "engine-failed",
-            "the C core of allhands is not built",
-            why="there is no module allhands._core beside the package",
-            fix="install allhands again, or build it in place",
-            commands=("python setup.py build_ext --inplace",),
-        )
-    here = ["shm", *(["gloo"] if found.torch else []), *(["nccl"] if found.cuda and seen else [])]
-    mpi = f"MPI at {found.mpi}" if found.mpi else "no MPI"
-    mpi += f" with mpi4py {found.mpi4py}" if found.mpi and found.mpi4py else ""
-    return green(_SECTION, "engines", f"engines {join(here)}; {mpi}", engines=here, mpi=found.mpi)
+        shm = next(each for each in offered if each.name == "shm")
+        return red(_SECTION, "engines", shm.slug, shm.what, why=shm.why, fix=shm.fix, commands=shm.commands)
+    here = [each.name for each in offered if each.available]
+    mpi = next(each for each in offered if each.name == "mpi")
+    shown = f"engines {join(here)}; {mpi.version if mpi.available else 'no MPI'}"
+    missing = {each.name: each.why for each in offered if not each.available}
+    return green(_SECTION, "engines", shown, engines=here, mpi=found.mpi, missing=missing)

@@ -34,7 +34,7 @@ from .exchange import (
 )
 from .finding import Finding, green, red, yellow
 from .screen import lines
-from .stack import installed
+from .software import installed
 
 __all__ = ["visit"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from allhands.doctor import cores, firewall, interfaces, query, resources, stack, surroundings
+from allhands.doctor import cores, engines, firewall, interfaces, query, resources, stack, surroundings
 from allhands.doctor.case import Case, open_case
 from allhands.doctor.gpus import Card, User
 from allhands.doctor.interfaces import Interface, chosen
-from allhands.doctor.stack import Installed
+from allhands.doctor.software import Installed, installed
 from allhands.world import Address
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, up=True)
@@ -173,7 +173,7 @@ def test_this_machines_software() -> None:
     """The real one, without importing it: torch's version is the one that an import would say."""
     import torch
 
-    found = stack.installed()
+    found = installed()
     assert found.torch == torch.__version__
     assert (found.cuda or None) == torch.version.cuda
     assert found.core
@@ -219,7 +219,8 @@ def test_a_torch_that_is_missing_or_too_old() -> None:
         assert stack._torch(found).level == "red"
         assert "pip install" in stack._torch(found).commands[0]
     assert stack._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
-    assert stack._engines(Installed(torch="2.13", core=False), []).level == "red"
+    broken = Installed(torch="2.13", core=False)
+    assert stack._engines(broken, engines.offers(broken, engines.Ground())).level == "red"
 
 
 # The environment ----------------------------------------------------------------------------------------------

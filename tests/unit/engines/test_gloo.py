@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allhands.engines import Wire
-from allhands.engines.gloo import addresses, check_interface, interface_of, loopback_interface
+from allhands.engines.gloo import Wire, addresses, check_interface, interface_of, loopback_interface
 from allhands.errors import ConnectError
 
 

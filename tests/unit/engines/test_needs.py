@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from allhands.diagnosis import Diagnosis
-from allhands.engines import needs
 from allhands.engines.mpi import library
+from allhands.engines.needs import needs
 
 Limits = Callable[[int, int], list[tuple[int, int]]]
 

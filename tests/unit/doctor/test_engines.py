@@ -1,0 +1,241 @@
+"""What `allhands engines` says is so, is what ranks and the doctor say, and costs no import of torch."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import allhands
+from allhands import cli
+from allhands.diagnosis import CATALOGUE
+from allhands.doctor import stack
+from allhands.doctor.case import Case
+from allhands.doctor.engines import Ground, Offer, look, offers, render, report
+from allhands.doctor.software import Installed, installed
+from allhands.engines.handing import no_room
+from allhands.engines.mpi import library, seats
+from allhands.engines.needs import needs
+from allhands.explain import render as page
+
+NAMES = ["shm", "gloo", "rails", "nccl", "cuda_ipc", "mpi"]
+CPU = Installed(torch="2.13.0+cpu", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
+CUDA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
+ALL = Ground(nccl=True, gpus=2, family="openmpi", mpi="Open MPI v4.1.4")
+
+# Of the packages that are installed here, what allhands' commands need.
+NEEDED = ("click", "msgspec")
+
+
+def offer(name: str, found: Installed, ground: Ground) -> Offer:
+    """Return what is said of one engine."""
+    return next(each for each in offers(found, ground) if each.name == name)
+
+
+def bare(folder: Path, *packages: str, **environment: str) -> dict[str, Any]:
+    """Run the command in an interpreter that has the standard library, allhands and ``packages``, and nothing else."""
+    for name in packages:
+        for top in {Path(str(file)).parts[0] for file in metadata.files(name) or []} - {"..", "__pycache__"}:
+            place = Path(str(metadata.distribution(name).locate_file(top)))
+            if not (folder / top).exists():
+                (folder / top).symlink_to(place)
+    paths = [str(folder), str(Path(allhands.__file__).parents[1])]
+    done = subprocess.run(
+        # -S leaves out what site-packages, of the environment and of the system, would bring.
+        [sys.executable, "-S", "-W", "error", "-m", "allhands", "engines", "--json"],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert [each["name"] for each in answer["engines"]] == NAMES
+    return {**answer, **{each["name"]: each for each in answer["engines"]}}
+
+
+def test_this_machine_as_torch_sees_it() -> None:
+    """What is read from torch's files and the driver is what torch says once it is imported."""
+    ground = look(installed())
+    assert ground.gloo == dist.is_gloo_available()
+    assert ground.nccl == dist.is_nccl_available()
+    assert ground.gpus == torch.cuda.device_count()
+    assert ground.no_memory == ""
+
+
+def test_everything_is_here() -> None:
+    """Where all is there, every engine is offered, and says with what."""
+    found = offers(CUDA, ALL)
+    assert [each.name for each in found] == NAMES
+    assert all(each.available and each.version and not each.slug for each in found)
+    assert "Open MPI v4.1.4 with mpi4py 4.1.2" in found[-1].version
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "ground", "slug"),
+    [
+        ("shm", CPU, Ground(no_memory="the kernel refused the pages: No space left on device"), "shm-too-small"),
+        ("shm", Installed(torch="2.13.0", core=False), Ground(), "engine-failed"),
+        ("rails", Installed(torch="2.13.0", core=False), Ground(), "engine-failed"),
+        ("gloo", CPU, Ground(gloo=False), "backend-unknown"),
+        ("nccl", CPU, Ground(), "nccl-missing"),
+        ("nccl", CUDA, Ground(nccl=True), "gpu-missing"),
+        ("nccl", Installed(torch="2.13.0", cuda="13.0", driver="12.8"), Ground(nccl=True, gpus=1), "driver-mismatch"),
+        ("cuda_ipc", CPU, Ground(), "gpu-missing"),
+        ("cuda_ipc", Installed(torch="2.13.0+cpu", driver="13.0"), Ground(gpus=1), "driver-mismatch"),
+        ("mpi", CPU, Ground(no_mpi="the module mpi4py is not installed in /opt"), "mpi-missing"),
+        ("mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI v4.1.4"), "mpi-missing"),
+        *((name, Installed(), Ground(), "version-mismatch") for name in NAMES),
+    ],
+)
+def test_what_is_missing(name: str, found: Installed, ground: Ground, slug: str) -> None:
+    """Each thing that can be missing has the slug of its diagnosis, a reason and a fix."""
+    said = offer(name, found, ground)
+    assert (said.available, said.slug) == (False, slug)
+    assert slug in CATALOGUE
+    assert said.what
+    assert said.why
+    assert said.fix
+
+
+def test_mpich_needs_no_mpirun() -> None:
+    """Nor does Open MPI in a process that its mpirun started."""
+    assert offer("mpi", Installed(torch="2.13.0"), Ground(family="mpich", mpi="MPICH 4.0")).available
+    assert offer(
+        "mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI", launched="openmpi")
+    ).available
+
+
+# The words are those of ranks ---------------------------------------------------------------------------------
+
+
+def test_nccl_missing_in_the_words_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without NCCL gets what a rank that asks for it gets."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    rank, said = needs("nccl", 2, 0), offer("nccl", Installed(torch=str(torch.__version__)), Ground())
+    assert rank is not None
+    assert (said.slug, said.what, said.why, said.fix) == (rank.slug, rank.what, rank.why, rank.fix)
+    assert said.fix in page("nccl-missing")
+
+
+@pytest.mark.parametrize("visible", ["", "7", None])
+def test_gpu_missing_in_the_words_of_ranks(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a GPU gets what a rank gets; the reason is what was seen without torch."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    rank, said = needs("nccl", 2, 0), offer("nccl", CUDA, Ground(nccl=True, visible=visible))
+    assert rank is not None
+    assert (said.slug, said.what, said.fix) == (rank.slug, rank.what, rank.fix)
+    assert said.why == (rank.why if visible is not None else "the driver counts no GPU")
+    assert said.fix in page("gpu-missing")
+
+
+def test_mpi_missing_in_the_words_of_ranks() -> None:
+    """No MPI, and an Open MPI without its mpirun, get what a rank gets."""
+    rank = library.missing("there is none", "rank 0").diagnosis
+    said = offer("mpi", CPU, Ground(no_mpi="there is none"))
+    assert (said.slug, said.what, said.why, said.fix) == (rank.slug, rank.what, rank.why, rank.fix)
+    assert said.fix in page("mpi-missing")
+    seatless = offer("mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI v4.1.4"))
+    assert seatless.why in inspect.getsource(seats)
+    assert seatless.fix.removeprefix(library.COMMANDS) in inspect.getsource(seats)
+
+
+def test_no_room_in_the_words_of_ranks() -> None:
+    """Shared memory that the kernel refuses has the fix that a rank prints."""
+    assert offer("shm", CPU, Ground(no_memory="refused")).fix == no_room(1, "", "").diagnosis.fix
+
+
+def test_the_doctor_says_the_same() -> None:
+    """The stack section names the engines that the command offers, and the reasons for the others."""
+    found = {each["name"]: each for each in report()["engines"]}
+    said = next(each for each in stack.check(Case({})) if each.check == "engines")
+    assert said.details["engines"] == [name for name, each in found.items() if each["available"]]
+    assert said.details["missing"] == {name: each["why"] for name, each in found.items() if not each["available"]}
+
+
+# Really absent ------------------------------------------------------------------------------------------------
+
+
+def test_without_mpi4py(tmp_path: Path) -> None:
+    """A Python without mpi4py offers the rest, and says what to install."""
+    said = bare(tmp_path, *NEEDED, "torch")
+    assert said["shm"]["available"]
+    assert said["gloo"]["available"]
+    assert not said["mpi"]["available"]
+    assert said["mpi"]["why"].startswith("the module mpi4py is not installed in ")
+    assert said["mpi"]["fix"] == library.COMMANDS
+    assert said["torch"] == torch.__version__
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    """A Python without torch is told so for every engine; nothing is raised."""
+    said = bare(tmp_path, *NEEDED)
+    assert said["torch"] == ""
+    assert {each["slug"] for each in said["engines"]} == {"version-mismatch"}
+
+
+@pytest.mark.skipif(not installed().mpi4py, reason="mpi4py is not installed")
+def test_without_an_mpi_library(tmp_path: Path) -> None:
+    """With mpi4py and no library of an MPI, it is the library that is missed."""
+    said = bare(tmp_path, *NEEDED, "torch", "mpi4py", MPI4PY_MPIABI="nobodys")
+    assert said["mpi"]["slug"] == "mpi-missing"
+    assert said["mpi"]["why"].startswith("mpi4py is here, but finds no MPI library")
+
+
+def test_without_room() -> None:
+    """Where the kernel gives no pages, shared memory is not offered, with the kernel's reason."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "from allhands.doctor.engines import look; from allhands.doctor.software import installed\n"
+        "print(look(installed()).no_memory)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "the kernel refused the pages: File too large\n", done.stderr
+
+
+# The command --------------------------------------------------------------------------------------------------
+
+
+def test_the_json_keeps_its_names() -> None:
+    """Programs find the same names whatever is missing, and the exit status is 0."""
+    result = CliRunner().invoke(cli.main, ["engines", "--json"])
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert set(said) == {"schema", "allhands", "torch", "cuda", "gpus", "mpi", "engines"}
+    assert said["schema"] == 1
+    assert set(said["mpi"]) == {"family", "library", "mpi4py", "mpirun"}
+    names = {"name", "moves", "available", "version", "slug", "what", "why", "fix", "commands"}
+    assert [set(each) for each in said["engines"]] == [names] * len(NAMES)
+    assert [each["name"] for each in said["engines"]] == NAMES
+
+
+def test_people_see_what_to_do() -> None:
+    """The text has each engine once, and for one that cannot run its reason, its fix and its page."""
+    data = report()
+    text = render({**data, "engines": [vars_of(each) for each in offers(CPU, Ground(no_mpi="there is none"))]})
+    heads = [line.split()[:2] for line in text.splitlines() if not line.startswith(" ")]
+    assert heads == [[name, "no" if name in {"nccl", "cuda_ipc", "mpi"} else "yes"] for name in NAMES]
+    assert "why   there is none" in text
+    assert "more  allhands explain mpi-missing" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert CliRunner().invoke(cli.main, ["engines"]).exit_code == 0
+
+
+def vars_of(said: Offer) -> dict[str, Any]:
+    """Return an offer as the JSON has it."""
+    return {name: getattr(said, name) for name in said.__struct_fields__}
