@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,7 @@ class Site:
     folder: Path
     hosts: list[Host] = field(default_factory=list)
     port: int = 0
+    library: str = "allhands"  # which one is being asked
 
     @property
     def method(self) -> str:
@@ -124,6 +125,7 @@ class Fault:
     host: str = ""  # must be among the hosts that are named, or in the words
     look: Callable[[Site], Finding] | None = None  # the doctor is who finds it
     alone: str = ""  # why torch alone is not asked
+    timeout_s: float = TIMEOUT_S
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -133,7 +135,13 @@ class Fault:
 
 def settings(fault: Fault, site: Site, library: str, *, faulty: bool, extra: Mapping[str, str]) -> dict[str, Any]:
     """Return what `harness.start` takes."""
-    env = {"LIBRARY": library, "FAULTY": str(int(faulty)), "METHOD": site.method, "TIMEOUT": str(TIMEOUT_S), **extra}
+    env = {
+        "LIBRARY": library,
+        "FAULTY": str(int(faulty)),
+        "METHOD": site.method,
+        "TIMEOUT": str(fault.timeout_s),
+        **extra,
+    }
     env["FOLDER"] = str(site.folder)
     each = {rank: site.hosts[host].environment() for rank, host in enumerate(fault.layout)}
     return {"source": HEAD + fault.body, "world_size": fault.count, "env": env, "each": each}
@@ -141,6 +149,7 @@ def settings(fault: Fault, site: Site, library: str, *, faulty: bool, extra: Map
 
 def told(fault: Fault, site: Site, library: str) -> dict[int, dict[str, Any]]:
     """Inject ``fault``; return for each observer what it was told, how long after the fault, and how it ended."""
+    site.library = library
     with contextlib.ExitStack() as stack:
         extra = stack.enter_context(fault.around(site)) if fault.around else {}
         made = settings(fault, site, library, faulty=True, extra=extra)
@@ -195,18 +204,39 @@ _PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*|^\[[WE]\d[^\]]*\]\s*")
 _LONG = 150
 
 
-def words(found: Mapping[str, Any]) -> str:
-    """Return in one line what a rank under torch alone was told."""
+# What only repeats, with the number of a socket, that the exception came.
+_REPEATS = ("waitForInput", "recvValueWithTimeout", "sendBytes", "client socket has timed out")
+
+
+def words(outcomes: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return in one line what the ranks under torch alone were told, each with its time; equal words once."""
+    groups: dict[str, list[int]] = {}
+    for number, found in outcomes.items():
+        groups.setdefault(re.sub(r"\d+", "0", _said(found)), []).append(number)
+    if len(groups) == 1:
+        return _said(next(iter(outcomes.values())))
+    parts = []
+    for numbers in groups.values():
+        found = max((outcomes[number] for number in numbers), key=lambda each: float(each["after"]))
+        late = f" ({found['after']:.1f} s)" if found["spoke"] else ""
+        parts.append(f"[{','.join(map(str, numbers))}] {_said(found)}{late}")
+    return "; ".join(parts)
+
+
+def _said(found: Mapping[str, Any]) -> str:
     if not found["spoke"]:
         if found["code"] is None:
             return f"nothing in {found['after']:.0f} s"
-        return f"the process ends with {'signal ' if found['code'] < 0 else 'status '}{abs(found['code'])}; " + _short(
-            found["stderr"].strip().rpartition("\n")[2]
+        last = _short(found["stderr"].strip().rpartition("\n")[2])
+        return f"the process ends with {'signal' if found['code'] < 0 else 'status'} {abs(found['code'])}" + (
+            f": {last}" if last else ""
         )
     if not found["kind"]:
-        return "nothing: the call returns"
+        value = f", x is {found['x']}" if "x" in found else ""
+        return f"nothing: the call returns{value}"
     said = f"{found['kind']}: {_short(found['text'])}"
-    warned = [_short(line) for line in found["stderr"].splitlines() if re.match(r"\[[WE]\d", line)]
+    lines = [line for line in found["stderr"].splitlines() if re.match(r"\[[WE]\d", line)]
+    warned = [_short(line) for line in lines if not any(word in line for word in _REPEATS)]
     return f"{said} (on stderr: {warned[0]})" if warned else said
 
 
@@ -216,7 +246,9 @@ def _short(text: str) -> str:
     return line if len(line) <= _LONG else line[: _LONG - 1].rstrip() + "…"
 
 
-def record(fault: Fault, torch_alone: Mapping[str, Any], ours: Mapping[str, Any], *, fix_works: bool) -> None:
+def record(
+    fault: Fault, site: Site, torch_alone: Mapping[str, Any], ours: Mapping[str, Any], *, fix_works: bool
+) -> None:
     """Write down what was measured, one file for each fault, so that several processes may run them."""
     import torch
 
@@ -232,13 +264,8 @@ def record(fault: Fault, torch_alone: Mapping[str, Any], ours: Mapping[str, Any]
         "torch_alone": dict(torch_alone),
         "allhands": dict(ours),
         "torch": torch.__version__,
-        "timeout_s": TIMEOUT_S,
+        "timeout_s": fault.timeout_s,
         "on": time.strftime("%Y-%m-%d"),
     }
-    (FOLDER / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def nothing() -> Iterator[Mapping[str, str]]:
-    """Stand in nobody's way."""
-    yield {}
+    text = json.dumps(made, indent=1, ensure_ascii=False).replace(str(site.folder), "")
+    (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")

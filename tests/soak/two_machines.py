@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from hosts.conftest import ip
 from hosts.names import serving
 from hosts.test_doctor import PORT, listening, look_at, named
+from hosts.test_doctor import _typed as typed_there
 from ranks.harness import Job
 from soak.laboratory import INTO_S, Around, Fault, Finding, Site
 from soak.one_machine import CALL, FORM, FORMED
@@ -20,16 +22,18 @@ SPIN = FORMED + "say(ready=True)\ndef call():\n    while True:\n        dist.all
 BOTH = (0, 1)
 
 
-def firewall(*rules: str, host: int = 0) -> Around:
-    """Return what puts rules before a host, and takes them away again."""
+def firewall(*rules: str, hosts: tuple[int, ...] = (0,)) -> Around:
+    """Return what puts rules before hosts, and takes them away again."""
 
     @contextlib.contextmanager
     def around(site: Site) -> Iterator[Mapping[str, str]]:
-        site.hosts[host].firewall(*rules)
+        for number in hosts:
+            site.hosts[number].firewall(*rules)
         try:
             yield {}
         finally:
-            site.hosts[host].run("nft", "flush", "ruleset")
+            for number in hosts:
+                site.hosts[number].run("nft", "flush", "ruleset")
 
     return around
 
@@ -145,6 +149,26 @@ def large_packets(site: Site) -> Finding:
     return Finding(found.slug, found.what, took)
 
 
+def asked(site: Site, check: str, **how: float) -> Finding:
+    """Look at a name that only such a name server knows."""
+    second = site.hosts[1]
+    (site.folder / "asked").mkdir()
+    with named_server("node-a", **how)(site) as env:
+        began = time.monotonic()
+        found = named(typed_there(second, "node-a", site.folder / "asked", Path(env["RESOLVER"])), check)
+    return Finding(found.slug, found.what, time.monotonic() - began)
+
+
+def silent_server(site: Site) -> Finding:
+    """Look where the name server does not answer."""
+    return asked(site, "target-name", silent=True)
+
+
+def slow_server(site: Site) -> Finding:
+    """Look where the name server answers late."""
+    return asked(site, "name-time", slow_s=0.55)
+
+
 MISSING = {0: ("missing-ranks", (1,))}
 ONLY_1 = "if not faulty or rank:\n    say(outcome=attempt(form))\nend()\n"
 
@@ -153,7 +177,7 @@ FAULTS = [
         "a host name that does not exist",
         "before",
         "address-unresolvable",
-        (0,),
+        (),
         layout=BOTH,
         host="nobody",
         around=named_server("nobody"),
@@ -163,14 +187,24 @@ FAULTS = [
     Fault(
         "the name server does not answer",
         "before",
-        "address-unresolvable",
-        (0,),
+        "name-server-silent",
+        (),
         layout=BOTH,
-        host="node-a",
-        around=named_server("node-a", silent=True),
-        body=FORM,
         certain=False,
-        fix="an address, or a server that answers",
+        around=named_server("node-a", silent=True),
+        look=silent_server,
+        body=FORM,
+    ),
+    Fault(
+        "the name server takes 0.6 s for each answer",
+        "before",
+        "name-server-silent",
+        (),
+        layout=BOTH,
+        certain=False,
+        around=named_server("node-a", slow_s=0.55),
+        look=slow_server,
+        body=FORM,
     ),
     Fault(
         "a firewall drops the coordinator's port",
@@ -271,7 +305,7 @@ FAULTS = [
         (0,),
         layout=BOTH,
         certain=False,
-        around=firewall(f"tcp dport {PORT} accept", f"tcp sport {PORT} accept", "meta l4proto tcp drop"),
+        around=firewall(f"tcp dport {PORT} accept", f"tcp sport {PORT} accept", "meta l4proto tcp drop", hosts=BOTH),
         body=FORM,
         fix="open the ports between the machines",
     ),
@@ -285,6 +319,7 @@ FAULTS = [
         special={1: ("coordinator-lost", (0,))},
         body=SPIN,
         during=cable,
+        timeout_s=20.0,
         host="",
     ),
     Fault(
@@ -297,6 +332,7 @@ FAULTS = [
         special={1: ("coordinator-lost", (0,))},
         body=SPIN,
         during=partition,
+        timeout_s=20.0,
     ),
     Fault(
         "packets vanish one way in mid-collective (half-open)",
@@ -308,6 +344,7 @@ FAULTS = [
         special={1: ("coordinator-lost", (0,))},
         body=SPIN,
         during=one_way,
+        timeout_s=20.0,
     ),
     Fault("clocks differ by 95 s", "doctor", "clock-skewed", (), layout=BOTH, look=clocks, alone="does not look"),
     Fault(
