@@ -20,17 +20,23 @@ PARTS = {
 
 HEAD = """# Faults: torch alone and allhands
 
-{count} faults, each injected for real: processes, signals, ports, files, limits, and network namespaces as machines with a
-firewall, a cable and a name server. The same script ran once with torch.distributed alone and once with allhands, on Gloo,
-with `timeout` {timeout:g} s unless stated, torch {torch}, on {on}. The seconds are those of the slowest rank that is
-concerned: since the call where the group does not form, since the fault where a rank is hit in the middle. Where ranks are
-told different things, each has its own words; `[0,2]` are the ranks. For allhands, every rank that is concerned got the same
-diagnosis (or its own, about the same cause), with the right rank or host, and that is what the test asserts.
+{count} faults, each injected for real: processes, signals, ports, files, limits, and network namespaces as machines
+with a firewall, a cable and a name server. The same script ran once with torch.distributed alone and once with
+allhands, on Gloo, with `timeout` {timeout:g} s unless stated, torch {torch}, on {on}. Only versions are faked, at the
+handshake.
 
-**Fix** says what makes the job work, where that is a change of the job or machine; "seen" means that the same job was run
-again with it and formed its group. The table is made by `make faults`; the times are of a machine of two cores that did
-other things too.
+The seconds are those of the slowest rank that is concerned: since the call where the group does not form, since the
+fault where a rank is hit in the middle. Where ranks under torch are told different things, each has its own words, and
+`[0,2]` says which ranks; "nothing in 30 s" means that the watch ended there. For allhands, every rank that is concerned
+got a diagnosis of the cause with the right rank or host within its time; that is what `tests/soak/test_faults.py`
+asserts. A cause that is certain is told within 3 s; where a rank may still come, the deadline is what tells.
+
+"Fix" says what makes the job work, where that is a change of the job or the machine; "seen" means that the same job ran
+again with it and formed its group, or that the doctor found nothing any more. `make faults` makes this page; the times
+are of a machine of two cores that did other things too.
 """
+
+TITLES = "| fault | torch alone says | after | allhands says | after | fix |\n" + "| --- " * 6 + "|"
 
 
 def cell(text: str) -> str:
@@ -74,8 +80,7 @@ def main() -> int:
     for when, title in PARTS.items():
         rows = [row(fault, usual_s) for fault in faults if fault["when"] == when]
         if rows:
-            head = "| fault | torch alone says | after | allhands says | after | fix |\n| --- | --- | --- | --- | --- | --- |"
-            text += f"\n## {title}\n\n{head}\n" + "\n".join(rows) + "\n"
+            text += f"\n## {title}\n\n{TITLES}\n" + "\n".join(rows) + "\n"
     PAGE.write_text(text, encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {len(faults)} faults")
     return 0

@@ -48,6 +48,17 @@ def vanishing(site: Site) -> Iterator[Mapping[str, str]]:
         ip(f"-n {site.hosts[1].namespace} neigh del {site.hosts[0].ipv4} dev eth0")
 
 
+@contextlib.contextmanager
+def mended(site: Site) -> Iterator[Mapping[str, str]]:
+    """Put the cable back after the block, and let packets find their way again."""
+    yield {}
+    for host, other in (site.hosts, site.hosts[::-1]):
+        host.link("up")
+        # Only where it was told a wrong one.
+        with contextlib.suppress(AssertionError):
+            ip(f"-n {host.namespace} neigh del {other.ipv4} dev eth0")
+
+
 def named_server(host: str, **how: float) -> Around:
     """Return what lets both hosts ask a name server of their own for ``host``."""
 
@@ -302,7 +313,8 @@ FAULTS = [
         "a firewall drops all ports but the coordinator's",
         "before",
         "engine-failed",
-        (0,),
+        (),
+        host="10.77.0.",
         layout=BOTH,
         certain=False,
         around=firewall(f"tcp dport {PORT} accept", f"tcp sport {PORT} accept", "meta l4proto tcp drop", hosts=BOTH),
@@ -318,6 +330,7 @@ FAULTS = [
         certain=False,
         special={1: ("coordinator-lost", (0,))},
         body=SPIN,
+        around=mended,
         during=cable,
         timeout_s=20.0,
         host="",
@@ -331,6 +344,7 @@ FAULTS = [
         certain=False,
         special={1: ("coordinator-lost", (0,))},
         body=SPIN,
+        around=mended,
         during=partition,
         timeout_s=20.0,
     ),
@@ -343,6 +357,7 @@ FAULTS = [
         certain=False,
         special={1: ("coordinator-lost", (0,))},
         body=SPIN,
+        around=mended,
         during=one_way,
         timeout_s=20.0,
     ),
