@@ -1,4 +1,4 @@
-"""Write docs/faults.md from what the fault laboratory measured (tests/soak/test_faults.py leaves it in build/faults)."""
+"""Write docs/faults.md from what the laboratory measured: tests/soak/test_faults.py leaves it in build/faults."""
 
 from __future__ import annotations
 

@@ -457,7 +457,9 @@ DURING = [
         (1,),
         count=3,
         observers=(0, 2),
-        body=dies("os.environ['NO SUCH VARIABLE']").replace("attempt(call)", "attempt(call) if rank != 1 else call()"),
+        body=dies("os.environ['NO SUCH VARIABLE']").replace(
+            "attempt(call)", "(attempt(call) if rank != 1 else call())"
+        ),
         host="NO SUCH VARIABLE",
     ),
     Fault("a rank calls sys.exit(3)", "during", "peer-lost", (1,), count=3, observers=(0, 2), body=dies("sys.exit(3)")),
