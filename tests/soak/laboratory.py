@@ -201,18 +201,29 @@ def fixed(fault: Fault, site: Site) -> list[Result]:
 
 # What C++ puts before its messages, and where they come from.
 _PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*|^\[[WE]\d[^\]]*\]\s*")
+# Folders of the machine that torch was built on.
+_PATH = re.compile(r"(?<![\w.])/[\w./-]*/")
 _LONG = 150
 
 
-# What only repeats, with the number of a socket, that the exception came.
-_REPEATS = ("waitForInput", "recvValueWithTimeout", "sendBytes", "client socket has timed out")
+# What only repeats, with the number of a socket, that the exception came; and that the laboratory's addresses have no
+# names, which is no fault.
+_REPEATS = (
+    "hostname of the client socket cannot be retrieved",
+    "waitForInput",
+    "recvValueWithTimeout",
+    "sendBytes",
+    "client socket has timed out",
+)
 
 
 def words(outcomes: Mapping[int, Mapping[str, Any]]) -> str:
     """Return in one line what the ranks under torch alone were told, each with its time; equal words once."""
     groups: dict[str, list[int]] = {}
     for number, found in outcomes.items():
-        groups.setdefault(re.sub(r"\d+", "0", _said(found)), []).append(number)
+        whole = f"{found['kind']} {found.get('text', '').partition(chr(10))[0]}"
+        value = _said(found) if not found["kind"] else ""
+        groups.setdefault(re.sub(r"\d+", "0", whole) + value, []).append(number)
     if len(groups) == 1:
         return _said(next(iter(outcomes.values())))
     parts = []
@@ -237,12 +248,13 @@ def _said(found: Mapping[str, Any]) -> str:
     said = f"{found['kind']}: {_short(found['text'])}"
     lines = [line for line in found["stderr"].splitlines() if re.match(r"\[[WE]\d", line)]
     warned = [_short(line) for line in lines if not any(word in line for word in _REPEATS)]
-    return f"{said} (on stderr: {warned[0]})" if warned else said
+    news = [line for line in warned if line[:30] not in said]
+    return f"{said} (on stderr: {news[0]})" if news else said
 
 
 def _short(text: str) -> str:
     line = next((each for each in text.splitlines() if each.strip()), "").strip()
-    line = re.sub(r"\S*/(?=[\w.-]+)", "", _PLACE.sub("", line)) if "://" not in line else _PLACE.sub("", line)
+    line = _PLACE.sub("", line) if "://" in line else _PATH.sub("", _PLACE.sub("", line))
     return line if len(line) <= _LONG else line[: _LONG - 1].rstrip() + "…"
 
 

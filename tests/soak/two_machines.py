@@ -304,9 +304,9 @@ FAULTS = [
         "GLOO_SOCKET_IFNAME=lo on two machines",
         "before",
         "interface-mismatch",
-        (1,),
+        (0,),
         layout=BOTH,
-        body="if faulty and rank:\n    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n" + FORM,
+        body="if faulty and not rank:\n    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n" + FORM,
         fix="unset GLOO_SOCKET_IFNAME",
     ),
     Fault(
