@@ -126,6 +126,7 @@ class Fault:
     look: Callable[[Site], Finding] | None = None  # the doctor is who finds it
     alone: str = ""  # why torch alone is not asked
     timeout_s: float = TIMEOUT_S
+    either: bool = False  # all ranks have the fault, and who is heard first is named
 
     @property
     def told(self) -> tuple[int, ...]:

@@ -304,9 +304,10 @@ FAULTS = [
         "GLOO_SOCKET_IFNAME=lo on two machines",
         "before",
         "interface-mismatch",
-        (0,),
+        (0, 1),
+        either=True,
         layout=BOTH,
-        body="if faulty and not rank:\n    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n" + FORM,
+        body="if faulty:\n    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n" + FORM,
         fix="unset GLOO_SOCKET_IFNAME",
     ),
     Fault(
