@@ -9,7 +9,7 @@ CORE_FLAGS := -std=c11 -O3 -Wall -Wextra -Werror -DPy_LIMITED_API=0x030B0000
 INCLUDE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 FOLDERS := $(wildcard src tests scripts examples setup.py)
 
-.PHONY: help setup demo test lint format bench mpi soak test-sanitize test-threads clean
+.PHONY: help setup demo test lint format bench mpi soak faults test-sanitize test-threads clean
 
 help:
 	@echo "make setup          build .venv with allhands and its tools"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench          measure the roll call, and collectives against Gloo and MPI (minutes)"
 	@echo "make mpi            install Open MPI and mpi4py, where they are missing"
 	@echo "make soak           the tests that take minutes, and the C core under sanitizers"
+	@echo "make faults         inject every fault under torch alone and under allhands; write docs/faults.md (minutes)"
 	@echo "make clean          remove all that the other targets made"
 
 setup: $(STAMP)
@@ -84,6 +85,12 @@ soak: setup test-sanitize test-threads
 	$(SANITIZED) $(BIN)/python -m pytest -q -s -p no:cacheprovider -m soak tests/soak/test_random.py -k core
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python scripts/import_cost.py
+
+# What an earlier run measured of other faults is not mixed in.
+faults: setup
+	rm -rf build/faults
+	$(BIN)/python -m pytest -n 3 -m soak tests/soak/test_faults.py
+	$(BIN)/python scripts/faults.py
 
 # The C core's tests against a build that stops at the first bad access or undefined behaviour. It stands beside
 # a copy of the package, so that the installed one is left alone. Leaks are not looked for: CPython itself leaves

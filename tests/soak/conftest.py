@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hosts.conftest import network
+from hosts.conftest import cables, network
 from ranks import harness
 
-__all__ = ["network", "nursery"]
+__all__ = ["cables", "network", "nursery"]
 
 
 @pytest.fixture(scope="session")
