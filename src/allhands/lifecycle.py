@@ -42,6 +42,10 @@ __all__ = [
 # torch's half an hour is longer than anyone looks at a screen.
 _DEFAULT_ROLL_CALL_S = 600.0
 
+# How long before the deadline whoever finds a host's ports shut says so: at the deadline itself the group's end would
+# come first, which does not know why.
+_TELL_S = 0.5
+
 # What is left of the deadline for torch to connect the group, at least.
 _LEAST_CONNECT_S = 0.3
 
@@ -121,7 +125,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             _forming.now = False
 
     session.enter("init_process_group", session.formed_at)
-    session.wire.until = None if session.one_host else deadline
+    session.wire.until = None if session.one_host else deadline - _TELL_S
     try:
         prepare(session, name, found.world.local_world_size)
         _torch.forget_failed_groups()
