@@ -81,11 +81,25 @@ def sockets(pid: int | str = "self") -> frozenset[int]:
 
 
 def segments() -> frozenset[str]:
-    """Return the names of allhands' files in /dev/shm."""
+    """Return the names of allhands' files in /dev/shm, but those of ranks that other tests have started meanwhile."""
     try:
-        return frozenset(path.name for path in Path("/dev/shm").iterdir() if "allhands" in path.name)
+        return frozenset(
+            path.name for path in Path("/dev/shm").iterdir() if "allhands" in path.name and not _others(path.name)
+        )
     except OSError:
         return frozenset()
+
+
+def _others(name: str) -> bool:
+    """Tell whether ``name`` has the pid of a running process in it that is not below this one."""
+    kind, _, rest = name.partition("-mpi-")
+    pid = rest.partition("-")[0]
+    if kind != "allhands" or not pid.isdecimal() or not alive(int(pid)):
+        return False
+    try:
+        return os.getpid() not in {each.pid for each in psutil.Process(int(pid)).parents()}
+    except psutil.NoSuchProcess:
+        return False
 
 
 def snapshot() -> Snapshot:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import tempfile
@@ -82,7 +81,7 @@ def _offer(store: Any, size: int, deadline: float, check: Callable[[], None]) ->
     """
     # Open MPI keeps memory that ranks share in files here; where they are memory, with the folder they go.
     place = str(_MEMORY) if os.access(_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix=f"allhands-mpi-{secrets.token_hex(4)}-", dir=place))
+    folder = Path(tempfile.mkdtemp(prefix=f"allhands-mpi-{os.getpid()}-", dir=place))
     pipe = folder / "stay"
     os.mkfifo(pipe, 0o600)
     held = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
