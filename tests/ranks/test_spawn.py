@@ -13,11 +13,18 @@ from ranks import harness
 from ranks.spawning import finish, program
 
 GROUPS = """
-import json, os, sys
+import json, os, sys, time
 import torch
 import allhands
 
-def train(rank, factor):
+def gone(rank, name):
+    # Rank 0 serves torch's own store, at one port for both groups: who comes back before it went finds the old one.
+    if rank == 0:
+        open(name, "w").close()
+    while not os.path.exists(name):
+        time.sleep(0.01)
+
+def train(rank, factor, method):
     import torch.distributed as dist
     allhands.init_process_group()
     x = torch.ones(3) * factor * (rank + 1)
@@ -31,6 +38,7 @@ def train(rank, factor):
         dist.all_reduce(y)
         sums.append(y)
         dist.destroy_process_group()
+        gone(rank, f"{method}-{name}")
     assert dist.is_torchelastic_launched() is False
     return backend, sums
 
@@ -44,7 +52,7 @@ def alone(rank):
 if __name__ == "__main__":
     os.environ["MASTER_PORT"] = "1"  # what a script may have left there
     for method in ("spawn", "fork"):
-        found = allhands.spawn(train, args=(2.0,), nprocs=2, start_method=method, results=True)
+        found = allhands.spawn(train, args=(2.0, method), nprocs=2, start_method=method, results=True)
         assert found[0][0] == ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "allhands"), found
         print(json.dumps({method: [[each.tolist() for each in sums] for _, sums in found]}))
     for size in (1, 3, 8):
