@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 2.0
 # The state column of /proc/net/tcp for LISTEN.
 LISTEN = "0A"
+# A file in /dev/shm that says whose it is: what it is for, and the pid of who made it.
+OWNED = re.compile(r"allhands-[a-z]+-(\d+)-")
 PROC = Path("/proc")
 LINUX = sys.platform == "linux"
 
@@ -92,12 +95,11 @@ def segments() -> frozenset[str]:
 
 def _others(name: str) -> bool:
     """Tell whether ``name`` has the pid of a running process in it that is not below this one."""
-    kind, _, rest = name.partition("-mpi-")
-    pid = rest.partition("-")[0]
-    if kind != "allhands" or not pid.isdecimal() or not alive(int(pid)):
+    found = OWNED.match(name)
+    if found is None or not alive(int(found[1])):
         return False
     try:
-        return os.getpid() not in {each.pid for each in psutil.Process(int(pid)).parents()}
+        return os.getpid() not in {each.pid for each in psutil.Process(int(found[1])).parents()}
     except psutil.NoSuchProcess:
         return False
 

@@ -70,7 +70,7 @@ class Crew:
         self._silence_s = silence_s
         # MPI's shared memory goes into this folder too, so it must be memory: and goes with it, however mpirun ends.
         memory = str(_MEMORY) if "mpi" in plan.peers and os.access(_MEMORY, os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="allhands-bench-", dir=memory))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
