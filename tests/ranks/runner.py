@@ -18,10 +18,21 @@ from typing import Any
 
 from ranks import harness
 
-__all__ = ["Ran", "Running", "run", "running"]
+__all__ = ["TWO_GROUPS", "Ran", "Running", "run", "running"]
 
 # Longer than any job of a test takes on a machine that does much else; a hang is a failure of the test.
 DEADLINE_S = 90.0
+
+# A script with two groups, one after the other: the launcher's coordinator must be there for both.
+TWO_GROUPS = """
+import torch, allhands as dist
+for _ in range(2):
+    dist.init_process_group()
+    x = torch.ones(2) * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    print("sum", x.tolist(), dist.get_world_size())
+    dist.destroy_process_group()
+"""
 
 
 @dataclass(frozen=True, slots=True)
