@@ -100,7 +100,7 @@ def negation_place() -> tuple[int, int, int] | None:
 
     `is_neg` lets go of the interpreter's lock, which costs more than all else that is asked of a small tensor. So the
     place is found by trying: the `data` of an object is set to a negated view and to a plain one in turn, and one bit
-    of the object must follow, the same in every one that is tried. None where there is none. Seen in 2.13.
+    of the object must follow, the same in every one that is tried. None where there is none. Seen in 2.11, 2.13.
     """
     several, found = torch.zeros(6, dtype=torch.complex64, device="cpu"), set()
     try:
