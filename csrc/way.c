@@ -56,14 +56,23 @@ static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
     return number;
 }
 
-/* Whether torch has put off negating the tensor. What raises is not plain either. */
+/* Whether torch has put off negating the tensor. It is looked at each time, because assigning to `data` changes it and may
+ * leave all else as it was. */
 static int is_negated(struct ah_way *way, PyObject *tensor)
 {
-    PyObject *answer = way->negated ? way->negated(tensor, NULL)
-                                    : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
-    int no = answer == Py_False;
+    PyObject *answer;
+    int no;
 
-    if (!answer)
+    if (way->negation.bit) {
+        const unsigned char *own;
+
+        memcpy(&own, (const char *)tensor + way->negation.address, sizeof own);
+        return !own || (own[way->negation.offset] & way->negation.bit) != 0;
+    }
+    answer = way->negated ? way->negated(tensor, NULL)
+                          : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
+    no = answer == Py_False;
+    if (!answer) /* what raises is not plain either */
         PyErr_Clear();
     Py_XDECREF(answer);
     return !no;
@@ -299,12 +308,16 @@ int ah_place(struct ah_way *way, char *text, size_t size)
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg, *made;
+    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg;
+    PyObject *negation, *made;
+    struct ah_negation place = {0};
     struct ah_way *self;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
                           &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
-                          &world, &is_neg))
+                          &world, &is_neg, &negation))
+        return NULL;
+    if (negation != Py_None && !PyArg_Parse(negation, "(nnb)", &place.address, &place.offset, &place.bit))
         return NULL;
     if (world != Py_None && (!PyTuple_Check(world) || PyTuple_Size(world) != 4 || !PyDict_Check(PyTuple_GetItem(world, 0)))) {
         PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
@@ -335,6 +348,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->member = Py_NewRef(member);
     self->world = Py_NewRef(world);
     self->is_neg = Py_NewRef(is_neg);
+    self->negation = place;
     if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
         self->negated = PyCFunction_GetFunction(is_neg);
     self->coalescing = Py_NewRef(coalescing);
@@ -378,8 +392,8 @@ static void unmake(PyObject *object)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): what "
-                "the short way knows of torch."},
+    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg, negation): "
+                "what the short way knows of torch."},
     {0, NULL},
 };
 

@@ -150,6 +150,51 @@ dist.destroy_process_group()
     check(results)
 
 
+def test_a_sign_is_looked_at_each_time() -> None:
+    """A tensor that was plain and is a negated view of the same memory now, or the reverse, keeps its values."""
+    results = harness.launch(
+        """
+from allhands import _torch
+
+place = _torch.negation_place()
+assert place is not None
+if rank == 1:
+    _torch.negation_place = lambda: None   # where torch has it elsewhere, it is asked
+"""
+        + FORM
+        + """
+def signs(tensor, plain, negated):
+    for content, sign in ((plain, 1), (negated, -1), (plain, 1), (plain, 1), (negated, -1)):
+        at = tensor.data_ptr()
+        tensor.data = content
+        assert tensor.data_ptr() == at and tensor.is_neg() is (sign < 0)
+        long.clear()
+        plain.fill_(1)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2.0 * sign] and plain.tolist() == [2.0], (tensor, sign)
+        assert long == (["allreduce"] if sign < 0 else []), long
+        plain.fill_(1)
+        got = [torch.empty(1) for _ in range(size)]
+        dist.all_gather(got, tensor)
+        assert [each.item() for each in got] == [sign] * size, (got, sign)
+
+for number in (torch.zeros(1, dtype=torch.complex64), torch.zeros(1, 2, dtype=torch.complex64)[:, 1]):
+    signs(number.imag, number.imag, number.conj().imag)
+    signs(torch.nn.Parameter(number.imag), number.imag, number.conj().imag)
+
+# What was exchanged as a whole is another tensor, and a call leaves nothing behind that forbids it.
+one, other = torch.ones(1), torch.tensor([1j]).conj().imag
+dist.all_reduce(one)
+torch.utils.swap_tensors(one, other)
+dist.all_reduce(one)
+assert one.tolist() == [-2.0] and other.tolist() == [2.0], (one, other)
+dist.destroy_process_group()
+""",
+        2,
+    )
+    check(results)
+
+
 def test_order_is_kept_with_operations_in_flight() -> None:
     """A call on the short way comes after all that the same thread asked for before it."""
     results = harness.launch(
