@@ -259,7 +259,8 @@ class Session:
                 + " though connected (observed); probably stopped, swapped out, or in native code with the GIL"
                 + between,
                 fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}`; T is stopped, and `kill -CONT "
-                f"{silent[0].pid}` lets it go on; D waits for a disk; else `py-spy dump --pid {silent[0].pid}`",
+                f"{silent[0].pid}` lets it go on; D waits for a disk; else `py-spy dump --pid {silent[0].pid}`"
+                + _or_cut_off(silent[0].host),
                 ranks=tuple(status.rank for status in silent),
                 hosts=tuple(dict.fromkeys(status.host for status in silent)),
                 certain=False,
@@ -329,6 +330,13 @@ def _users_part(problem: BaseException) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
         trace = trace.tb_next
     return trace if trace is not None else problem.__traceback__
+
+
+def _or_cut_off(host: str) -> str:
+    """Say what else may be done about a rank elsewhere that does not answer: its machine may be out of reach."""
+    if host == socket.gethostname():
+        return ""
+    return f"; where {host} cannot be reached, see that it is up and its network is (`ip link`), and run the job again"
 
 
 def _silence(status: Status) -> str:

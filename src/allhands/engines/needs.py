@@ -21,7 +21,7 @@ _SPARE_DESCRIPTORS = 64
 
 
 def needs(backend: str, world_size: int, rank: int, device: torch.device | None = None) -> Diagnosis | None:
-    """Return what ``backend`` (in torch's spelling) or ``device`` lacks on this machine, None where nothing is missing."""
+    """Return what ``backend`` (in torch's spelling) or ``device`` lacks on this machine, None where nothing is."""
     who = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
     try:
         for name in _names(backend):
@@ -102,6 +102,11 @@ def _check_device(device: torch.device | None, who: str, rank: int) -> None:
     )
 
 
+def _enough(need: int) -> int:
+    # A power of two as people write it; where the limit was lowered, systems have at least the first of them to give.
+    return max(1024, 1 << (need - 1).bit_length())
+
+
 def _check_descriptors(world_size: int, who: str, rank: int) -> None:
     """Every rank holds a connection to every other (Gloo's full mesh)."""
     need = world_size + _SPARE_DESCRIPTORS
@@ -112,7 +117,7 @@ def _check_descriptors(world_size: int, who: str, rank: int) -> None:
             f"{world_size} ranks need {need} file descriptors in each process, the limit is {hard}",
             who=who,
             why=f"ulimit -Hn is {hard}; each rank keeps a connection to every other",
-            fix="raise the limit before the job starts: ulimit -n 65536 (LimitNOFILE= in a service)",
+            fix=f"raise the limit before the job starts: ulimit -n {_enough(need)} (LimitNOFILE= in a service)",
             ranks=(rank,),
             hosts=(socket.gethostname(),),
         )
