@@ -7,11 +7,12 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 from allhands.doctor import Finding as Seen
 from hosts.conftest import ip
 from hosts.machine import Machine, finish, typed
-from hosts.test_doctor import DOCTOR, PORT, listening, look_at, named
+from hosts.test_doctor import DOCTOR, PORT, named
 from hosts.test_doctor import _typed as typed_there
 from hosts.test_doctor import translated as nat
 from ranks.harness import Job
@@ -60,10 +61,43 @@ def one_way(job: Job, site: Site) -> float:
     return time.time()
 
 
-def found_and_mended(found: Seen, took: float, after: list[Seen]) -> Finding:
-    """Return what was found; with its fix done, nothing may be left but green."""
-    assert {each.level for each in after} == {"green"}, after
-    return Finding(found.slug, found.what, took, found.fix)
+class Visit:
+    """A doctor that listens on the first host, and one that looks at it from the second."""
+
+    def __init__(self, site: Site, **env: str) -> None:
+        self._site, self._env = site, env
+
+    def __enter__(self) -> Self:
+        first = self._site.hosts[0]
+        machine = Machine(first, first.name, self._site.folder, env=self._env)
+        self._listener = machine.type(f"exec {DOCTOR} --listen {first.ipv4}:{PORT}")
+        self._typed = typed(self._listener)
+        self._typed.__enter__()
+        self._listener.wait_for("listening on")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._typed.__exit__(None, None, None)
+
+    def all(self) -> list[Seen]:
+        """Return everything that is found."""
+        first, second = self._site.hosts
+        return typed_there(second, first.ipv4, self._site.folder)
+
+    def look(self, check: str, what: str, fix: str) -> tuple[Seen, float]:
+        """Return one finding, and how long all of them took; fail where it does not say this, with this fix."""
+        began = time.monotonic()
+        found = named(self.all(), check)
+        took = time.monotonic() - began
+        assert what in found.what, found
+        assert fix in found.fix, found
+        return found, took
+
+    def green(self, found: Seen, took: float) -> Finding:
+        """Return what was found; with its fix done, nothing may be left but green."""
+        after = self.all()
+        assert {each.level for each in after} == {"green"}, after
+        return Finding(found.slug, found.what, took, found.fix)
 
 
 # Clocks -------------------------------------------------------------------------------------------------------
@@ -110,18 +144,11 @@ def shifted(site: Site) -> Iterator[Mapping[str, str]]:
 
 def clocks(site: Site) -> Finding:
     """Look from a host at one whose clock is 95 s ahead; then set that clock, as NTP does."""
-    first, second = site.hosts
     env = shim(site)
-    listener = Machine(first, first.name, site.folder, env=env).type(f"exec {DOCTOR} --listen {first.ipv4}:{PORT}")
-    with typed(listener):
-        listener.wait_for("listening on")
-        began = time.monotonic()
-        found = named(typed_there(second, first.ipv4, site.folder), "clock")
-        took = time.monotonic() - began
-        assert "host-a is 95 s ahead" in found.what, found
-        assert "keep their time by the same NTP server" in found.fix
+    with Visit(site, **env) as visit:
+        found, took = visit.look("clock", "host-a is 95 s ahead", "keep their time by the same NTP server")
         Path(env["SHIFT"]).write_text("0")
-        return found_and_mended(found, took, typed_there(second, first.ipv4, site.folder))
+        return visit.green(found, took)
 
 
 # Ports, packets, addresses, names -------------------------------------------------------------------------------
@@ -131,14 +158,11 @@ SHUT = "tcp dport 32768-65535 ct state new drop"
 
 def ports_there(site: Site) -> Finding:
     """Look at a host that others cannot reach on the ports that Gloo and NCCL use; then let them in."""
-    first, second = site.hosts
-    with firewall(SHUT)(site), listening(first):
-        began = time.monotonic()
-        found = named(look_at(second, first), "ports-there")
-        took = time.monotonic() - began
-        assert "in on all ports above 1023" in found.fix
+    with firewall(SHUT)(site), Visit(site) as visit:
+        fix = "on host-a let host-b in on all ports above 1023"
+        found, took = visit.look("ports-there", "host-b cannot reach", fix)
         let_in(site, 0, "1024-65535")
-        return found_and_mended(found, took, look_at(second, first))
+        return visit.green(found, took)
 
 
 @contextlib.contextmanager
@@ -155,15 +179,14 @@ def narrow(site: Site) -> Iterator[Mapping[str, str]]:
 
 def large_packets(site: Site) -> Finding:
     """Look through such a switch; then type on both machines what the doctor says."""
-    first, second = site.hosts
-    with narrow(site), listening(first):
-        began = time.monotonic()
-        found = named(look_at(second, first), "packet-size")
-        took = time.monotonic() - began
+    with narrow(site), Visit(site) as visit:
+        found, took = visit.look(
+            "packet-size", "large ones to host-a vanish", "the smallest MTU on the way; 1280 passes"
+        )
         (command,) = found.commands
         for host in site.hosts:
             host.run("sh", "-c", command)
-        return found_and_mended(found, took, look_at(second, first))
+        return visit.green(found, took)
 
 
 @contextlib.contextmanager
@@ -175,15 +198,12 @@ def translated(site: Site) -> Iterator[Mapping[str, str]]:
 
 def translation(site: Site) -> Finding:
     """Look from a host whose address is translated on the way; then take a way on which it is not."""
-    first, second = site.hosts
-    with listening(first):
+    with Visit(site) as visit:
         with translated(site):
-            began = time.monotonic()
-            found = named(look_at(second, first), "translation")
-            took = time.monotonic() - began
-        assert "sees this machine as 10.77.0.99, but its address is 10.77.0.2" in found.what
-        assert "a network on which 10.77.0.2 itself can be reached" in found.fix
-        return found_and_mended(found, took, look_at(second, first))
+            seen = "host-a sees this machine as 10.77.0.99, but its address is 10.77.0.2"
+            fix = "use a network on which 10.77.0.2 itself can be reached from host-a"
+            found, took = visit.look("translation", seen, fix)
+        return visit.green(found, took)
 
 
 def slow_server(site: Site) -> Finding:

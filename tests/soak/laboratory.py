@@ -166,7 +166,7 @@ class Fault:
     hosts: tuple[str, ...] = ()  # that are named, where ranks do not say it
     says: str = ""  # must be among the words
     look: Callable[[Site], Finding] | None = None  # the doctor or the launcher is who finds it, and mends it itself
-    alone: str = ""  # why torch alone is not asked
+    note: str = ""  # what torch has in the place of it, where it has nothing to be wrong about
     beside: Callable[[Site], tuple[str, float]] | None = None  # asks torch alone, where that takes more than the body
     timeout_s: float = TIMEOUT_S
     fresh: bool = False  # ranks are new interpreters

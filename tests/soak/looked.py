@@ -70,7 +70,7 @@ def seen(found: Mapping[str, Any], took: float, after: Mapping[str, Any]) -> Fin
 
 # Limits -------------------------------------------------------------------------------------------------------
 
-# Enough processes and threads for the doctor, not for two ranks.
+# Enough processes and threads for the doctor, not for four ranks.
 FEW = "10"
 LITTLE = 400 << 20
 
@@ -267,6 +267,7 @@ FAULTS = [
         (),
         look=few_processes,
         around=limited(PIDS, pids_dot_max=FEW),
+        count=4,
         body=INSIDE + FORM,
     ),
     Fault(

@@ -41,14 +41,13 @@ def test_the_fault_is_named_and_its_fix_works(fault: Fault, request: pytest.Fixt
             others = "".join(f"{other.ipv4} {other.name}\n" for other in site.hosts)
             host.hosts_file.write_text(f"127.0.0.1 localhost\n{others}")
     ours = found_by_look(fault, site) if fault.look is not None else found_by_ranks(fault, site)
-    alone: dict[str, Any] = {"says": fault.alone, "after": None}
     if fault.beside is not None:
         says, after = fault.beside(site.moved())
-        alone = {"says": says, "after": round(after, 2)}
-    elif not fault.alone:
+    else:
         found = told(fault, site.moved(), "torch")
         last = max(found.values(), key=lambda each: (not each["spoke"], each["after"]))
-        alone = {"says": words(found), "after": round(last["after"], 2)}
+        says, after = words(found), last["after"]
+    alone = {"says": f"{says} ({fault.note})" if fault.note else says, "after": round(after, 2)}
     record(fault, site, alone, ours)
 
 

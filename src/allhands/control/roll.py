@@ -70,7 +70,7 @@ class _Target(msgspec.Struct, frozen=True):
     token: bytes = b""
 
     def __str__(self) -> str:
-        return str(self.address) if self.address is not None else "this host's coordinator"
+        return str(self.address) if self.address is not None else "a socket of this host"
 
 
 class _Call:
