@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from . import _core, _torch, choice, conjugate, headcount, notes
 from . import session as _session
-from .diagnosis import Diagnosis
 from .engines import shm
 from .errors import AllhandsError, NotInitialised, error, fail
 from .overheard import overhear
+from .waits import interruptible, watched
 
 __all__ = ["GUARDED", "QUICK", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "quick", "require_group"]
 
@@ -115,7 +115,7 @@ class Pending(dist.Work):
         if timeout is not None:
             # A limit of the caller's own: running into it says nothing about the group.
             return bool(self._work.wait(timeout))
-        wait = _interruptible(self._session, self._work.wait) if self._patient else self._work.wait
+        wait = interruptible(self._session, self._work.wait) if self._patient else self._work.wait
         well = False
         try:
             done = bool(_run(self._session, self._name, self._site, wait))
@@ -181,55 +181,6 @@ def _run(session: _session.Session, name: str, site: str, function: Callable[...
         session.leave(before)
 
 
-def _interruptible(session: _session.Session, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` run beside this thread, so that this thread can leave when the group ends.
-
-    Gloo's receive from any source waits on no connection in particular, so ending connections does not end it.
-    What is left behind ends with its timeout.
-    """
-
-    def call(*args: Any, **kw: Any) -> Any:
-        outcome: list[Any] = []
-        problems: list[BaseException] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                outcome.append(function(*args, **kw))
-            except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
-                problems.append(problem)
-            done.set()
-
-        def ended(_: Diagnosis) -> None:
-            done.set()
-
-        session.member.on_end(ended)
-        threading.Thread(target=run, name="allhands-receive", daemon=True).start()
-        done.wait()
-        session.member.off_end(ended)
-        if problems:
-            raise problems[0]
-        if not outcome and session.member.verdict is not None:
-            raise error(session.member.verdict)
-        return outcome[0]
-
-    return call
-
-
-def _signals(work: Any) -> None:
-    """Wait for ``work`` so that a signal's Python handler runs meanwhile, and Ctrl-C raises.
-
-    Inside torch's own wait it would run only once the operation is over, which may be at its timeout.
-    """
-    done = threading.Event()
-    try:
-        future = work.get_future()
-    except RuntimeError:
-        return  # Gloo's reduce_scatter has none.
-    future.add_done_callback(lambda _: done.set())
-    done.wait()
-
-
 def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return ``function`` issued beside the caller and waited for with an open ear; None where it cannot be.
 
@@ -248,7 +199,9 @@ def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
         work = function(*args, **{**kw, "async_op": True})
         if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":
             return None  # Not a member of the group, or put off until the end of a coalescing block.
-        _signals(work)
+        session = _session.current()
+        if session is not None:
+            watched(work, session)
         work.wait()
         return None
 
@@ -362,7 +315,7 @@ def guarded(name: str) -> Callable[..., Any]:
         alert = _hears(args, kw)
         patient = not alert and _from_anyone(name, args, kw)
         if name in {"send", "recv"} and not alert and (patient or _must_listen()):
-            work = _interruptible(session, function)
+            work = interruptible(session, function)
         else:
             work = beside if beside is not None and _must_listen() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD

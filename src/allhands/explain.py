@@ -21,7 +21,7 @@ _SECTIONS = {
     "nccl-missing": "What the group runs on",
     "peer-failed": "Life and death of a group",
     "unused-parameters": "Training",
-    "name-server-silent": "Found by the doctor",
+    "name-shadowed": "Found by the doctor",
 }
 
 # From docs/diagnoses.md. Not through the link docs/diagnoses: code hosting sites do not follow it.

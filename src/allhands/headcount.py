@@ -71,7 +71,8 @@ def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool
                 + (f", nor did {more} more (wait_all_ranks=True names all)" if more else ""),
                 who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in monitored_barrier at {site}",
                 why="; ".join(lines),
-                fix="see that every rank reaches this call, or give it a longer timeout (timeout=)",
+                fix=f"see what keeps {ranks(named) if named else 'the last rank'} from coming to {site} in time, or "
+                "give the call a larger timeout=",
                 ranks=tuple(named),
                 hosts=tuple(dict.fromkeys(everyone[rank].host for rank in named if rank in everyone)),
             )

@@ -171,7 +171,9 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
     # From here on this rank may have to wait for others, and somebody may want to know where it stands.
     stacks.offer()
     notes.own().sign(world.rank, world.world_size)
-    trouble = found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank)
+    trouble = (
+        found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank, device)
+    )
     read = settings.read()
     uses_nccl = "nccl" in name
     claim = Claim(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from . import notes
@@ -79,16 +79,25 @@ class _Grouped(Protocol):
 def differ(group: _Grouped, judgement: Judgement, name: str, site: str) -> AllhandsError:
     """Return the exception for calls that were told beforehand and differ. Everyone comes to the same judgement."""
     member = group.session.member
+    odd = tuple(sorted(group.ranks[index] for index in judgement.odd))
     found = Diagnosis(
         "collective-mismatch",
         "ranks of one group made different calls",
         who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}",
         why="\n".join(judgement.lines),
-        fix="make every rank of the group call the same operations in the same order, with tensors that fit",
-        ranks=tuple(sorted(group.ranks[index] for index in judgement.odd)),
+        fix=_alike(odd),
+        ranks=odd,
     )
     # Ending the group cuts connections that some may still hear it through.
     return error(member.wait_for_verdict(_HEAR_S) or member.condemn(found))
+
+
+def _alike(odd: Sequence[int]) -> str:
+    calls = "call" if len(odd) == 1 else "calls"
+    return (
+        f"make the {calls} of {ranks(odd)} the same as the others': on every rank the same operations in the same "
+        "order, with the same size, type, reduction and root"
+    )
 
 
 def _lost(culprit: int, who: str, why: str) -> Diagnosis:
@@ -97,7 +106,7 @@ def _lost(culprit: int, who: str, why: str) -> Diagnosis:
         f"rank {culprit} is gone",
         who=who,
         why=why,
-        fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg)",
+        fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg); then run the job again",
         ranks=(culprit,),
     )
 
@@ -108,7 +117,7 @@ def _departed(culprit: int, who: str, name: str) -> Diagnosis:
         f"{name} cannot finish: rank {culprit} left the group",
         who=who,
         why=f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call",
-        fix="see that every rank makes the same calls; a rank that is done early still has to take part",
+        fix=f"let rank {culprit} make the same calls as the others, and destroy the group after the last of them",
         ranks=(culprit,),
     )
 
@@ -143,7 +152,7 @@ def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
         "ranks of one group made different calls",
         who=who,
         why="\n".join(lines),
-        fix="make every rank of the group call the same operations in the same order, with tensors that fit",
+        fix=_alike(odd),
         ranks=tuple(odd),
         hosts=(socket.gethostname(),),
     )

@@ -246,7 +246,7 @@ class Session:
                 f"{name} cannot finish: rank 0 left the group",
                 who=who,
                 why="the coordinator ended in good order (observed), as it does once rank 0 beside it has left",
-                fix="see that every rank makes the same calls; a rank that is done early still has to take part",
+                fix=f"let rank 0 come to {name} ({site}) too: every rank has to make the same calls before it ends",
                 ranks=(0,),
             )
         if silent:
@@ -258,8 +258,9 @@ class Session:
                 why=join([_silence(status) for status in silent[:8]])
                 + " though connected (observed); probably stopped, swapped out, or in native code with the GIL"
                 + between,
-                fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}` (T: stopped, D: disk), "
-                f"`py-spy dump --pid {silent[0].pid}`",
+                fix=f"on {silent[0].host}: `ps -o stat,wchan,cmd -p {silent[0].pid}`; T is stopped, and `kill -CONT "
+                f"{silent[0].pid}` lets it go on; D waits for a disk; else `py-spy dump --pid {silent[0].pid}`"
+                + _or_cut_off(silent[0].host),
                 ranks=tuple(status.rank for status in silent),
                 hosts=tuple(dict.fromkeys(status.host for status in silent)),
                 certain=False,
@@ -270,7 +271,8 @@ class Session:
                 f"{name} cannot finish: {ranks(status.rank for status in left)} left the group",
                 who=who,
                 why=join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]]),
-                fix="see that every rank makes the same calls; a rank that is done early still has to take part",
+                fix=f"let {ranks(status.rank for status in left)} come to {name} ({site}) too: every rank has to "
+                "make the same calls before it ends",
                 ranks=tuple(status.rank for status in left),
                 hosts=tuple(dict.fromkeys(status.host for status in left)),
             )
@@ -301,7 +303,8 @@ class Session:
             + (f": {ranks(status.rank for status in elsewhere)} did not come" if elsewhere else ""),
             who=who,
             why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:16]]) or first,
-            fix="see that every rank reaches this call, or give it a longer timeout (timeout=)",
+            fix=f"see what keeps {ranks(status.rank for status in elsewhere) if elsewhere else 'a rank'} from "
+            f"coming to {site} in time, or give the call longer: a larger timeout= of init_process_group or new_group",
             ranks=tuple(status.rank for status in elsewhere),
             hosts=tuple(dict.fromkeys(status.host for status in elsewhere)),
             certain=False,
@@ -327,6 +330,13 @@ def _users_part(problem: BaseException) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
         trace = trace.tb_next
     return trace if trace is not None else problem.__traceback__
+
+
+def _or_cut_off(host: str) -> str:
+    """Say what else may be done about a rank elsewhere that does not answer: its machine may be out of reach."""
+    if host == socket.gethostname():
+        return ""
+    return f"; where {host} cannot be reached, see that it is up and its network is (`ip link`), and run the job again"
 
 
 def _silence(status: Status) -> str:

@@ -194,7 +194,8 @@ class MemberStore(Store):
                     f"{shown} did not appear in the store within {duration(wait_s)} ({op})",
                     who=who,
                     why="no rank set it in that time (observed by the coordinator)",
-                    fix="see what the rank that should set it is doing, or raise the store's timeout",
+                    fix=f"see that a rank sets {shown} before, or give it longer (store.set_timeout, or the timeout of "
+                    f"{op})",
                 )
 
 

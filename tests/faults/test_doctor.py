@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -345,6 +346,47 @@ def test_a_stale_worker_is_named_with_its_port() -> None:
     assert found["details"]["pids"] == [pid]
     assert f"pid {pid} holds port {port}" in found["what"]
     assert found["commands"] == [f"kill {pid}"]
+
+
+# A rank of torch's own, which offers no stacks: what it does only py-spy can tell.
+ALONE = """
+import threading, time
+def step():
+    time.sleep(600)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print("ready", flush=True)
+step()
+"""
+
+# What py-spy 0.4.3 prints for it (`py-spy dump --json`), with FILE and PID for what differs.
+SPIED = Path(__file__).with_name("py_spy.json")
+
+
+@pytest.mark.parametrize("spy", ["recorded", "real"])
+def test_a_rank_that_only_py_spy_can_read(tmp_path: Path, spy: str) -> None:
+    """`doctor --pid` of a rank without a handler of ours names its line, where py-spy is installed."""
+    if spy == "real" and shutil.which("py-spy") is None:
+        pytest.skip("py-spy is not installed")
+    script, tools = tmp_path / "train.py", tmp_path / "tools"
+    script.write_text(ALONE)
+    env = harness.environment({"RANK": "0", "WORLD_SIZE": "2"})
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            if spy == "recorded":
+                tools.mkdir()
+                said = SPIED.read_text().replace("FILE", str(script)).replace('"PID"', str(process.pid))
+                (tools / "said").write_text(said)
+                (tools / "py-spy").write_text(
+                    f'#!/bin/sh\n[ "$*" = "dump --json --pid {process.pid}" ] && cat {tools}/said\n'
+                )
+                (tools / "py-spy").chmod(0o755)
+            report = typed("--pid", str(process.pid), PATH=f"{tools}:{os.environ['PATH']}")
+        finally:
+            process.kill()
+    found = of(report, "unknown")
+    assert f"rank 0 (pid {process.pid}) is at train.py:4 in step: time.sleep(600), sleeping" in found["what"]
 
 
 def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

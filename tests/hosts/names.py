@@ -13,8 +13,8 @@ from hosts.machine import within
 
 __all__ = ["Names", "serving"]
 
-# RFC 1035: types A and AAAA, class IN; flags of an authoritative answer, without and with "no such name".
-A, IN = 1, 1
+# RFC 1035 and 3596: types A and AAAA, class IN; flags of an authoritative answer, without and with "no such name".
+A, AAAA, IN = 1, 28, 1
 FOUND, NO_SUCH_NAME = 0x8580, 0x8583
 
 
@@ -27,7 +27,7 @@ class Names:
         self.silent, self.slow_s = silent, slow_s
 
     def answer(self, question: bytes) -> bytes:
-        """Return the answer to one packet: the address, nothing (no AAAA), or that there is no such name."""
+        """Return the answer to one packet: the address, nothing (none of that kind), or that there is no such name."""
         labels, at = [], 12
         while length := question[at]:
             labels.append(question[at + 1 : at + 1 + length].decode())
@@ -37,9 +37,10 @@ class Names:
         self.asked.append(name)
         address = self.known.get(name)
         records = b""
-        if address is not None and kind == A:
+        if address is not None and kind == (AAAA if ":" in address else A):
+            packed = ipaddress.ip_address(address).packed
             # 0xC00C points at the question's name; the answer is good for no time at all.
-            records = struct.pack("!HHHIH", 0xC00C, A, IN, 0, 4) + ipaddress.IPv4Address(address).packed
+            records = struct.pack("!HHHIH", 0xC00C, kind, IN, 0, len(packed)) + packed
         flags = FOUND if address is not None else NO_SUCH_NAME
         head = question[:2] + struct.pack("!HHHHH", flags, 1, 1 if records else 0, 0, 0)
         return head + question[12 : at + 5] + records

@@ -56,12 +56,12 @@ def case_of(host: str, env: Mapping[str, str] | None = None, port: int = PORT) -
 
 
 @contextlib.contextmanager
-def listening(host: Host, *, clock: Callable[[], float] = time.time) -> Iterator[list[Told | None]]:
+def listening(host: Host, *, clock: Callable[[], float] = time.time, address: str = "") -> Iterator[list[Told | None]]:
     """Let a doctor listen on ``host``; yields what its visitors tell."""
     heard: list[Told | None] = []
 
     def start() -> tuple[Listener, threading.Thread]:
-        made = Listener(Address(host.ipv4, PORT), b"", lambda _, told: heard.append(told), clock)
+        made = Listener(Address(address or host.ipv4, PORT), b"", lambda _, told: heard.append(told), clock)
         # A thread has the network of the one that starts it.
         thread = threading.Thread(target=made.serve)
         thread.start()
@@ -217,6 +217,31 @@ def test_large_packets_that_vanish(cables: Making) -> None:
     assert (differ.level, differ.slug) == ("yellow", "mtu-mismatch")
 
 
+@contextlib.contextmanager
+def translated(host: Host, seen_as: str) -> Iterator[None]:
+    """Let others see ``host`` under another address than the one that it has, as NAT does."""
+    chain = f"type nat hook postrouting priority 100; ip daddr 10.77.0.0/24 snat to {seen_as};"
+    ip(f"-n {host.namespace} addr add {seen_as}/32 dev eth0")
+    host.run("nft", "-f", "-", text=f"table ip nat {{ chain post {{\n{chain}\n}}\n}}")
+    try:
+        yield
+    finally:
+        host.run("nft", "flush", "ruleset")
+        ip(f"-n {host.namespace} addr del {seen_as}/32 dev eth0")
+
+
+def test_an_address_that_is_translated_on_the_way(cables: Making) -> None:
+    """A visitor that the listener sees under another address is told both; without NAT all is green."""
+    a, b = cables().hosts
+    with listening(a):
+        with translated(b, "10.77.0.99"):
+            found = named(look_at(b, a), "translation")
+        assert (found.level, found.slug) == ("yellow", "ports-filtered")
+        assert f"sees this machine as 10.77.0.99, but its address is {b.ipv4}" in found.what
+        assert b.ipv4 in found.fix
+        assert {each.level for each in look_at(b, a)} == {"green"}
+
+
 def test_clocks_that_differ(cables: Making) -> None:
     """A listener whose clock is 95 s ahead is named, with by how much."""
     a, b = cables().hosts
@@ -299,6 +324,20 @@ def test_name_servers(cables: Making, tmp_path: Path) -> None:
     assert (shadow.level, shadow.slug) == ("yellow", "name-shadowed")
     assert "10.77.0.9" in shadow.what
     assert a.ipv4 in shadow.what
+
+
+def test_a_name_with_an_ipv6_address_only(cables: Making, tmp_path: Path) -> None:
+    """Machines without IPv4, a name with nothing but an AAAA record: the way there and back is green."""
+    a, b = cables(families=(6,)).hosts
+    b.hosts_file.write_text(f"127.0.0.1 localhost\n{b.ipv6} {b.name}\n")
+    resolver = tmp_path / "resolv"
+    resolver.write_text("nameserver 127.0.0.53\n")
+    with serving(b.namespace, "127.0.0.53") as names, listening(a, address=a.ipv6):
+        names.known["node-a"] = a.ipv6
+        found = _typed(b, "node-a", tmp_path, resolver)
+    assert {each.level for each in found} == {"green"}, found
+    assert f"node-a is {a.ipv6}" in named(found, "target-name").what
+    assert "8 there, 8 back" in named(found, "ports").what
 
 
 def test_an_own_name_that_leads_to_loopback(cables: Making) -> None:

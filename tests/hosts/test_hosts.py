@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hosts.conftest import Making, Network, outcomes
-from ranks.harness import launch, running
+from hosts.names import serving
+from ranks.harness import launch, running, well
 
 pytestmark = pytest.mark.hosts
 
@@ -86,6 +89,21 @@ def test_a_group_forms_across_hosts(network: Making) -> None:
         assert result["peers"]
         assert set(result["peers"]) <= {made.hosts[0].ipv4, made.hosts[1].ipv4}
         assert result["name"] == "127.0.1.1"
+
+
+def test_a_group_forms_by_a_name_with_an_ipv6_address_only(network: Making, tmp_path: Path) -> None:
+    """The coordinator's name has nothing but an AAAA record; ranks listen and connect there."""
+    made = network(families=(6,))
+    resolver = tmp_path / "resolv"
+    resolver.write_text("nameserver 127.0.0.53\n")
+    with ExitStack() as stack:
+        for host in made.hosts:
+            stack.enter_context(serving(host.namespace, "127.0.0.53")).known["node-a"] = made.hosts[0].ipv6
+        lay = "from hosts.hostside import enter, lay\nimport os\nenter()\n"
+        lay += "lay(os.environ['RESOLVER'], '/etc/resolv.conf')\n"
+        env = {"METHOD": f"tcp://node-a:{PORT}", "RESOLVER": str(resolver)}
+        results = launch(lay + REDUCE.replace("\nenter()\n", "\n"), 2, env, each=made.each([0, 1]))
+    assert [result["sum"] for result in well(results)] == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("families", [(6,), (4, 6)], ids=["ipv6-only", "both"])

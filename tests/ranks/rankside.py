@@ -53,6 +53,7 @@ def outcome(problem: BaseException) -> dict[str, Any]:
     diagnosis = getattr(problem, "diagnosis", None)
     if diagnosis is not None:
         found["certain"] = diagnosis.certain
+        found["fix"] = diagnosis.fix
         found["traceback"] = diagnosis.traceback
     return found
 

@@ -1,25 +1,39 @@
-"""The fault laboratory: one fault is injected twice, under torch alone and under allhands, and both are timed.
+"""The fault laboratory: one fault is injected under torch alone and under allhands, and both are timed.
 
-A fault is one script that runs with either library. Without its `faulty` lines, or without what `around` had put in
-the way, the same script is the fixed job, and has to form its group.
+A fault is one script that runs with either library. Then what the message under `fix:` names is done, and nothing
+else: the fault is injected once more, the fix is applied to it, and the job has to form its group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hosts.conftest import Host
-from ranks.harness import Job, Result, free_port, launch, running
+from ranks.harness import Job, free_port, running
 
-__all__ = ["AT_ONCE_S", "FOLDER", "TIMEOUT_S", "Fault", "Finding", "Site", "fixed", "record", "told", "words"]
+__all__ = [
+    "AT_ONCE_S",
+    "FOLDER",
+    "INTO_S",
+    "TIMEOUT_S",
+    "Around",
+    "Change",
+    "Fault",
+    "Finding",
+    "Fix",
+    "Site",
+    "mended",
+    "record",
+    "told",
+    "words",
+]
 
 # Where each fault leaves what was measured; `scripts/faults.py` makes the table of it.
 FOLDER = Path(__file__).parents[2] / "build" / "faults"
@@ -37,7 +51,7 @@ MOST_S = 30.0
 INTO_S = 0.3
 
 HEAD = """
-import datetime, os, signal, sys, time
+import datetime, json, os, signal, sys, time
 if "HOST" in os.environ:
     from hosts.hostside import enter, lay
     enter()
@@ -51,8 +65,8 @@ else:
     import torch.distributed as dist
 METHOD, TIMEOUT = os.environ["METHOD"], datetime.timedelta(seconds=float(os.environ["TIMEOUT"]))
 x = torch.ones(4)
-def init(backend="gloo", method=METHOD, rank=rank, world_size=size):
-    dist.init_process_group(backend, init_method=method, timeout=TIMEOUT, rank=rank, world_size=world_size)
+def init(backend="gloo", method=METHOD, rank=rank, world_size=size, **more):
+    dist.init_process_group(backend, init_method=method, timeout=TIMEOUT, rank=rank, world_size=world_size, **more)
 def use():
     y = torch.ones(4)
     dist.all_reduce(y)
@@ -66,7 +80,9 @@ def formed_by_environment():
     use()
 def variables():
     host, _, port = METHOD.removeprefix("tcp://").rpartition(":")
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
+    for name, value in dict(RANK=rank, WORLD_SIZE=size, MASTER_ADDR=host, MASTER_PORT=port).items():
+        if name not in os.environ.get("WITHOUT", "").split():
+            os.environ.setdefault(name, str(value))
 def end():
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -94,12 +110,35 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """What a fix changes in a job: variables of all ranks (None unsets one), or what is done while it runs."""
+
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    during: Callable[[Job, Site], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """The right fix: a pattern that the words of the message must have, and how just what they name is done.
+
+    ``do`` gets what the pattern found. ``again`` says that nothing can be mended, and the job is run once more.
+    """
+
+    says: str
+    do: Callable[[Site, re.Match[str]], Change]
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """What the doctor said, and after how long."""
+    """What the doctor or the launcher said, after how long, and that its fix was done and worked."""
 
     slug: str
     what: str
     seconds: float
+    fix: str
+    by: str = "doctor"
+    ranks: tuple[int, ...] = ()
 
 
 Around = Callable[[Site], AbstractContextManager[Mapping[str, str]]]
@@ -107,26 +146,30 @@ Around = Callable[[Site], AbstractContextManager[Mapping[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: how it is injected, whom it is to be told, and in what words it must be named."""
+    """One fault: how it is injected, who is to be told what, and the fix that the words must give."""
 
     name: str
     when: str  # before, during or after the group is formed; or where the doctor looks
     slug: str
     ranks: tuple[int, ...]  # who is named by it
     body: str = ""
+    fix: Fix | None = None
     count: int = 2
     certain: bool = True
     observers: tuple[int, ...] = ()  # all, where none is given
+    # Who is rightly told something else: its slug and ranks.
     special: Mapping[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    env: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # of single ranks, where that is the fault
     around: Around | None = None
     during: Callable[[Job, Site], float] | None = None
     layout: tuple[int, ...] = ()
-    fix: str = ""
-    host: str = ""  # must be among the hosts that are named, or in the words
-    look: Callable[[Site], Finding] | None = None  # the doctor is who finds it
-    alone: str = ""  # why torch alone is not asked
+    hosts: tuple[str, ...] = ()  # that are named, where ranks do not say it
+    says: str = ""  # must be among the words
+    look: Callable[[Site], Finding] | None = None  # the doctor or the launcher is who finds it, and mends it itself
+    note: str = ""  # what torch has in the place of it, where it has nothing to be wrong about
+    beside: Callable[[Site], tuple[str, float]] | None = None  # asks torch alone, where that takes more than the body
     timeout_s: float = TIMEOUT_S
-    either: bool = False  # all ranks have the fault, and who is heard first is named
+    fresh: bool = False  # ranks are new interpreters
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -134,26 +177,41 @@ class Fault:
         return self.observers or tuple(range(self.count))
 
 
-def settings(fault: Fault, site: Site, library: str, *, faulty: bool, extra: Mapping[str, str]) -> dict[str, Any]:
+def settings(fault: Fault, site: Site, library: str, extra: Mapping[str, str], change: Change) -> dict[str, Any]:
     """Return what `harness.start` takes."""
-    env = {
+    env: dict[str, str | None] = {
         "LIBRARY": library,
-        "FAULTY": str(int(faulty)),
+        "FAULTY": "1",
         "METHOD": site.method,
         "TIMEOUT": str(fault.timeout_s),
-        **extra,
+        "FOLDER": str(site.folder),
     }
-    env["FOLDER"] = str(site.folder)
-    each = {rank: site.hosts[host].environment() for rank, host in enumerate(fault.layout)}
-    return {"source": HEAD + fault.body, "world_size": fault.count, "env": env, "each": each}
+    each: dict[int, dict[str, str | None]] = {rank: dict(fault.env.get(rank, {})) for rank in range(fault.count)}
+    for name, value in extra.items():
+        # "1:NAME" is for rank 1 alone.
+        rank_of, _, own = name.rpartition(":")
+        (each[int(rank_of)] if rank_of else env)[own] = value
+    for rank, host in enumerate(fault.layout):
+        each[rank].update(site.hosts[host].environment())
+    for part in (env, *each.values()):
+        part.update({name: value for name, value in change.variables.items() if name in part or part is env})
+    return {
+        "source": HEAD + fault.body,
+        "fresh": fault.fresh,
+        "world_size": fault.count,
+        "env": {name: value for name, value in env.items() if value is not None},
+        "each": {
+            rank: {name: value for name, value in part.items() if value is not None} for rank, part in each.items()
+        },
+    }
 
 
 def told(fault: Fault, site: Site, library: str) -> dict[int, dict[str, Any]]:
     """Inject ``fault``; return for each observer what it was told, how long after the fault, and how it ended."""
     site.library = library
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         extra = stack.enter_context(fault.around(site)) if fault.around else {}
-        made = settings(fault, site, library, faulty=True, extra=extra)
+        made = settings(fault, site, library, extra, Change())
         job = stack.enter_context(running(**made, timeout=MOST_S + 10))
         began = time.monotonic()
         since = fault.during(job, site) if fault.during else None
@@ -188,14 +246,22 @@ def _last(lines: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
     return found[-1] if found else None
 
 
-def fixed(fault: Fault, site: Site) -> list[Result]:
-    """Run the same job with the fix applied; fail unless every rank forms the group and uses it."""
-    made = settings(fault, site, "allhands", faulty=False, extra={})
-    results = launch(made.pop("source"), made.pop("world_size"), **made)
+def mended(fault: Fault, fix: Fix, site: Site, said: str) -> None:
+    """Inject the fault again and do what ``said``, the fix of its message, names; every rank must form the group."""
+    match = re.search(fix.says, said)
+    assert match is not None, f"the fix does not say {fix.says!r}: {said}"
+    site.library = "allhands"
+    with ExitStack() as stack:
+        extra = stack.enter_context(fault.around(site)) if fault.around else {}
+        change = fix.do(site, match)
+        made = settings(fault, site, "allhands", extra, change)
+        job = stack.enter_context(running(**made))
+        if change.during is not None:
+            change.during(job, site)
+        results = job.results()
     for result in results:
-        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+        assert result.returncode == 0, f"rank {result.rank}, after: {said}\n{result.stdout}\n{result.stderr}"
         assert result["formed"], result.stdout
-    return results
 
 
 # The table ----------------------------------------------------------------------------------------------------
@@ -259,9 +325,7 @@ def _short(text: str) -> str:
     return line if len(line) <= _LONG else line[: _LONG - 1].rstrip() + "…"
 
 
-def record(
-    fault: Fault, site: Site, torch_alone: Mapping[str, Any], ours: Mapping[str, Any], *, fix_works: bool
-) -> None:
+def record(fault: Fault, site: Site, torch_alone: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Write down what was measured, one file for each fault, so that several processes may run them."""
     import torch
 
@@ -272,8 +336,7 @@ def record(
         "when": fault.when,
         "certain": fault.certain,
         "ranks": list(fault.ranks),
-        "fix": fault.fix,
-        "fix_works": fix_works,
+        "again": fault.fix is not None and fault.fix.again,
         "torch_alone": dict(torch_alone),
         "allhands": dict(ours),
         "torch": torch.__version__,

@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
         "shared",
         "store",
         "streamed",
+        "waits",
         "widegroup",
         "work",
     },

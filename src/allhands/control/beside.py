@@ -332,8 +332,8 @@ def _trouble(order: Order, problem: OSError) -> Diagnosis:
                 f"rank 0 cannot listen on {order.host}: no interface of this machine has that address",
                 who=who,
                 why="rank 0 must run on the machine that the address names (observed: EADDRNOTAVAIL)",
-                fix="start rank 0 there, correct MASTER_ADDR, or set ALLHANDS_BIND where peers come through NAT or a "
-                "service address",
+                fix="start rank 0 there, or give an address of this machine (`ip -br addr`) as MASTER_ADDR or "
+                "init_method; set ALLHANDS_BIND where peers come through NAT or a service address",
                 ranks=(0,),
             )
         case errno.EMFILE | errno.ENFILE:

@@ -27,11 +27,14 @@ def lost(arrival: Arrival, how: str) -> Diagnosis:
     """A rank is gone without a goodbye."""
     host = arrival.claim.identity.host
     if "timed out" in how or "unreachable" in how.lower():
-        fix = f"see that {host} is up and its network is (ping, `ip link`); the process itself may be alive"
+        fix = (
+            f"see that {host} is up and its network is (ping, `ip link`), and run the job again; the process "
+            "itself may be alive"
+        )
     else:
         fix = (
             f"look at the end of rank {arrival.rank}'s output and at the kernel log (dmesg) of {host}: "
-            "killed from outside, out of memory, a crash in native code, or os._exit"
+            "killed from outside, out of memory, a crash in native code, or os._exit; then run the job again"
         )
     return Diagnosis(
         "peer-lost",

@@ -25,6 +25,12 @@ _SILENCE_S = 10.0
 # asyncio's TLS hangs up on plain text without the alert that would give it away.
 _TLS = ", as a coordinator with TLS does where ALLHANDS_TLS_CA is not set on the member"
 
+# What to do where one side may have TLS and the other has not.
+_WITH_TLS = "if the coordinator has TLS (ALLHANDS_TLS_CERT on rank 0), set ALLHANDS_TLS_CA on this rank; else "
+_WITHOUT_TLS = (
+    "if the coordinator has no TLS, unset ALLHANDS_TLS_CA on this rank or set ALLHANDS_TLS_CERT on rank 0; else "
+)
+
 # How much of a stranger's answer is shown as evidence.
 _MOST_SHOWN = 60
 
@@ -41,11 +47,12 @@ def secure(sock: socket.socket, authority: str, host: str, deadline: float) -> s
             f"the coordinator's certificate is not accepted: {problem.verify_message}",
             who=f"the coordinator at {host}",
             why="its certificate does not lead to ALLHANDS_TLS_CA, or names another host",
-            fix="give members the certificate authority that signed ALLHANDS_TLS_CERT, and a certificate for this host",
+            fix="set ALLHANDS_TLS_CA on this rank to the certificate authority that signed the coordinator's "
+            f"ALLHANDS_TLS_CERT; that certificate has to name {host}",
         ) from problem
     except (OSError, ssl.SSLError) as problem:
         raise _wrong(
-            host, f"the TLS handshake failed ({problem})", certain=isinstance(problem, ssl.SSLError)
+            host, f"the TLS handshake failed ({problem})", certain=isinstance(problem, ssl.SSLError), first=_WITHOUT_TLS
         ) from problem
 
 
@@ -90,7 +97,7 @@ def greet(
         raise _wrong(place, _said(splitter.held)) from problem
     except OSError as problem:
         said = f"it broke the connection ({problem.strerror or problem}) on our greeting{_TLS}"
-        raise _wrong(place, said) from problem
+        raise _wrong(place, said, first=_WITH_TLS) from problem
     if frames is None:
         quiet = duration(time.monotonic() - started)
         if time.monotonic() - started < _SILENCE_S:
@@ -99,14 +106,16 @@ def greet(
                 f"what listens on {place} did not answer before the deadline",
                 who=f"{party.one(opening.rank)} greeted the service at {place}",
                 why=f"{quiet} were left to wait, which is too short to tell a slow coordinator from another service",
-                fix=f"raise {party.timeout}",
+                fix=f"choose another port ({party.port_from}) if something else listens there: `ss -ltnp` on that "
+                f"host shows who; or raise {party.timeout}",
                 ranks=(0,),
                 certain=False,
             )
         raise _wrong(place, f"it accepted the connection and said nothing for {quiet}", certain=False)
     if not frames:
-        said = _said(splitter.held) if splitter.held else f"it closed the connection on our greeting{_TLS}"
-        raise _wrong(place, said)
+        if not splitter.held:
+            raise _wrong(place, f"it closed the connection on our greeting{_TLS}", first=_WITH_TLS)
+        raise _wrong(place, _said(splitter.held))
     try:
         answer = decode_challenge(frames[0])
     except msgspec.MsgspecError as problem:
@@ -149,15 +158,15 @@ def _said(data: bytes) -> str:
     return f"it answered {data[:_MOST_SHOWN]!r}"
 
 
-def _wrong(place: str, observed: str, *, certain: bool = True) -> AllhandsError:
+def _wrong(place: str, observed: str, *, certain: bool = True, first: str = "") -> AllhandsError:
     return error(
         Diagnosis(
             "wrong-service",
             f"what listens on {place} is not an allhands coordinator",
             who=f"the service at {place}",
             why=observed if certain else f"probably: {observed}",
-            fix="choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator); on that host `ss -ltnp` shows who "
-            "listens there",
+            fix=f"{first}choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator); on that host `ss "
+            "-ltnp` shows who listens there",
             ranks=(0,),
             certain=certain,
         )

@@ -65,7 +65,8 @@ def bind_address(
             f"{address.host} resolves to {host} on {party.noun} 0's own machine, where no other machine can reach it",
             who=who,
             why=f"only {share[0]} of {share[1]} {party.noun}s {'is' if share[0] == 1 else 'are'} on this machine",
-            fix=f"take {address.host} off the {host} line of /etc/hosts, or set ALLHANDS_BIND to an outer address",
+            fix=f"in /etc/hosts of this machine write its outer address (`ip -br addr`) in the place of {host} for "
+            f"{address.host}, or set ALLHANDS_BIND to that address",
             ranks=(0,),
         )
     return host

@@ -345,7 +345,7 @@ class Member:
                 f"the coordinator at {self.place} is gone",
                 who=f"rank {self.rank} (pid {self._pid}) noticed",
                 why=f"{how} without a goodbye (observed); it runs {self.keeper}, so rank 0's host may be gone too",
-                fix="look at rank 0's output and host; restart the job",
+                fix="look at rank 0's output and host, and run the job again",
                 ranks=(0,),
             )
         )

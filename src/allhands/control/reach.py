@@ -167,14 +167,26 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
     evidence = f"{attempts.summary()}; {tried}"
     parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
     if attempts.name_error is not None:
-        absent = attempts.name_error.errno != socket.EAI_AGAIN
+        if attempts.name_error.errno == socket.EAI_AGAIN:
+            return error(
+                Diagnosis(
+                    "name-server-silent",
+                    f"nobody says what the coordinator's host name {address.host!r} is: the name server does not "
+                    "answer",
+                    why=evidence,
+                    fix=f"give the address of {root}'s machine itself as {party.address_from}, or put it into "
+                    f"/etc/hosts with the name {address.host}; or name a server that answers in /etc/resolv.conf",
+                    certain=False,
+                    **parts,
+                )
+            )
         return error(
             Diagnosis(
                 "address-unresolvable",
                 f"the coordinator's host name {address.host!r} has no address",
-                why=evidence + ("" if absent else " (probably the name server, not the name)"),
-                fix=f"check {party.address_from}; `getent hosts {address.host}` must print an address",
-                certain=absent,
+                why=evidence,
+                fix=f"give the right name or the address of {root}'s machine as {party.address_from}; `getent hosts "
+                f"{address.host}` must print an address",
                 **parts,
             )
         )
@@ -187,8 +199,8 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
                 "connection-refused",
                 f"nothing listens on {address}",
                 why=f"{evidence}: the host answers, but {root} has not opened the port (or listens on another address)",
-                fix=f"see that {root} was started and runs on that host, and that the port is the same everywhere "
-                f"({party.port_from})",
+                fix=f"start {root} on that host, with the same port everywhere ({party.port_from}); if it runs "
+                f"there, a firewall may reject us: open port {address.port} on {address.host} for this machine",
                 ranks=(0,),
                 **parts,
             )
@@ -199,8 +211,9 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
                 "no-route",
                 f"no way leads from this machine to {address.host}",
                 why=evidence,
-                fix=f"`ip route get {next(iter(attempts.outcomes), address.host)}` shows the route; check the "
-                "interface, the network of the container, and that the host is up",
+                fix=f"give an address of {root}'s machine on a network that this machine is in as "
+                f"{party.address_from}, or bring up the interface or the route that leads there (`ip route get "
+                f"{next(iter(attempts.outcomes), address.host)}` shows it)",
                 ranks=(0,),
                 **parts,
             )

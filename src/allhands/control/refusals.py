@@ -199,7 +199,8 @@ def missing(now: float, absent: Sequence[int], state: RollCall) -> Diagnosis:
         f"{here} of {count(here + len(absent), party.noun)} answered within {waited}",
         who=f"{party.named(state.present)} ({_hosts(state)}) waited for {by_node(absent, state)}",
         why="; ".join([*reasons, came]),
-        fix=f"see that these {party.noun}s were started and got this address ({party.show}), or raise {party.timeout}"
+        fix=f"start {by_node(absent, state)} with this address ({party.show}), or mend what "
+        f"{'its' if len(absent) == 1 else 'their'} own output says; or raise {party.timeout}"
         + (_BY_PARENT if state.nameless else ""),
         ranks=tuple(absent),
         hosts=tuple(sorted({arrival.claim.identity.host for arrival, _ in state.gone.values()})),

@@ -70,7 +70,7 @@ class _Target(msgspec.Struct, frozen=True):
     token: bytes = b""
 
     def __str__(self) -> str:
-        return str(self.address) if self.address is not None else "this host's coordinator"
+        return str(self.address) if self.address is not None else "a socket of this host"
 
 
 class _Call:
@@ -221,7 +221,8 @@ class _Call:
             "rank 0 never opened the roll call",
             who=f"{self.who} waited at {place}",
             why="nothing was posted there by a living rank 0",
-            fix="see that rank 0 was started with the same address (`allhands whoami` there), or raise timeout=",
+            fix="start rank 0 with the same address (`allhands whoami` there), or mend what its own output says; "
+            "or raise timeout=",
             ranks=(0,),
         )
 
@@ -359,7 +360,7 @@ class _Call:
             f"the coordinator at {target} went away during the roll call",
             who=self.who,
             why=f"it closed the connection without a word (observed); it runs {self.keeper}",
-            fix="look at rank 0's output and host; restart the job",
+            fix="look at rank 0's output and host, and run the job again",
             ranks=(0,),
         )
 

@@ -27,6 +27,7 @@ _ENTRIES = (
     Entry("node-not-process", "WorldError", "RANK counts nodes here, but several processes per node are meant"),
     # Reaching the coordinator.
     Entry("address-unresolvable", "ConnectError", "the coordinator's host name has no address"),
+    Entry("name-server-silent", "ConnectError", "a name server does not answer"),
     Entry("address-not-local", "ConnectError", "rank 0 was told to listen on an address of another machine"),
     Entry("connection-refused", "ConnectError", "the coordinator's host answers, but nothing listens on the port"),
     Entry("connection-filtered", "ConnectError", "packets to the coordinator disappear: a firewall, or no such host"),
@@ -83,7 +84,6 @@ _ENTRIES = (
     Entry("gradient-twice", "TrainingError", "a parameter got a gradient after it had been reduced"),
     Entry("backward-unfinished", "TrainingError", "a backward pass stopped in the middle of its reductions"),
     # What `allhands doctor` finds beside all of these; no rank raises them, so they have no exception of their own.
-    Entry("name-server-silent", "AllhandsError", "a name server does not answer"),
     Entry("name-shadowed", "AllhandsError", "the hosts file and the name server disagree about a name"),
     Entry("ports-filtered", "AllhandsError", "the ports that Gloo and NCCL use cannot be reached"),
     Entry("mtu-mismatch", "AllhandsError", "large packets vanish, or machines use different packet sizes"),

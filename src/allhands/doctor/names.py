@@ -143,7 +143,12 @@ def _target(case: Case, target: Address) -> list[Finding]:
                 "name-server-silent",
                 f"{target.host} took {duration(lookup.seconds)} to resolve",
                 why=_silence(silent) or _speed(answers),
-                fix="take the server that does not answer out of /etc/resolv.conf, or put the name into /etc/hosts",
+                fix="put the name into /etc/hosts, or "
+                + (
+                    "take the server that does not answer out of /etc/resolv.conf"
+                    if silent
+                    else "name a quicker server in /etc/resolv.conf"
+                ),
                 commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
             )
         )

@@ -143,7 +143,7 @@ def _processes(ranks: int) -> Finding:
             _SECTION,
             "processes",
             "process-limit",
-            f"room for only {max(left, 0)} more processes and threads",
+            f"room for only {max(left, 0)} more {'process or thread' if left == 1 else 'processes and threads'}",
             why=f"{why}; {count(ranks, 'rank')} need about {need} with their threads",
             fix="raise the limit (ulimit -u, TasksMax= in a service, --pids-limit of a container), or end what earlier "
             "jobs left",

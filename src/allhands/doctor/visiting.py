@@ -46,6 +46,9 @@ _TICKS = 20
 # Clocks that are kept by NTP differ by less; beyond it, log lines of two machines cannot be put in order.
 _SKEW_S = 1.0
 
+# What every network of IPv6 passes, and so nearly every tunnel; which size is the largest on the way nobody says here.
+_PASSES = 1280
+
 # The other end tries all ports at once, and waits for those that do not answer.
 _KNOCKS_S = ANSWER_S + 3.0
 
@@ -244,8 +247,9 @@ def _sizes(talk: Conversation, other: _Other) -> list[Finding]:
                 f"small packets come through, large ones {direction} vanish",
                 why=f"{problem} after small messages were answered at once (observed); {sizes}: probably something "
                 "between the machines passes only smaller packets and does not say so",
-                fix="give the interfaces of both machines the smallest MTU on the way",
-                commands=(f"ip link set dev {mine.interface or 'eth0'} mtu 1400   # as root, on both machines",),
+                fix="give the interfaces of both machines the smallest MTU on the way; "
+                f"{_PASSES} passes nearly everywhere",
+                commands=(f"ip link set dev {mine.interface or 'eth0'} mtu {_PASSES}   # as root, on both machines",),
                 certain=False,
                 details={"here": mine.mtu, "there": other.said.mtu},
             )

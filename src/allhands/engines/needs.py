@@ -20,12 +20,13 @@ __all__ = ["needs"]
 _SPARE_DESCRIPTORS = 64
 
 
-def needs(backend: str, world_size: int, rank: int) -> Diagnosis | None:
-    """Return what is missing on this machine for ``backend`` (in torch's spelling), None where nothing is."""
+def needs(backend: str, world_size: int, rank: int, device: torch.device | None = None) -> Diagnosis | None:
+    """Return what ``backend`` (in torch's spelling) or ``device`` lacks on this machine, None where nothing is."""
     who = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
     try:
         for name in _names(backend):
             _check(name, who, rank)
+        _check_device(device, who, rank)
         _check_descriptors(world_size, who, rank)
     except AllhandsError as problem:
         return problem.diagnosis
@@ -46,7 +47,7 @@ def _check(name: str, who: str, rank: int) -> None:
             "backend-unknown",
             f"there is no backend {name!r}",
             why=f"this torch knows {', '.join(known)}",
-            fix=f"did you mean {near[0]!r}?" if near else "pass one of these as backend=",
+            fix=f"did you mean {near[0]!r}? Pass it as backend=" if near else "pass one of these as backend=",
             **parts,
         )
     if name == "nccl":
@@ -79,6 +80,33 @@ def _check(name: str, who: str, rank: int) -> None:
         )
 
 
+def _check_device(device: torch.device | None, who: str, rank: int) -> None:
+    """A GPU that was asked for by device_id= must be there; torch itself looks only after every rank has come."""
+    if device is None or device.type != "cuda":
+        return
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) < seen:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise fail(
+        "gpu-missing",
+        f"device_id={device} was asked for, but this process sees {f'only {seen} GPUs' if seen else 'no GPU'}",
+        who=who,
+        why=f"CUDA_VISIBLE_DEVICES={visible}"
+        if visible is not None
+        else f"torch.cuda finds {seen or 'no'} device" + "s" * (seen > 1),
+        fix="run where nvidia-smi shows that GPU (in a container: --gpus all), or leave device_id= out and use "
+        "backend='gloo'",
+        ranks=(rank,),
+        hosts=(socket.gethostname(),),
+    )
+
+
+def _enough(need: int) -> int:
+    # A power of two as people write it; where the limit was lowered, systems have at least the first of them to give.
+    return max(1024, 1 << (need - 1).bit_length())
+
+
 def _check_descriptors(world_size: int, who: str, rank: int) -> None:
     """Every rank holds a connection to every other (Gloo's full mesh)."""
     need = world_size + _SPARE_DESCRIPTORS
@@ -89,7 +117,7 @@ def _check_descriptors(world_size: int, who: str, rank: int) -> None:
             f"{world_size} ranks need {need} file descriptors in each process, the limit is {hard}",
             who=who,
             why=f"ulimit -Hn is {hard}; each rank keeps a connection to every other",
-            fix="raise the limit before the job starts: ulimit -n 65536 (LimitNOFILE= in a service)",
+            fix=f"raise the limit before the job starts: ulimit -n {_enough(need)} (LimitNOFILE= in a service)",
             ranks=(rank,),
             hosts=(socket.gethostname(),),
         )

@@ -142,8 +142,8 @@ class Detection(msgspec.Struct):
     wanted: dict[str, str] = msgspec.field(default_factory=dict)
     # Nothing can stand between this launcher and the process, so nothing else is compared with it.
     innermost: bool = False
-    # What to do where rank or world size is missing.
-    remedy: str = "set both, or pass rank= and world_size="
+    # What to do where rank or world size is missing; "" for the usual.
+    remedy: str = ""
 
     def __repr__(self) -> str:
         """Leave the environment out: it holds secrets."""
@@ -210,7 +210,7 @@ class Detection(msgspec.Struct):
             there = join([self.reasons[key] for key in ("rank", "world_size") if key in self.reasons])
             words = (("rank", "the rank", rank), ("world_size", "the world size", size))
             gone = join([self.wanted.get(key, word) for key, word, value in words if value is None])
-            raise self._half(there, gone, self.remedy)
+            raise self._half(there, gone, self.remedy or f"set {gone} as well, or pass rank= and world_size=")
         self._range("rank", rank, size, "world_size")
         local, here = self.local_rank, self.local_world_size
         if here is not None:

@@ -209,7 +209,7 @@ def _pointed_at(outcomes: Sequence[Outcome], failed: list[Outcome], findings: Se
     if early:
         what = f"{ranks(outcome.rank for outcome in early)} ended well, but before the others were done"
         why = f"{early[0]} ended with exit status 0 after {duration(early[0].after_s)}; {why}".rstrip("; ")
-        fix = "see that every rank makes the same calls; a rank that is done early still has to take part"
+        fix = "let every rank make the same calls before it ends; one that is done early still has to take part"
     return Verdict(
         cause="lost" if not named or set(named) - set(by_rank) or early else "exception",
         culprits=named,
@@ -356,7 +356,7 @@ def _fix(outcome: Outcome) -> str:
     if outcome.memory:
         return "give the job more memory, or each rank less to do: a smaller batch, fewer DataLoader workers"
     if outcome.status == -signal.SIGKILL:
-        return "ask who may kill it: a scheduler's limit, systemd-oomd, a person"
+        return "ask who may kill it: a scheduler's limit, systemd-oomd, a person; then run the job again"
     if outcome.status < 0 and outcome.stack:
         return "the last Python line of the stack calls what crashed"
     return ""

@@ -43,7 +43,10 @@ def test_gloo_needs_nothing(backend: str) -> None:
     assert needs(backend, 2, 1) is None
 
 
-@pytest.mark.parametrize(("backend", "fix"), [("glo", "did you mean 'gloo'?"), ("cpu:nclc", "did you mean 'nccl'?")])
+@pytest.mark.parametrize(
+    ("backend", "fix"),
+    [("glo", "did you mean 'gloo'? Pass it as backend="), ("cpu:nclc", "did you mean 'nccl'? Pass it as backend=")],
+)
 def test_an_unknown_backend_comes_with_a_suggestion(backend: str, fix: str) -> None:
     """A misspelt name is answered with the one that was probably meant."""
     found = lacking(backend)
@@ -133,3 +136,19 @@ def test_no_limit_is_no_limit(limits: Limits) -> None:
     asked = limits(256, resource.RLIM_INFINITY)
     assert needs("gloo", 100_000, 1) is None
     assert asked == [(100_064, resource.RLIM_INFINITY)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "device", "said"),
+    [(0, "cuda", "no GPU"), (0, "cuda:0", "no GPU"), (2, "cuda:2", "only 2 GPUs"), (2, "cuda:1", ""), (0, "cpu", "")],
+)
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, seen: int, device: str, said: str) -> None:
+    """A GPU that was asked for and is not there is told with the answer to the roll call, whatever the backend."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    found = needs("gloo", 2, 1, torch.device(device))
+    assert (found is not None) == bool(said)
+    if found is not None:
+        assert (found.slug, found.ranks) == ("gpu-missing", (1,))
+        assert f"device_id={device} was asked for, but this process sees {said}" in found.what
+        assert "leave device_id= out" in found.fix
