@@ -66,12 +66,12 @@ static int start(struct ah_mpi *mpi, struct ah_requests *requests)
     return code;
 }
 
-static int test(struct ah_mpi *mpi, struct ah_requests *requests, int *over)
+static int test(struct ah_mpi *mpi, struct ah_requests *requests, uint32_t count, int *over)
 {
     int code;
 
     DO(mpi, code,
-       FUNCTION(mpi, testall_call, AH_MPI_TESTALL)((int)requests->count, (REQUEST *)requests->handles, over, IGNORE));
+       FUNCTION(mpi, testall_call, AH_MPI_TESTALL)((int)count, (REQUEST *)requests->handles, over, IGNORE));
     return code;
 }
 

@@ -36,7 +36,6 @@ static int said(struct ah_ferry *ferry, int error)
 static int make_room(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t more)
 {
     uint32_t room = requests->room ? requests->room : FIRST_ROOM;
-    unsigned char *coming;
     void *handles;
 
     if (requests->count + more <= requests->room)
@@ -47,12 +46,6 @@ static int make_room(struct ah_ferry *ferry, struct ah_requests *requests, uint3
     if (!handles)
         return AH_BROKEN;
     requests->handles = handles;
-    if (requests == &ferry->begun) {
-        coming = realloc(ferry->coming, room);
-        if (!coming)
-            return AH_BROKEN;
-        ferry->coming = coming;
-    }
     requests->room = room;
     return AH_OK;
 }
@@ -80,7 +73,7 @@ int ah_ferry_open(struct ah_ferry *ferry)
     ferry->sheets = aligned_alloc(64, ferry->ranks * sizeof *ferry->sheets);
     ferry->mine = aligned_alloc(64, sizeof *ferry->mine);
     ferry->rows = calloc(ferry->ranks, sizeof *ferry->rows);
-    if (!ferry->sheets || !ferry->mine || !ferry->rows || make_room(ferry, &ferry->begun, FIRST_ROOM) != AH_OK)
+    if (!ferry->sheets || !ferry->mine || !ferry->rows)
         return -1;
     memset(ferry->sheets, 0, ferry->ranks * sizeof *ferry->sheets);
     memset(ferry->mine, 0, sizeof *ferry->mine);
@@ -95,8 +88,8 @@ void ah_ferry_close(struct ah_ferry *ferry)
     if (ferry->records.count > 0)
         ferry->mpi->release(ferry->mpi, &ferry->records);
     free(ferry->records.handles);
-    free(ferry->begun.handles);
-    free(ferry->coming);
+    free(ferry->coming.handles);
+    free(ferry->going.handles);
     free(ferry->space);
     free(ferry->sheets);
     free(ferry->mine);
@@ -108,8 +101,8 @@ void ah_ferry_close(struct ah_ferry *ferry)
 
 /* Waiting ------------------------------------------------------------------------------------------------- */
 
-/* Give the core away until `requests` are over. */
-static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests)
+/* Give the core away until the first `count` are over. */
+static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t count)
 {
     const struct timespec nap = {.tv_nsec = NAP_NS};
     int64_t begun = ah_clock_ns(), now = begun, heard = begun;
@@ -119,7 +112,7 @@ static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests)
 
         /* Several times: MPI moves a piece each time it is asked. */
         for (uint32_t look = 0; look < ferry->burst; look++) {
-            if (said(ferry, ferry->mpi->test(ferry->mpi, requests, &over)) != AH_OK)
+            if (said(ferry, ferry->mpi->test(ferry->mpi, requests, count, &over)) != AH_OK)
                 return AH_BROKEN;
             if (over)
                 return AH_OK;
@@ -141,42 +134,62 @@ static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests)
     }
 }
 
-static int await(struct ah_ferry *ferry, struct ah_requests *requests)
+static int await(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t count)
 {
-    if (requests->count == 0)
+    if (count == 0)
         return AH_OK;
     for (uint32_t spin = 0; spin <= ferry->spins; spin++) {
         int over = 0;
 
-        if (said(ferry, ferry->mpi->test(ferry->mpi, requests, &over)) != AH_OK)
+        if (said(ferry, ferry->mpi->test(ferry->mpi, requests, count, &over)) != AH_OK)
             return AH_BROKEN;
         if (over)
             return AH_OK;
     }
-    return await_patiently(ferry, requests);
+    return await_patiently(ferry, requests, count);
+}
+
+int ah_ferry_finish_coming(struct ah_ferry *ferry)
+{
+    int code = await(ferry, &ferry->coming, ferry->coming.count);
+
+    if (code == AH_OK)
+        ferry->coming.count = 0;
+    return code;
+}
+
+int ah_ferry_finish_going(struct ah_ferry *ferry, uint32_t count)
+{
+    struct ah_requests *going = &ferry->going;
+    size_t each = ferry->mpi->handle_bytes;
+    int code = await(ferry, going, count);
+
+    if (code == AH_OK && count > 0) {
+        going->count -= count;
+        memmove(going->handles, (unsigned char *)going->handles + count * each, going->count * each);
+    }
+    return code;
 }
 
 int ah_ferry_finish(struct ah_ferry *ferry)
 {
-    int code = await(ferry, &ferry->begun);
+    int code = ah_ferry_finish_coming(ferry);
 
-    if (code == AH_OK)
-        ferry->begun.count = 0;
-    return code;
+    return code == AH_OK ? ah_ferry_finish_going(ferry, ferry->going.count) : code;
 }
 
 /* Beginning ----------------------------------------------------------------------------------------------- */
 
-static int begin(struct ah_ferry *ferry, int sends, unsigned char *data, size_t bytes, uint32_t peer, enum tag tag)
+static int begin(struct ah_ferry *ferry, int sends, unsigned char *data, size_t bytes, uint32_t peer)
 {
-    for (size_t at = 0; at < bytes; at += MOST_BYTES) {
-        int part = (int)ah_min(MOST_BYTES, bytes - at), code = make_room(ferry, &ferry->begun, 1);
+    struct ah_requests *requests = sends ? &ferry->going : &ferry->coming;
 
-        if (code != AH_OK)
-            return code;
-        ferry->coming[ferry->begun.count] = !sends;
-        code = said(ferry, ferry->mpi->begin(ferry->mpi, ferry->comm, sends, data + at, part, (int)peer, (int)tag,
-                                             &ferry->begun));
+    for (size_t at = 0; at < bytes; at += MOST_BYTES) {
+        int part = (int)ah_min(MOST_BYTES, bytes - at), code = make_room(ferry, requests, 1);
+
+        if (code == AH_OK)
+            code = said(ferry,
+                        ferry->mpi->begin(ferry->mpi, ferry->comm, sends, data + at, part, (int)peer, DATA, requests));
         if (code != AH_OK)
             return code;
     }
@@ -185,24 +198,22 @@ static int begin(struct ah_ferry *ferry, int sends, unsigned char *data, size_t 
 
 int ah_ferry_send(struct ah_ferry *ferry, const void *data, size_t bytes, uint32_t peer)
 {
-    return begin(ferry, 1, (unsigned char *)data, bytes, peer, DATA);
+    return begin(ferry, 1, (unsigned char *)data, bytes, peer);
 }
 
 int ah_ferry_receive(struct ah_ferry *ferry, void *data, size_t bytes, uint32_t peer)
 {
-    return begin(ferry, 0, data, bytes, peer, DATA);
+    return begin(ferry, 0, data, bytes, peer);
 }
 
 int ah_ferry_broadcast(struct ah_ferry *ferry, void *data, size_t bytes, uint32_t root)
 {
     for (size_t at = 0; at < bytes; at += MOST_BYTES) {
-        int part = (int)ah_min(MOST_BYTES, bytes - at), code = make_room(ferry, &ferry->begun, 1);
+        int part = (int)ah_min(MOST_BYTES, bytes - at), code = make_room(ferry, &ferry->going, 1);
 
-        if (code != AH_OK)
-            return code;
-        ferry->coming[ferry->begun.count] = 0; /* what all take part in cannot be taken back */
-        code = said(ferry, ferry->mpi->broadcast(ferry->mpi, ferry->comm, (unsigned char *)data + at, part, (int)root,
-                                                 &ferry->begun));
+        if (code == AH_OK)
+            code = said(ferry, ferry->mpi->broadcast(ferry->mpi, ferry->comm, (unsigned char *)data + at, part, (int)root,
+                                                     &ferry->going));
         if (code != AH_OK)
             return code;
     }
@@ -241,14 +252,14 @@ static int hear(struct ah_ferry *ferry)
     int code;
 
     if (ferry->ranks <= AH_FERRY_FEW)
-        return await(ferry, &ferry->records);
+        return await(ferry, &ferry->records, ferry->records.count);
     memcpy(ferry->mine, &ferry->sheets[ferry->rank], sizeof *ferry->mine);
     code = make_room(ferry, &gathered, 1);
     if (code == AH_OK)
         code = said(ferry, ferry->mpi->gather(ferry->mpi, ferry->comm, ferry->mine, ferry->sheets, sizeof *ferry->mine,
                                               &gathered));
     if (code == AH_OK)
-        code = await(ferry, &gathered);
+        code = await(ferry, &gathered, gathered.count);
     if (code == AH_OK)
         free(gathered.handles); /* else MPI may look there */
     return code;
@@ -288,7 +299,7 @@ static int compare_sizes(struct ah_ferry *ferry, const struct ah_trip *trip)
         }
     }
     if (code == AH_OK)
-        code = await(ferry, &tables);
+        code = await(ferry, &tables, tables.count);
     if (code != AH_OK)
         return code;
     free(tables.handles);
@@ -323,10 +334,8 @@ int ah_ferry_arrive(struct ah_ferry *ferry, int code)
         ferry->under_way = 0;
         return code;
     }
-    for (uint32_t index = 0; !ferry->left && index < ferry->begun.count; index++) {
-        if (ferry->coming[index])
-            ferry->mpi->cancel(ferry->mpi, &ferry->begun, index); /* it may be over already */
-    }
+    for (uint32_t index = 0; !ferry->left && index < ferry->coming.count; index++)
+        ferry->mpi->cancel(ferry->mpi, &ferry->coming, index); /* it may be over already */
     ferry->left = 1;
     return code;
 }

@@ -25,8 +25,8 @@ struct ah_ferry {
     struct ah_sheet *mine;   /* ours once more, where MPI's own gathering wants it apart */
     int64_t *tables;         /* for each rank what it gives to and takes from each; NULL unless they were exchanged */
     struct ah_requests records; /* those of few ranks, prepared once */
-    struct ah_requests begun;   /* data on its way */
-    unsigned char *coming;      /* for each of `begun` whether it is a receive */
+    struct ah_requests coming;  /* data on its way to this rank */
+    struct ah_requests going;   /* and from it, or by MPI's own ways: what cannot be taken back */
     unsigned char *space;       /* where others' data may be put */
     size_t space_bytes;
     const void **rows; /* a source for each rank */
@@ -62,6 +62,10 @@ int ah_ferry_broadcast(struct ah_ferry *ferry, void *data, size_t bytes, uint32_
 
 /* Wait for what everyone calls and compare it: AH_MISMATCH where it is not one call. */
 int ah_ferry_compare(struct ah_ferry *ferry, const struct ah_trip *trip);
+
+/* Wait for all data that is to come, and for the first `count` that went. */
+int ah_ferry_finish_coming(struct ah_ferry *ferry);
+int ah_ferry_finish_going(struct ah_ferry *ferry, uint32_t count);
 
 /* Wait for all data that was begun. */
 int ah_ferry_finish(struct ah_ferry *ferry);

@@ -51,8 +51,8 @@ struct ah_mpi {
     int (*prepare)(struct ah_mpi *mpi, struct ah_mpi_comm comm, int sends, void *data, int bytes, int peer, int tag,
                    struct ah_requests *requests);
     int (*start)(struct ah_mpi *mpi, struct ah_requests *requests);
-    /* Tell whether all are over; MPI moves data meanwhile. */
-    int (*test)(struct ah_mpi *mpi, struct ah_requests *requests, int *over);
+    /* Tell whether the first `count` are over; MPI moves data meanwhile. */
+    int (*test)(struct ah_mpi *mpi, struct ah_requests *requests, uint32_t count, int *over);
     int (*cancel)(struct ah_mpi *mpi, struct ah_requests *requests, uint32_t index);
     int (*release)(struct ah_mpi *mpi, struct ah_requests *requests);
     /* Begin to give everyone's `mine` to everyone, and the root's `data` to everyone. */

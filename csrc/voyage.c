@@ -171,23 +171,27 @@ static int hand_out(struct ah_ferry *ferry, const struct ah_trip *trip, unsigned
     return code;
 }
 
-/* Begin to give our reduced slice to who gets the result, and to take everyone's. */
+/* Give our reduced slice to who gets the result, and begin to take everyone's. What was handed out must have gone
+ * before its place is written to, but not before our slice goes: the others wait for that. */
 static int hand_back(struct ah_ferry *ferry, const struct ah_trip *trip, unsigned char *data, size_t at,
                      struct ah_part mine)
 {
+    uint32_t before = ferry->going.count;
     int code = AH_OK;
 
-    for (uint32_t turn = 1; gets(trip, ferry->rank) && code == AH_OK && turn < ferry->ranks; turn++) {
-        uint32_t peer = peer_of(ferry, turn, 0);
-        struct ah_part part = slice(ferry, trip, data, at, peer);
-
-        code = ah_ferry_receive(ferry, part.data, part.bytes, peer);
-    }
     for (uint32_t turn = 1; code == AH_OK && turn < ferry->ranks; turn++) {
         uint32_t peer = peer_of(ferry, turn, 1);
 
         if (gets(trip, peer))
             code = ah_ferry_send(ferry, mine.data, mine.bytes, peer);
+    }
+    if (code == AH_OK)
+        code = ah_ferry_finish_going(ferry, before);
+    for (uint32_t turn = 1; gets(trip, ferry->rank) && code == AH_OK && turn < ferry->ranks; turn++) {
+        uint32_t peer = peer_of(ferry, turn, 0);
+        struct ah_part part = slice(ferry, trip, data, at, peer);
+
+        code = ah_ferry_receive(ferry, part.data, part.bytes, peer);
     }
     return code;
 }
@@ -207,11 +211,12 @@ static int by_slices(struct ah_ferry *ferry, const struct ah_trip *trip, unsigne
         struct ah_part mine = slice(ferry, trip, data, at, ferry->rank);
         unsigned char *own = mine.data;
 
-        code = ah_ferry_finish(ferry);
+        /* Where a rank keeps its tensor, the last block's result may still be on its way from the row. */
+        code = gets(trip, ferry->rank) ? ah_ferry_finish_coming(ferry) : ah_ferry_finish(ferry);
         if (code != AH_OK)
             break;
         if (!gets(trip, ferry->rank))
-            mine.data = row(ferry, each, ferry->rank); /* its tensor stays as it is */
+            mine.data = row(ferry, each, ferry->rank);
         reduce(ferry, trip, mine.data, own, each, mine.bytes);
         code = hand_back(ferry, trip, data, at, mine);
         if (code == AH_OK && at + step < trip->bytes)
