@@ -216,8 +216,11 @@ static PyObject *problem(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 {
     char words[AH_MPI_WORDS] = "";
 
-    if (self->ferry.error != 0)
+    if (self->ferry.error != 0) {
+        Py_BEGIN_ALLOW_THREADS
         self->ferry.mpi->say(self->ferry.mpi, self->ferry.error, words);
+        Py_END_ALLOW_THREADS
+    }
     words[sizeof words - 1] = '\0';
     return PyUnicode_DecodeLocale(words, "surrogateescape");
 }
@@ -236,7 +239,9 @@ static PyObject *end(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 static PyObject *close_it(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 {
     self->gate.shut = 1;
+    Py_BEGIN_ALLOW_THREADS
     ah_ferry_close(&self->ferry);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -250,6 +255,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     PyObject *port, *made;
     struct ah_harbour *self;
     struct ah_ferry *ferry;
+    int code;
 
     if (!PyArg_ParseTuple(args, "OKKIIII:Ferry", &port, &comm, &byte, &rank, &ranks, &spins, &burst))
         return NULL;
@@ -268,7 +274,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     ferry->pulse = ah_gate_pulse;
     ferry->context = self;
     self->port = Py_NewRef(port);
-    if (ah_ferry_open(ferry) != 0) {
+    Py_BEGIN_ALLOW_THREADS
+    code = ah_ferry_open(ferry);
+    Py_END_ALLOW_THREADS
+    if (code != 0) {
         Py_DECREF(made);
         PyErr_SetString(PyExc_RuntimeError, "MPI prepares no messages for a group, or there is no memory");
         return NULL;
