@@ -50,20 +50,36 @@ static int make_room(struct ah_ferry *ferry, struct ah_requests *requests, uint3
     return AH_OK;
 }
 
-/* Prepare to send our record to everyone and to receive theirs, each time the same way. */
+/* Prepare to receive everyone's record, each time the same way. Sends are not: MPI has a shorter way for small ones that
+ * are begun and over at once. */
 static int prepare(struct ah_ferry *ferry)
 {
     struct ah_mpi *mpi = ferry->mpi;
-    int code = make_room(ferry, &ferry->records, 2 * ferry->ranks);
+    int code = make_room(ferry, &ferry->records, ferry->ranks);
 
-    for (int sends = 0; sends < 2; sends++) {
-        for (uint32_t peer = 0; code == AH_OK && peer < ferry->ranks; peer++) {
-            struct ah_sheet *sheet = &ferry->sheets[sends ? ferry->rank : peer];
+    for (uint32_t peer = 0; code == AH_OK && peer < ferry->ranks; peer++) {
+        struct ah_sheet *sheet = &ferry->sheets[peer];
 
-            if (peer != ferry->rank)
-                code = said(ferry, mpi->prepare(mpi, ferry->comm, sends, sheet, sizeof *sheet, (int)peer, RECORD,
-                                                &ferry->records));
-        }
+        if (peer != ferry->rank)
+            code = said(ferry,
+                        mpi->prepare(mpi, ferry->comm, 0, sheet, sizeof *sheet, (int)peer, RECORD, &ferry->records));
+    }
+    return code;
+}
+
+/* Begin to give our record to everyone, with the data on its sheet. */
+static int tell(struct ah_ferry *ferry, size_t data_bytes)
+{
+    struct ah_sheet *sheet = &ferry->sheets[ferry->rank];
+    size_t bytes = data_bytes > 0 ? offsetof(struct ah_sheet, room) + data_bytes
+                                  : offsetof(struct ah_record, text) + sheet->record.length;
+    int code = make_room(ferry, &ferry->told, ferry->ranks);
+
+    for (uint32_t turn = 1; code == AH_OK && turn < ferry->ranks; turn++) {
+        int peer = (int)((ferry->rank + turn) % ferry->ranks);
+
+        code = said(ferry,
+                    ferry->mpi->begin(ferry->mpi, ferry->comm, 1, sheet, (int)bytes, peer, RECORD, &ferry->told));
     }
     return code;
 }
@@ -88,6 +104,7 @@ void ah_ferry_close(struct ah_ferry *ferry)
     if (ferry->records.count > 0)
         ferry->mpi->release(ferry->mpi, &ferry->records);
     free(ferry->records.handles);
+    free(ferry->told.handles);
     free(ferry->coming.handles);
     free(ferry->going.handles);
     free(ferry->space);
@@ -222,10 +239,12 @@ int ah_ferry_broadcast(struct ah_ferry *ferry, void *data, size_t bytes, uint32_
 
 int ah_ferry_depart(struct ah_ferry *ferry, const struct ah_trip *trip, int64_t timeout_ns)
 {
-    struct ah_record *record = &ferry->sheets[ferry->rank].record;
+    struct ah_record *record;
+    int code;
 
     if (ferry->under_way)
         return AH_BROKEN;
+    record = &ferry->sheets[ferry->rank].record;
     ferry->under_way = 1;
     ferry->error = 0;
     ferry->deadline_ns = timeout_ns < 0 ? INT64_MAX : ah_clock_ns() + timeout_ns;
@@ -241,7 +260,10 @@ int ah_ferry_depart(struct ah_ferry *ferry, const struct ah_trip *trip, int64_t 
     record->flags = trip->flags;
     if (atomic_load_explicit(&ferry->over, memory_order_acquire))
         return AH_ABORTED;
-    return ferry->records.count == 0 ? AH_OK : said(ferry, ferry->mpi->start(ferry->mpi, &ferry->records));
+    if (ferry->records.count == 0)
+        return AH_OK;
+    code = said(ferry, ferry->mpi->start(ferry->mpi, &ferry->records));
+    return code == AH_OK ? tell(ferry, trip->with) : code;
 }
 
 /* Comparing ----------------------------------------------------------------------------------------------- */
@@ -251,8 +273,14 @@ static int hear(struct ah_ferry *ferry)
     struct ah_requests gathered = {0};
     int code;
 
-    if (ferry->ranks <= AH_FERRY_FEW)
-        return await(ferry, &ferry->records, ferry->records.count);
+    if (ferry->ranks <= AH_FERRY_FEW) {
+        code = await(ferry, &ferry->records, ferry->records.count);
+        if (code == AH_OK)
+            code = await(ferry, &ferry->told, ferry->told.count);
+        if (code == AH_OK)
+            ferry->told.count = 0;
+        return code;
+    }
     memcpy(ferry->mine, &ferry->sheets[ferry->rank], sizeof *ferry->mine);
     code = make_room(ferry, &gathered, 1);
     if (code == AH_OK)

@@ -24,7 +24,8 @@ struct ah_ferry {
     struct ah_sheet *sheets; /* everyone's, ours among them */
     struct ah_sheet *mine;   /* ours once more, where MPI's own gathering wants it apart */
     int64_t *tables;         /* for each rank what it gives to and takes from each; NULL unless they were exchanged */
-    struct ah_requests records; /* those of few ranks, prepared once */
+    struct ah_requests records; /* receives of the records of few ranks, prepared once */
+    struct ah_requests told;    /* our own record on its way to each of them */
     struct ah_requests coming;  /* data on its way to this rank */
     struct ah_requests going;   /* and from it, or by MPI's own ways: what cannot be taken back */
     unsigned char *space;       /* where others' data may be put */
@@ -40,6 +41,7 @@ struct ah_trip {
     uint32_t kind, reduction, dtype;
     int32_t root;
     size_t bytes;
+    size_t with; /* bytes of data that come with the record */
     const struct ah_part *gives, *takes; /* for each rank; NULL where all are of `bytes` */
     uint32_t flags;
 };

@@ -72,12 +72,14 @@ static int fits(const struct ah_trip *trip)
 /* Exchange records with the data of everyone. */
 static int meet(struct ah_ferry *ferry, const struct ah_trip *trip, const unsigned char *data, int64_t timeout_ns)
 {
+    struct ah_trip loaded = *trip;
     int code;
 
+    loaded.with = trip->bytes;
     if (!ferry->under_way)
         memcpy(ferry->sheets[ferry->rank].room, data, trip->bytes);
-    code = ah_ferry_depart(ferry, trip, timeout_ns);
-    return code == AH_OK ? ah_ferry_compare(ferry, trip) : code;
+    code = ah_ferry_depart(ferry, &loaded, timeout_ns);
+    return code == AH_OK ? ah_ferry_compare(ferry, &loaded) : code;
 }
 
 static void reduce_sheets(struct ah_ferry *ferry, const struct ah_trip *trip, unsigned char *out)
