@@ -34,10 +34,12 @@ static int begin(struct ah_mpi *mpi, struct ah_mpi_comm comm, int sends, void *d
 
     if (sends)
         DO(mpi, code,
-           FUNCTION(mpi, isend_call, AH_MPI_ISEND)(data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
+           FUNCTION(mpi, isend_call, AH_MPI_ISEND)
+           (data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
     else
         DO(mpi, code,
-           FUNCTION(mpi, irecv_call, AH_MPI_IRECV)(data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
+           FUNCTION(mpi, irecv_call, AH_MPI_IRECV)
+           (data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
     requests->count += code == 0;
     return code;
 }
@@ -50,10 +52,12 @@ static int prepare(struct ah_mpi *mpi, struct ah_mpi_comm comm, int sends, void 
 
     if (sends)
         DO(mpi, code,
-           FUNCTION(mpi, isend_call, AH_MPI_SEND_INIT)(data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
+           FUNCTION(mpi, isend_call, AH_MPI_SEND_INIT)
+           (data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
     else
         DO(mpi, code,
-           FUNCTION(mpi, irecv_call, AH_MPI_RECV_INIT)(data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
+           FUNCTION(mpi, irecv_call, AH_MPI_RECV_INIT)
+           (data, bytes, AS(TYPE, comm.byte), peer, tag, AS(COMM, comm.comm), request));
     requests->count += code == 0;
     return code;
 }
@@ -105,7 +109,8 @@ static int gather(struct ah_mpi *mpi, struct ah_mpi_comm comm, const void *mine,
     int code;
 
     DO(mpi, code,
-       FUNCTION(mpi, iallgather_call, AH_MPI_IALLGATHER)(mine, bytes, byte, whole, bytes, byte, AS(COMM, comm.comm), request));
+       FUNCTION(mpi, iallgather_call, AH_MPI_IALLGATHER)
+       (mine, bytes, byte, whole, bytes, byte, AS(COMM, comm.comm), request));
     requests->count += code == 0;
     return code;
 }

@@ -1,5 +1,6 @@
 /* The Python type allhands._core.Quick: a function of torch.distributed for callers who wait anyway. Plain tensors of
- * a group in shared memory or over MPI go straight to the core; whatever is not that simple goes the usual way, as it was given. */
+ * a group in shared memory or over MPI go straight to the core; whatever is not that simple goes the usual way, as it
+ * was given. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -69,7 +69,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         self.engine: shm.Shm = engine
         self.session = session
         self._rank = rank
-        # An engine without shared memory has no mail, and none at all in Python has no short way to keep shut.
+        # Without shared memory there is no mail, and an engine in Python has no short way to keep shut.
         shared = engine.segment if isinstance(engine.segment, _core.Segment) else None
         self._gate: _core.Segment | _core.Ferry | None = shared or engine.segment.gate
         # Under this name the short way of the core finds it.
