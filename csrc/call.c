@@ -37,31 +37,31 @@ int ah_call_peer(const struct ah_quick_call *call, int fallback, uint32_t *rank)
             return NOT_OURS;
         }
     }
-    if (!named && call->segment->ranks) {
-        for (found = 0; found < (int)call->segment->group.ranks; found++) {
-            if (PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, found)) == value)
+    if (!named && call->gated->gate.ranks) {
+        for (found = 0; found < (int)call->gated->gate.size; found++) {
+            if (PyLong_AsLong(PyTuple_GetItem(call->gated->gate.ranks, found)) == value)
                 break;
         }
         value = found;
     }
     *rank = (uint32_t)value;
-    return value >= 0 && value < (long)call->segment->group.ranks ? DONE : NOT_OURS;
+    return value >= 0 && value < (long)call->gated->gate.size ? DONE : NOT_OURS;
 }
 
 int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
 {
-    struct ah_segment *segment = call->segment;
+    const struct ah_gate *gate = &call->gated->gate;
     struct ah_note *note;
 
-    note = ah_note_begin(&segment->notice->board);
+    note = ah_note_begin(&gate->notice->board);
     memcpy(note->operation, call->name, sizeof note->operation);
-    memcpy(note->group, segment->name, sizeof note->group);
+    memcpy(note->group, gate->name, sizeof note->group);
     memcpy(note->dtype, DTYPES[shown ? shown->dtype : 0], sizeof note->dtype);
     memcpy(note->reduction, REDUCTIONS[reduction], sizeof note->reduction);
     note->bytes = shown ? shown->part.bytes : 0;
     note->root = root;
-    note->sequence = segment->group.sequence;
-    note->main = PyThread_get_thread_ident() == segment->notice->main;
+    note->sequence = *gate->sequence;
+    note->main = PyThread_get_thread_ident() == gate->notice->main;
     note->dims = 0;
     if (shown) {
         note->dims = shown->dims;
@@ -81,13 +81,15 @@ int ah_call_begin(struct ah_quick_call *call, const struct ah_plain *shown, uint
 {
     int code;
 
-    if (!PyThread_acquire_lock(call->segment->turn, NOWAIT_LOCK))
+    if (!PyThread_acquire_lock(call->gated->gate.turn, NOWAIT_LOCK))
         return NOT_OURS;
     code = ah_call_announce(call, shown, reduction, root);
-    if (code == DONE)
+    if (code == DONE && call->segment)
         call->segment->group.now_ns = call->note->started_ns;
-    else
-        PyThread_release_lock(call->segment->turn);
+    else if (code == DONE && call->harbour->ferry.sheets)
+        ah_record_quote(&call->harbour->ferry.sheets[call->harbour->ferry.rank].record, call->note);
+    if (code != DONE)
+        PyThread_release_lock(call->gated->gate.turn);
     return code;
 }
 
@@ -111,17 +113,54 @@ int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int
     return RAISED;
 }
 
+/* MPI may still write to or read from the tensors of a call that it was left in the middle of: they stay for ever. */
+static void keep(struct ah_quick_call *call)
+{
+    static const enum role ROLES_KEPT[] = {OUT, IN};
+
+    for (size_t index = 0; index < sizeof ROLES_KEPT / sizeof *ROLES_KEPT; index++) {
+        PyObject *given = call->given[ROLES_KEPT[index]];
+
+        if (given && !(PyList_Check(given) ? PyList_AsTuple(given) : Py_NewRef(given)))
+            PyErr_Clear();
+    }
+}
+
+/* Tell the group that a signal's handler raised in the middle: the others would wait for this rank. */
+static void tell_interrupted(struct ah_quick_call *call)
+{
+    PyObject *kind, *value, *trace, *told;
+
+    PyErr_Fetch(&kind, &value, &trace);
+    PyErr_NormalizeException(&kind, &value, &trace);
+    told = PyObject_CallMethod(call->group, "interrupted", "O", value ? value : Py_None);
+    if (!told)
+        PyErr_Clear();
+    Py_XDECREF(told);
+    PyErr_Restore(kind, value, trace);
+}
+
 int ah_call_finish(struct ah_quick_call *call, int code)
 {
-    uint32_t culprit = call->segment->group.culprit;
+    uint32_t culprit = call->segment ? call->segment->group.culprit : 0;
 
-    PyThread_release_lock(call->segment->turn);
+    if (code != AH_OK && call->harbour) {
+        PyObject *kind, *value, *trace;
+
+        PyErr_Fetch(&kind, &value, &trace);
+        keep(call);
+        PyErr_Restore(kind, value, trace);
+        if (code == AH_INTERRUPTED)
+            tell_interrupted(call);
+    }
+
+    PyThread_release_lock(call->gated->gate.turn);
     return ah_call_conclude(call, code, culprit, -1);
 }
 
 int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first)
 {
-    uint32_t ranks = call->segment->group.ranks;
+    uint32_t ranks = call->gated->gate.size;
 
     if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
         return NOT_OURS;
@@ -140,7 +179,7 @@ int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_par
 
 int ah_call_cut(const struct ah_quick_call *call, struct ah_plain whole, size_t bytes, struct ah_part *parts)
 {
-    uint32_t ranks = call->segment->group.ranks;
+    uint32_t ranks = call->gated->gate.size;
 
     if (whole.part.bytes != bytes * ranks)
         return NOT_OURS;

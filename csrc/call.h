@@ -12,7 +12,9 @@ enum outcome { DONE = 0, NOT_OURS = 1, RAISED = -1 };
 
 struct ah_quick_call {
     struct ah_way *way;
-    struct ah_segment *segment;
+    struct ah_gated *gated;     /* what moves the data of the group: */
+    struct ah_segment *segment; /* shared memory, */
+    struct ah_harbour *harbour; /* or MPI; the other is NULL */
     PyObject *group;
     PyObject *given[ROLES]; /* borrowed; NULL where not given */
     const char *name; /* a whole field of a note */

@@ -18,29 +18,11 @@
 #include "reduce.h"
 #include "window.h"
 
-/* Let the handlers of signals run: Ctrl-C must end a call that waits for someone who does not come. */
-static int pulse(void *context)
-{
-    struct ah_segment *self = context;
-    int raised;
-
-    PyEval_RestoreThread(self->thread);
-    raised = PyErr_CheckSignals();
-    self->thread = PyEval_SaveThread();
-    return raised;
-}
-
 void ah_let_go(void *context)
 {
     struct ah_segment *self = context;
 
-    self->thread = PyEval_SaveThread();
-}
-
-/* The code of a call as a number; nothing where a handler raised. */
-static PyObject *ended(int code)
-{
-    return code == AH_INTERRUPTED ? NULL : PyLong_FromLong(code);
+    self->gate.thread = PyEval_SaveThread();
 }
 
 static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -51,7 +33,7 @@ static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssiz
     if (ah_count(n, 1) != 0 || ah_as_time(args[0], &limit) != 0)
         return NULL;
     AH_RUN(self, code, ah_barrier(&self->group, limit));
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -72,7 +54,7 @@ static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_
     if (PyErr_Occurred())
         return NULL;
     AH_RUN(self, code, ah_agree(&self->group, &call, limit));
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -87,7 +69,7 @@ static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_s
         return NULL;
     ah_find_window(&self->group, &data);
     AH_RUN(self, code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -106,7 +88,7 @@ static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_
     rail.fd = (int)fd;
     rail.first = first != 0;
     AH_RUN(self, code, ah_cross(&self->group, data, dtype, reduction, rail, limit));
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -120,7 +102,7 @@ static PyObject *reduce(struct ah_segment *self, PyObject *const *args, Py_ssize
         ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0)
         return NULL;
     AH_RUN(self, code, ah_reduce_to(&self->group, data, dtype, reduction, root, limit));
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *broadcast(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -134,7 +116,7 @@ static PyObject *broadcast(struct ah_segment *self, PyObject *const *args, Py_ss
         ah_as_number(args[3], &root) != 0 || ah_as_time(args[4], &limit) != 0)
         return NULL;
     AH_RUN(self, code, ah_broadcast(&self->group, data, dtype, root, limit));
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *all_gather(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -149,7 +131,7 @@ static PyObject *all_gather(struct ah_segment *self, PyObject *const *args, Py_s
         return NULL;
     AH_RUN(self, code, ah_all_gather(&self->group, in, out, dtype, limit));
     free(out);
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *gather(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -165,7 +147,7 @@ static PyObject *gather(struct ah_segment *self, PyObject *const *args, Py_ssize
         return NULL;
     AH_RUN(self, code, ah_gather(&self->group, in, out, dtype, root, limit));
     free(out);
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *scatter(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -181,7 +163,7 @@ static PyObject *scatter(struct ah_segment *self, PyObject *const *args, Py_ssiz
         return NULL;
     AH_RUN(self, code, ah_scatter(&self->group, in, out, dtype, root, limit));
     free(in);
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *reduce_scatter(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -197,7 +179,7 @@ static PyObject *reduce_scatter(struct ah_segment *self, PyObject *const *args, 
         return NULL;
     AH_RUN(self, code, ah_reduce_scatter(&self->group, in, out, dtype, reduction, limit));
     free(in);
-    return ended(code);
+    return ah_gate_ended(code);
 }
 
 static PyObject *all_to_all(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -216,33 +198,7 @@ static PyObject *all_to_all(struct ah_segment *self, PyObject *const *args, Py_s
     AH_RUN(self, code, ah_all_to_all(&self->group, in, out, dtype, limit));
     free(in);
     free(out);
-    return ended(code);
-}
-
-/* How long to wait for a turn before the handlers of signals are let run. */
-#define TURN_US 50000
-
-/* Wait for our turn, however long the calls before take; each of them has a deadline. */
-static PyObject *enter(struct ah_segment *self, PyObject *Py_UNUSED(none))
-{
-    while (!PyThread_acquire_lock(self->turn, NOWAIT_LOCK)) {
-        PyLockStatus status;
-
-        Py_BEGIN_ALLOW_THREADS
-        status = PyThread_acquire_lock_timed(self->turn, TURN_US, 1);
-        Py_END_ALLOW_THREADS
-        if (status == PY_LOCK_ACQUIRED)
-            break;
-        if (PyErr_CheckSignals() != 0)
-            return NULL;
-    }
-    return Py_NewRef((PyObject *)self);
-}
-
-static PyObject *leave(struct ah_segment *self, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n))
-{
-    PyThread_release_lock(self->turn);
-    Py_RETURN_NONE;
+    return ah_gate_ended(code);
 }
 
 static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -266,35 +222,6 @@ static PyObject *patience(struct ah_segment *self, PyObject *const *args, Py_ssi
     if (ah_count(n, 2) != 0 || ah_as_number(args[0], &self->group.spins) != 0 ||
         ah_as_number(args[1], &self->group.yields) != 0)
         return NULL;
-    Py_RETURN_NONE;
-}
-
-/* What the short way has to know: the limit of a call, the group's name, the global ranks (None: the same), and the
- * board to write on. It is not taken before this is known. */
-static PyObject *introduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    const char *name;
-
-    if (ah_count(n, 4) != 0 || ah_as_time(args[0], &self->limit_ns) != 0)
-        return NULL;
-    name = PyUnicode_AsUTF8AndSize(args[1], NULL);
-    if (!name)
-        return NULL;
-    ah_note_text(self->name, sizeof self->name, name);
-    if (args[2] != Py_None && (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != (Py_ssize_t)self->group.ranks)) {
-        PyErr_SetString(PyExc_ValueError, "a global rank for each rank");
-        return NULL;
-    }
-    if (!ah_as_notice(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "not a board");
-        return NULL;
-    }
-    Py_XDECREF(self->board);
-    self->board = Py_NewRef(args[3]);
-    self->notice = ah_as_notice(args[3]);
-    Py_CLEAR(self->ranks);
-    if (args[2] != Py_None)
-        self->ranks = Py_NewRef(args[2]);
     Py_RETURN_NONE;
 }
 
@@ -388,11 +315,6 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
     for (Py_ssize_t index = 0; index < PyTuple_Size(pidfds); index++)
         self->pidfds[index] = (int)PyLong_AsLong(PyTuple_GetItem(pidfds, index));
     self->bytes = (size_t)bytes;
-    self->turn = PyThread_allocate_lock();
-    if (!self->turn) {
-        Py_DECREF(made);
-        return PyErr_NoMemory();
-    }
     self->memory = PyErr_Occurred() ? MAP_FAILED : mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (self->memory == MAP_FAILED) {
         self->memory = NULL;
@@ -406,7 +328,11 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_ValueError, "this is not the segment that was announced");
         return NULL;
     }
-    self->group.pulse = pulse;
+    if (ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence) != 0) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    self->group.pulse = ah_gate_pulse;
     self->group.context = self;
     return made;
 }
@@ -419,11 +345,8 @@ static void unmake(PyObject *object)
 
     if (self->memory)
         munmap(self->memory, self->bytes);
-    if (self->turn)
-        PyThread_free_lock(self->turn);
     free(self->pids);
-    Py_XDECREF(self->ranks);
-    Py_XDECREF(self->board);
+    ah_gate_close(&self->gate);
     release(object);
     Py_DECREF(type);
 }
@@ -445,10 +368,11 @@ static PyMethodDef METHODS[] = {
     METHOD(end, "end(rank): the group is over because of rank"),
     METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
     METHOD(reach, "reach(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
-    METHOD(introduce, "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"),
+    {"introduce", (PyCFunction)(void (*)(void))ah_gate_introduce, METH_FASTCALL,
+     "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"},
     {"sequence", (PyCFunction)(void (*)(void))sequence, METH_NOARGS, "sequence() -> number of the next call"},
-    {"__enter__", (PyCFunction)(void (*)(void))enter, METH_NOARGS, "Wait for our turn."},
-    {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL, "Let the next one have it."},
+    {"__enter__", (PyCFunction)(void (*)(void))ah_gate_enter, METH_NOARGS, "Wait for our turn."},
+    {"__exit__", (PyCFunction)(void (*)(void))ah_gate_leave, METH_FASTCALL, "Let the next one have it."},
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
     {"depart", (PyCFunction)(void (*)(void))depart, METH_NOARGS, "depart(): this rank makes no further call"},
     {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
@@ -456,8 +380,8 @@ static PyMethodDef METHODS[] = {
 };
 
 static PyMemberDef MEMBERS[] = {
-    {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for their turn"},
-    {"shut", T_INT, offsetof(struct ah_segment, shut), 0, "not 0: no more calls of the short way"},
+    {"queued", T_UINT, offsetof(struct ah_segment, gate.queued), 0, "calls that wait for their turn"},
+    {"shut", T_INT, offsetof(struct ah_segment, gate.shut), 0, "not 0: no more calls of the short way"},
     {"found", T_INT, offsetof(struct ah_segment, group.found), READONLY, "not 0: this rank found what ended the group"},
     {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
     {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},

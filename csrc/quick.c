@@ -1,5 +1,6 @@
 /* The Python type allhands._core.Quick: a function of torch.distributed for callers who wait anyway. Plain tensors of
- * a group in shared memory go straight to the core; whatever is not that simple goes the usual way, as it was given. */
+ * a group in shared memory or over MPI go straight to the core; whatever is not that simple goes the usual way, as it
+ * was given. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -12,6 +13,7 @@
 #include "call.h"
 #include "mail.h"
 #include "reduce.h"
+#include "voyage.h"
 #include "window.h"
 
 /* More than any function of torch.distributed has parameters. */
@@ -70,19 +72,27 @@ static int sort(const struct quick *self, PyObject *const *args, Py_ssize_t plac
 /* What moves no more than this is done before another thread would have had the interpreter. */
 #define SHORT_BYTES ((size_t)4 << 10)
 
-#define RUN(call, code, expression)                              \
-    do {                                                         \
-        if ((call)->note->bytes <= SHORT_BYTES)                  \
-            AH_RUN_SHORT((call)->segment, code, expression);     \
-        else                                                     \
-            AH_RUN((call)->segment, code, expression);           \
-        (code) = ah_call_finish(call, code);                     \
+/* Do `ah_<operation>` in shared memory or `ah_voyage_<operation>` over MPI. */
+#define RUN(call, code, operation, ...)                                                                       \
+    do {                                                                                                      \
+        int64_t limit_ = (call)->gated->gate.limit_ns;                                                        \
+                                                                                                              \
+        if (!(call)->segment)                                                                                 \
+            AH_RUN((call)->harbour, code, ah_voyage_##operation(&(call)->harbour->ferry, __VA_ARGS__ limit_)); \
+        else if ((call)->note->bytes <= SHORT_BYTES)                                                          \
+            AH_RUN_SHORT((call)->segment, code, ah_##operation(&(call)->segment->group, __VA_ARGS__ limit_)); \
+        else                                                                                                  \
+            AH_RUN((call)->segment, code, ah_##operation(&(call)->segment->group, __VA_ARGS__ limit_));       \
+        (code) = ah_call_finish(call, code);                                                                  \
     } while (0)
+
+/* What comes before the limit among the arguments of an operation. */
+#define WITH(...) __VA_ARGS__,
 
 /* Whether the first dimension can be cut into one part for each rank. */
 static int even(const struct ah_quick_call *call, const struct ah_plain *tensor)
 {
-    return tensor->dims > 0 && tensor->shape[0] % call->segment->group.ranks == 0;
+    return tensor->dims > 0 && tensor->shape[0] % call->gated->gate.size == 0;
 }
 
 /* The operations ------------------------------------------------------------------------------------------- */
@@ -92,29 +102,28 @@ static int barrier(struct ah_quick_call *call)
     int code = ah_call_begin(call, NULL, 0, -1);
 
     if (code == DONE)
-        RUN(call, code, ah_barrier(&call->segment->group, call->segment->limit_ns));
+        RUN(call, code, barrier, );
     return code;
 }
 
 static int all_reduce(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
     struct ah_plain tensor;
     int code;
 
     if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
         return NOT_OURS;
-    ah_find_window(group, &tensor.part);
+    if (call->segment)
+        ah_find_window(&call->segment->group, &tensor.part);
     code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, -1) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code, ah_all_reduce(group, tensor.part, tensor.dtype, reduction, call->segment->limit_ns));
+        RUN(call, code, all_reduce, WITH(tensor.part, tensor.dtype, reduction));
     return code;
 }
 
 static int reduce(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]), root;
     struct ah_plain tensor;
     int code;
@@ -123,13 +132,12 @@ static int reduce(struct ah_quick_call *call)
         return NOT_OURS;
     code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, (int32_t)root) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code, ah_reduce_to(group, tensor.part, tensor.dtype, reduction, root, call->segment->limit_ns));
+        RUN(call, code, reduce_to, WITH(tensor.part, tensor.dtype, reduction, root));
     return code;
 }
 
 static int broadcast(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     struct ah_plain tensor;
     uint32_t root;
     int code;
@@ -138,13 +146,12 @@ static int broadcast(struct ah_quick_call *call)
         return NOT_OURS;
     code = ah_call_begin(call, &tensor, 0, (int32_t)root);
     if (code == DONE)
-        RUN(call, code, ah_broadcast(group, tensor.part, tensor.dtype, root, call->segment->limit_ns));
+        RUN(call, code, broadcast, WITH(tensor.part, tensor.dtype, root));
     return code;
 }
 
 static int all_gather(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     struct ah_plain in, out;
     int code;
 
@@ -157,53 +164,48 @@ static int all_gather(struct ah_quick_call *call)
     if (code == DONE)
         code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code, ah_all_gather(group, in.part, call->out, in.dtype, call->segment->limit_ns));
+        RUN(call, code, all_gather, WITH(in.part, call->out, in.dtype));
     return code;
 }
 
 static int gather(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
     struct ah_plain in, out;
     uint32_t root;
     int code;
 
-    if (ah_call_peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[IN] ||
+    if (ah_call_peer(call, 0, &root) != DONE || (call->gated->gate.rank == root) != (list != NULL) || !call->given[IN] ||
         ah_look(call->way, call->given[IN], &in) != 0)
         return NOT_OURS;
     code = list ? ah_call_list(call, list, call->out, &out) : DONE;
     if (code == DONE)
         code = !list || in.dtype == out.dtype ? ah_call_begin(call, &in, 0, (int32_t)root) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code,
-            ah_gather(group, in.part, list ? call->out : NULL, in.dtype, root, call->segment->limit_ns));
+        RUN(call, code, gather, WITH(in.part, list ? call->out : NULL, in.dtype, root));
     return code;
 }
 
 static int scatter(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
     struct ah_plain in, out;
     uint32_t root;
     int code;
 
-    if (ah_call_peer(call, 0, &root) != DONE || (group->rank == root) != (list != NULL) || !call->given[OUT] ||
+    if (ah_call_peer(call, 0, &root) != DONE || (call->gated->gate.rank == root) != (list != NULL) || !call->given[OUT] ||
         ah_look(call->way, call->given[OUT], &out) != 0)
         return NOT_OURS;
     code = list ? ah_call_list(call, list, call->in, &in) : DONE;
     if (code == DONE)
         code = !list || in.dtype == out.dtype ? ah_call_begin(call, &out, 0, (int32_t)root) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code,
-            ah_scatter(group, list ? call->in : NULL, out.part, out.dtype, root, call->segment->limit_ns));
+        RUN(call, code, scatter, WITH(list ? call->in : NULL, out.part, out.dtype, root));
     return code;
 }
 
 static int reduce_scatter(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
     struct ah_plain in, out;
     int code;
@@ -214,19 +216,17 @@ static int reduce_scatter(struct ah_quick_call *call)
         code = ah_look(call->way, call->given[IN], &in) == 0 ? ah_call_cut(call, in, out.part.bytes, call->in) : NOT_OURS;
     else
         code = ah_call_list(call, call->given[IN], call->in, &in);
-    for (uint32_t rank = 0; code == DONE && rank < group->ranks; rank++)
+    for (uint32_t rank = 0; code == DONE && rank < call->gated->gate.size; rank++)
         code = call->in[rank].bytes == out.part.bytes ? DONE : NOT_OURS;
     if (code == DONE)
         code = in.dtype == out.dtype && ah_reducible(out.dtype, reduction) ? ah_call_begin(call, &out, reduction, -1) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code,
-            ah_reduce_scatter(group, call->in, out.part, out.dtype, reduction, call->segment->limit_ns));
+        RUN(call, code, reduce_scatter, WITH(call->in, out.part, out.dtype, reduction));
     return code;
 }
 
 static int all_to_all(struct ah_quick_call *call)
 {
-    struct ah_group *group = &call->segment->group;
     struct ah_plain in, out;
     int code = call->given[IN] && call->given[OUT] ? DONE : NOT_OURS;
 
@@ -234,8 +234,8 @@ static int all_to_all(struct ah_quick_call *call)
         if (ah_look(call->way, call->given[IN], &in) != 0 || ah_look(call->way, call->given[OUT], &out) != 0 ||
             !even(call, &in) || !even(call, &out) || in.part.bytes != out.part.bytes)
             code = NOT_OURS;
-        else if (ah_call_cut(call, in, in.part.bytes / group->ranks, call->in) != DONE ||
-                 ah_call_cut(call, out, out.part.bytes / group->ranks, call->out) != DONE)
+        else if (ah_call_cut(call, in, in.part.bytes / call->gated->gate.size, call->in) != DONE ||
+                 ah_call_cut(call, out, out.part.bytes / call->gated->gate.size, call->out) != DONE)
             code = NOT_OURS;
     } else if (code == DONE) {
         code = ah_call_list(call, call->given[IN], call->in, &in);
@@ -245,7 +245,7 @@ static int all_to_all(struct ah_quick_call *call)
     if (code == DONE)
         code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
     if (code == DONE)
-        RUN(call, code, ah_all_to_all(group, call->in, call->out, in.dtype, call->segment->limit_ns));
+        RUN(call, code, all_to_all, WITH(call->in, call->out, in.dtype));
     return code;
 }
 
@@ -270,7 +270,7 @@ static int message(struct ah_quick_call *call, int sends)
     uint32_t rank;
     int code;
 
-    if (!call->segment->mail || ah_call_peer(call, -1, &rank) != DONE || rank == call->segment->group.rank)
+    if (!call->segment || !call->segment->mail || ah_call_peer(call, -1, &rank) != DONE || rank == call->gated->gate.rank)
         return NOT_OURS;
     if (call->given[TAG] && (!PyLong_CheckExact(call->given[TAG]) || PyLong_AsLong(call->given[TAG]) < 0)) {
         PyErr_Clear();
@@ -288,11 +288,11 @@ static int message(struct ah_quick_call *call, int sends)
         return code;
     if (!ah_mail_try(call->segment->mail, &message, &outcome)) {
         thread = PyEval_SaveThread();
-        outcome = ah_mail_do(call->segment->mail, &message, call->segment->limit_ns,
+        outcome = ah_mail_do(call->segment->mail, &message, call->gated->gate.limit_ns,
                              &(struct ah_ear){.pulse = pulse, .context = &thread});
         PyEval_RestoreThread(thread);
     }
-    call->answer = call->segment->ranks ? PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, rank)) : (long)rank;
+    call->answer = call->gated->gate.ranks ? PyLong_AsLong(PyTuple_GetItem(call->gated->gate.ranks, rank)) : (long)rank;
     return ah_call_conclude(call, outcome.code, outcome.peer, (int)rank);
 }
 
@@ -354,9 +354,9 @@ static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged,
     call.whole = self->whole;
     outcome = sort(self, args, places, keywords, &call);
     if (outcome == DONE) {
-        call.segment = ah_segment_of(call.way, call.given[GROUP], &call.group);
-        outcome = call.segment ? OPERATIONS[self->kind](&call) : NOT_OURS;
-        Py_XDECREF((PyObject *)call.segment);
+        call.gated = ah_gated_of(call.way, call.given[GROUP], &call.group, &call.segment, &call.harbour);
+        outcome = call.gated ? OPERATIONS[self->kind](&call) : NOT_OURS;
+        Py_XDECREF((PyObject *)call.gated);
         Py_XDECREF(call.group);
     }
     if (outcome == NOT_OURS)

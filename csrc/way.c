@@ -197,10 +197,11 @@ static PyObject *default_group(struct ah_way *way)
     return PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
 }
 
-struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject **found)
+struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment,
+                             struct ah_harbour **harbour)
 {
-    PyObject *group, *segment = NULL;
-    struct ah_segment *self;
+    PyObject *group, *mover = NULL;
+    struct ah_gated *gated;
 
     *found = NULL;
     if (PyDict_Size(way->coalescing) != 0)
@@ -210,22 +211,24 @@ struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject *
     else
         group = default_group(way);
     if (group && group != Py_None)
-        segment = PyObject_GetAttr(group, way->names[AH_NAME_SEGMENT]);
-    if (!segment) {
+        mover = PyObject_GetAttr(group, way->names[AH_NAME_SEGMENT]);
+    if (!mover) {
         PyErr_Clear();
         Py_XDECREF(group);
         return NULL;
     }
-    self = Py_TYPE(segment) == way->segment_type ? (struct ah_segment *)segment : ah_as_segment(segment);
-    if (self && !way->segment_type)
-        way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(segment));
-    if (!self || !self->notice || self->shut || self->queued) {
-        Py_DECREF(segment);
+    *segment = Py_TYPE(mover) == way->segment_type ? (struct ah_segment *)mover : ah_as_segment(mover);
+    *harbour = *segment ? NULL : ah_as_harbour(mover);
+    if (*segment && !way->segment_type)
+        way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(mover));
+    gated = *segment || *harbour ? (struct ah_gated *)mover : NULL;
+    if (!gated || !gated->gate.notice || gated->gate.shut || gated->gate.queued || gated->gate.size > AH_MOST_RANKS) {
+        Py_DECREF(mover);
         Py_DECREF(group);
         return NULL;
     }
     *found = group;
-    return self;
+    return gated;
 }
 
 /* Where the call stands ----------------------------------------------------------------------------------- */

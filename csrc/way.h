@@ -8,6 +8,7 @@
 #include "collective.h"
 #include "dlpack.h"
 #include "engine.h"
+#include "harbour.h"
 #include "notice.h"
 
 /* Places in the user's code that are remembered; a training loop has a handful. */
@@ -50,7 +51,7 @@ struct ah_way {
     PyObject *dtypes;     /* dict: torch's dtype to ours */
     PyObject *reductions; /* tuple: torch's object for each of ours, None for none */
     PyObject *member;     /* the class whose attribute WORLD is the default group */
-    PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_segment_of` */
+    PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_gated_of` */
     PyObject *is_neg;     /* torch's method of that name, of some tensor */
     PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
     struct ah_negation negation;
@@ -84,9 +85,10 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain);
 /* Ours for torch's reduction, 0 for one that has to go torch's way. */
 uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given);
 
-/* The segment of a group (NULL or None: the default one) that can be called now, as a new reference, and the group in
- * `found`; NULL, and no exception, where there is none. */
-struct ah_segment *ah_segment_of(struct ah_way *way, PyObject *given, PyObject **found);
+/* What moves the data of a group (NULL or None: the default one), where it can be called now, as a new reference: one
+ * of `segment` and `harbour`. The group comes in `found`. NULL, and no exception, where there is none. */
+struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment,
+                             struct ah_harbour **harbour);
 
 /* Put the place of the call into `text`; -1 with an exception set. */
 int ah_place(struct ah_way *way, char *text, size_t size);

@@ -390,35 +390,13 @@ def _way() -> _core.Way:
     )
 
 
-# What an engine in Python may do by itself (`short`), and the keywords that such a call may have.
-_STRAIGHT = {"all_reduce": frozenset({"op", "group"}), "broadcast": frozenset({"src", "group"})}
-
-
-def _straight(name: str) -> Callable[..., Any]:
-    """Return `guarded` for ``name``, after asking the group whether it does a plain call by itself."""
-    usual, known = guarded(name), _STRAIGHT[name]
-
-    @functools.wraps(usual)
-    def call(*args: Any, **kw: Any) -> Any:
-        # In place, as they are mostly given: the tensor, and for broadcast the root.
-        given = {**kw, "src": args[1]} if len(args) == 2 and name == "broadcast" else kw
-        if len(args) == (2 if given is not kw else 1) and known.issuperset(given) and not _compiling():
-            short = getattr(kw.get("group") or dist.GroupMember.WORLD, "short", None)
-            if short is not None and _session.current() is not None and short(name, args[0], given):
-                return None
-        return usual(*args, **kw)
-
-    return call
-
-
 def quick(name: str) -> Any:
     """Return `guarded` for ``name`` with the short way of our own groups before it, for a caller that waits."""
     function = getattr(dist, name)
     kind, whole, own = _SHORT[name]
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
-    usual = _straight(name) if name in _STRAIGHT else guarded(name)
-    made = _core.Quick(_way(), usual, name, names, roles, shm.KINDS.index(kind), whole)
+    made = _core.Quick(_way(), guarded(name), name, names, roles, shm.KINDS.index(kind), whole)
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 

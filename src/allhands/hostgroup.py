@@ -69,19 +69,20 @@ class HostGroup(_Base):  # type: ignore[misc]
         self.engine: shm.Shm = engine
         self.session = session
         self._rank = rank
+        # Without shared memory there is no mail, and an engine in Python has no short way to keep shut.
+        shared = engine.segment if isinstance(engine.segment, _core.Segment) else None
+        self._gate: _core.Segment | _core.Ferry | None = shared or engine.segment.gate
         # Under this name the short way of the core finds it.
-        self.segment = engine.segment
+        self.segment = self._gate or engine.segment
         self._core: _core.Segment = engine.segment
         self.board = notes.own()
         self._gloo = gloo
-        # Another engine has no short way to keep shut, and no mail.
-        self._gate = engine.segment if isinstance(engine.segment, _core.Segment) else None
         self._line = Line("allhands-group", self._gate)
-        self.mail = Mail(self) if self._gate is not None else None
+        self.mail = Mail(self) if shared is not None else None
         self._limit_ns = int(timeout.total_seconds() * 1e9)
         self._host = Via(self._core)
         # Where ranks share no memory, tensors of a GPU go by way of the host's.
-        self._cards = Cards(self, store, timeout.total_seconds()) if self._gate is not None and store else None
+        self._cards = Cards(self, store, timeout.total_seconds()) if shared is not None and store else None
         # How long the call may take whose turn it is.
         self._within_ns = self._limit_ns
         self._group_name = ""
@@ -204,7 +205,7 @@ class HostGroup(_Base):  # type: ignore[misc]
             self.mail.close(_END_S)
         for each in self._cards.all() if self._cards is not None else []:
             each.close(_END_S)
-        if self._gate is not None:
+        if isinstance(self._gate, _core.Segment):
             self._gate.depart()
         self._gloo.shutdown()
 

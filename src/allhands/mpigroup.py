@@ -7,13 +7,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from . import _torch
 from . import session as _session
-from .engines import shm
 from .engines.mpi.engine import Mpi
 from .engines.mpi.world import join
 from .processgroup import WideGroup
@@ -27,42 +23,20 @@ class MpiGroup(WideGroup):
     engine_name = "mpi"
     _core: Mpi  # type: ignore[assignment]  # it has the methods of a Segment
 
-    def short(self, name: str, tensor: Any, given: dict[str, Any]) -> bool:
-        """Do an all_reduce or broadcast of a plain tensor for a caller who waits; False, untouched, for any other.
+    def failed(self, code: int, culprit: int, name: str, site: str, peer: int) -> None:
+        """Raise what became of a call on the short way; the core calls this."""
+        del culprit, peer
+        before = self.session.enter(name, site)
+        self._core.site = site
+        try:
+            self._told(name, "", functools.partial(self._core.judge, code))
+        finally:
+            self.session.leave(before)
 
-        What torch's functions do on the way here costs as much as moving a hundred kilobytes.
-        """
-        if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
-            return False
-        code = shm.DTYPES.get(tensor.dtype)
-        if code is None or not tensor.is_contiguous() or tensor.is_neg() or self._line.busy or _torch.coalescing():
-            return False
-        root: Any = -1
-        if name == "all_reduce":
-            reduction = shm.reduction_code(given.get("op", dist.ReduceOp.SUM))
-            if not shm.reducible(code, reduction) or reduction == shm.PREMUL_SUM:
-                return False
-            run = functools.partial(
-                self._call, self._core.all_reduce, tensor.data_ptr(), tensor.nbytes, code, reduction
-            )
-        else:
-            reduction, root = 0, given.get("src", -1) if self._whole else -1
-            if type(root) is not int or not 0 <= root < self.size():
-                return False
-            run = functools.partial(self._call, self._core.broadcast, tensor.data_ptr(), tensor.nbytes, code, root)
-        self.session.member.check_process()
-        site, shape = _session.call_site(), tuple(tensor.shape)
-        kind, words = str(tensor.dtype).removeprefix("torch."), shm.REDUCTION_NAMES[reduction]
-        note = self.board.begin(name, self._group_name, kind, words, shape, tensor.nbytes, root, site)
-        with self._line.turn:
-            told = functools.partial(self._told, name, str(list(shape)), run)
-            self._noted(name, site, note, told, self._limit_ns)
-        return True
-
-    @property
-    def _whole(self) -> bool:
-        """Whether ranks have the same numbers here as in the default group."""
-        return self.ranks == list(range(self.size()))
+    def interrupted(self, problem: BaseException) -> None:
+        """Tell the others that a signal's handler raised here in the middle of a call; the core calls this."""
+        self._core.judge(0)
+        self.session.announce(problem)
 
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""

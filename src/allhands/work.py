@@ -159,7 +159,7 @@ class Line:
     done at once, on every rank at the same place in the order.
     """
 
-    def __init__(self, name: str, gate: _core.Segment | None = None) -> None:
+    def __init__(self, name: str, gate: _core.Segment | _core.Ferry | None = None) -> None:
         """Do operations that hold ``gate`` meanwhile, and tell it how many wait."""
         self._name = name
         self._gate = gate

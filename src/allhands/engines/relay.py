@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .. import _torch
+from .. import _core, _torch
 from . import fingerprint, shm
 from .fingerprint import Call, Judgement
 from .fold import fold
@@ -71,6 +71,9 @@ class Relay:
     Each operation returns 0, or raises: `Difference`, or what Gloo raises. The ranks may be out of step then:
     `under_way` stays, no further call is taken, and the group must end.
     """
+
+    # Where the short way finds the group, for an engine that has one.
+    gate: _core.Ferry | None = None
 
     def __init__(self, gloo: Any, rank: int, ranks: Sequence[int]) -> None:
         self.site = ""

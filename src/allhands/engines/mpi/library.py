@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ... import _core
 from ...errors import AllhandsError, fail
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "ask",
     "family",
     "finalise",
+    "handle",
     "initialise",
     "lacking",
     "launched",
     "load",
     "missing",
+    "port",
     "world_of",
 ]
 
@@ -54,6 +57,24 @@ _NEEDED, _SONAME, _HASH, _STRTAB, _SYMTAB, _STRSZ, _SYMENT = 1, 14, 4, 5, 6, 10,
 
 # MPI_THREAD_MULTIPLE, the same number in both families.
 _MULTIPLE = 3
+
+# What the core calls, in the order of `enum ah_mpi_call` in csrc/mpi.h.
+_CALLS = (
+    "MPI_Isend",
+    "MPI_Irecv",
+    "MPI_Send_init",
+    "MPI_Recv_init",
+    "MPI_Startall",
+    "MPI_Testall",
+    "MPI_Cancel",
+    "MPI_Request_free",
+    "MPI_Iallgather",
+    "MPI_Ibcast",
+    "MPI_Error_string",
+)
+
+# Bytes of a handle in each family: a pointer, and a number. Another MPI than these two has other types behind them.
+_HANDLE_BYTES = {"openmpi": 8, "mpich": 4}
 
 _lock = threading.Lock()
 
@@ -130,6 +151,26 @@ def finalise() -> None:
 def family() -> str:
     """Return which family the library of this process belongs to: openmpi or mpich."""
     return "openmpi" if hasattr(_extension()[1], "ompi_mpi_comm_self") else "mpich"
+
+
+def port(module: Any, *, alone: bool) -> _core.Port:
+    """Return the library as the core calls it: one call at a time where it wants to be ``alone`` with each."""
+    kind = family()
+    found = module._sizeof(module.Request)  # noqa: SLF001  # mpi4py offers it by no other name
+    if found != _HANDLE_BYTES[kind]:
+        raise missing(
+            f"{world_of(module)} has handles of {found} bytes, as neither Open MPI nor MPICH has",
+            f"this process (pid {os.getpid()})",
+            "use Open MPI or MPICH; MPI4PY_MPIABI=openmpi or =mpich chooses the library",
+        )
+    library = _extension()[1]
+    addresses = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _CALLS)
+    return _core.Port(kind, addresses, handle(module, module.REQUEST_NULL), alone)
+
+
+def handle(module: Any, of: Any) -> int:
+    """Return the number by which the library knows one of mpi4py's objects."""
+    return int(module._handleof(of))  # noqa: SLF001  # mpi4py offers it by no other name
 
 
 def ask(handle: ctypes.CDLL | None, question: str) -> bool:

@@ -51,8 +51,7 @@ class World:
         self.comm = module.COMM_WORLD
         self.name = library.world_of(module)
         # Serialised where the library wants that; it never has to be where it gives what was asked for.
-        multiple = module.Query_thread() == module.THREAD_MULTIPLE
-        self.lock: Any = contextlib.nullcontext() if multiple else threading.RLock()
+        self.lock = library.port(module, alone=module.Query_thread() != module.THREAD_MULTIPLE)
         # Whether calls were left in the middle: then the end of MPI would wait for ever.
         self.spoilt = False
         self._pidfds: dict[int, int] = {}
@@ -60,6 +59,10 @@ class World:
         if ours and launched:
             # mpirun takes a rank that goes without this for one that failed.
             atexit.register(self._finalise)
+
+    def handle(self, of: Any) -> int:
+        """Return the number by which the library knows one of mpi4py's objects."""
+        return library.handle(self.module, of)
 
     def communicator(
         self, store: Any, rank: int, ranks: list[int], name: str, *, deadline: float, check: _Check
