@@ -6,6 +6,7 @@
 #include <errno.h>
 
 #include "engine.h"
+#include "intake.h"
 #include "maker.h"
 #include "notice.h"
 #include "post.h"
@@ -89,7 +90,8 @@ static int fill(PyObject *module)
 {
     if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
         add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
-        add(module, "Window", ah_window_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0)
+        add(module, "Window", ah_window_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
+        add(module, "Intake", ah_intake_type()) != 0)
         return -1;
     return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
 }

@@ -24,7 +24,18 @@ from .engines import shm
 from .errors import AllhandsError, NotInitialised, error, fail
 from .overheard import overhear
 
-__all__ = ["GUARDED", "QUICK", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "quick", "require_group"]
+__all__ = [
+    "GUARDED",
+    "QUICK",
+    "P2POp",
+    "Pending",
+    "asking",
+    "guarded",
+    "note_destroyed",
+    "quick",
+    "require_group",
+    "way",
+]
 
 # Everything in torch.distributed that communicates. What a torch version does not have is left out.
 GUARDED: tuple[str, ...] = (
@@ -419,7 +430,7 @@ QUICK: tuple[str, ...] = tuple(_SHORT)
 
 
 @functools.cache
-def _way() -> _core.Way:
+def way() -> _core.Way:
     """Tell the core what it has to know of torch."""
     known = {code: op for op, code in shm.REDUCTIONS.items()}
     return _core.Way(
@@ -464,7 +475,7 @@ def quick(name: str) -> Any:
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
     usual = _straight(name) if name in _STRAIGHT else guarded(name)
-    made = _core.Quick(_way(), usual, name, names, roles, shm.KINDS.index(kind), whole)
+    made = _core.Quick(way(), usual, name, names, roles, shm.KINDS.index(kind), whole)
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 
