@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from .. import _core, _torch, collectives
 from ..errors import AllhandsError
-from . import faults, transfer
-from .agreement import gather_bytes
+from . import faults, lacking, transfer
 from .bucket import FIRST_BYTES
 from .gradbucket import GradBucket
 from .reduction import Averager, all_reduce, broadcast
@@ -97,8 +96,8 @@ class Reducer:
         # Whether every backward pass is reduced, with no forward pass to announce it.
         self.always = always
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._rank = dist.get_rank()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank()
         self._device = self.parameters[0].device
         # Whether buckets are reduced while backward goes on, or all of them by its own thread when it is over.
         self._beside = self.averager.has_cores() or self._device.type != "cpu"
@@ -139,7 +138,8 @@ class Reducer:
         self._intake.arrange(tuple(self._of[index][0] for index in range(len(self.parameters))), tuple(views))
         self._trained = []
         # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
-        self._marks = self.buckets[-1].marked is not None and not self.find_unused
+        marked = self.buckets[-1].marked
+        self._marker = marked[-1] if marked is not None and not self.find_unused else None
 
     def rebuild(self) -> bool:
         """Arrange the buckets in the order in which gradients came, once. All ranks call this at the same time."""
@@ -174,7 +174,7 @@ class Reducer:
     # Gradients come ------------------------------------------------------------------------------------------------
 
     def _hooked(self) -> _core.Intake:
-        """Return what the hooks on parameters call. It does not hold the reducer, whose end takes them away."""
+        """Return what the hooks on parameters call. No hook holds the reducer, whose end takes them away."""
         me = weakref.ref(self)
 
         def came(index: int) -> None:
@@ -187,6 +187,12 @@ class Reducer:
             if reducer is not None:
                 reducer.complete()
 
+        def opens(_: torch.Tensor) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer.open()
+
+        self.opens = opens
         return _core.Intake(collectives.way(), tuple(self.parameters), came, complete)
 
     def _hand_over(self) -> None:
@@ -221,7 +227,7 @@ class Reducer:
 
     def _reset(self) -> None:
         if self._now.ready:
-            raise faults.unfinished(self._rank, self._now.ready, len(self.buckets))
+            raise faults.unfinished(self.rank, self._now.ready, len(self.buckets))
         self._renew()
 
     def came(self, index: int) -> None:
@@ -235,7 +241,7 @@ class Reducer:
             self._hand_over()
             now = self._now
             if not self._needed[index]:
-                raise faults.graph_changed(self._rank, self.names[index])
+                raise faults.graph_changed(self.rank, self.names[index])
             now.counts[index] += 1
             count, needed = now.counts[index], self._needed[index]
             if count == 1:
@@ -244,7 +250,7 @@ class Reducer:
             if self.views and number >= now.launched:
                 transfer.settle(slot)
             if count > needed and number < now.ready:
-                raise faults.twice(self._rank, self.names[index], static=self.static)
+                raise faults.twice(self.rank, self.names[index], static=self.static)
             if count == needed:
                 now.left[number] -= 1
                 if not self._waits_for_the_end():
@@ -303,14 +309,16 @@ class Reducer:
         """Whether all buckets are reduced together: they lie side by side, and go at the end of backward anyway."""
         return not self._beside and self.averager.hook is None and bool(self._storage.wholes)
 
-    @torch.no_grad()
     def _reduce_all(self, missing: int, *, lie: bool) -> list[torch.Tensor]:
         """Average all buckets in as few calls as there are types; ``lie`` says that the gradients are there."""
         now = self._now
-        results = [] if lie else [transfer.fill(bucket, self.names, self._rank) for bucket in self.buckets]
+        results: list[torch.Tensor] = []
+        if not lie:
+            with torch.no_grad():
+                results = [transfer.fill(bucket, self.names, self.rank) for bucket in self.buckets]
         now.ready = now.launched = len(self.buckets)
-        if self._is_marked():
-            self._mark(missing)
+        if self._mark is not None:
+            self._mark.fill_(missing)
         try:
             for whole in self._storage.wholes:
                 self.averager.average(whole, self.divisor)
@@ -326,20 +334,16 @@ class Reducer:
             self._launch(number, missing=missing)
         return [wait() for wait in self._now.waits]
 
-    def _mark(self, missing: int) -> torch.Tensor | None:
-        """Let the last bucket carry how many gradients are missing; return it with that."""
-        marked = self.buckets[-1].marked
-        if marked is not None:
-            marked[-1] = missing
-        return marked
-
     @torch.no_grad()
     def _launch(self, number: int, missing: int = 0) -> None:
         bucket, now = self.buckets[number], self._now
         last = number == len(self.buckets) - 1
         now.launched = number + 1
-        buffer = transfer.fill(bucket, self.names, self._rank)
-        marked = self._mark(missing) if last and self._is_marked() else None
+        buffer = transfer.fill(bucket, self.names, self.rank)
+        marked = None
+        if last and self._mark is not None:
+            marked = bucket.marked
+            self._mark.fill_(missing)
         gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
         made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
         try:
@@ -349,9 +353,10 @@ class Reducer:
             now.ready = now.launched = 0
             raise
 
-    def _is_marked(self) -> bool:
-        """Tell whether the last bucket carries how many gradients are missing; a hook would not know it for one."""
-        return self._marks and self.averager.hook is None
+    @property
+    def _mark(self) -> torch.Tensor | None:
+        """Where the last bucket carries how many gradients are missing; a hook would not know it."""
+        return self._marker if self.averager.hook is None else None
 
     # The end of a pass ---------------------------------------------------------------------------------------------
 
@@ -375,18 +380,22 @@ class Reducer:
         first, learns = self.passes == 0, self.static and self.passes == 0
         if learns:
             self._needed, self._left = list(now.counts), []
-        missing = [
-            index
-            for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
-            if count < needed and self.parameters[index].requires_grad
-        ]
+        missing = (
+            []
+            if now.counts == self._needed
+            else [
+                index
+                for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
+                if count < needed and self.parameters[index].requires_grad
+            ]
+        )
         fatal = 0 if self.find_unused or learns else len(missing)
         # Moved by the core, unless something is unusual about one of them.
         lie = self.views and not now.launched and self._intake.lie()
         in_one = self._in_one
         results = self._reduce_all(fatal, lie=lie) if in_one else self._reduce_rest(fatal)
         if not (self.find_unused or learns):
-            self._tell_missing(missing, self.buckets[-1].marked if self._is_marked() else None)
+            self._tell_missing(missing, self._mark)
         elif learns or not self.static:
             self._agree_on_used()
         if not (lie and in_one):
@@ -400,31 +409,12 @@ class Reducer:
         self._step_optimizers()
 
     def _tell_missing(self, missing: list[int], mark: torch.Tensor | None) -> None:
-        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket.
-
-        On a GPU whoever has too few raises alone, and the others hear of it: reading the mark would stop the device in
-        every pass.
-        """
-        alone = self.averager.size == 1 or self._device.type != "cpu"
-        if alone:
-            some: float = len(missing)
-        elif mark is not None:
-            some = float(mark[-1])
-        else:
-            count = torch.tensor([len(missing)], device=self._device)
-            all_reduce(count, self._group)
-            some = int(count)
-        if not some:
-            return
-        mine = ",".join(map(str, missing)).encode()
-        told = {self._rank: mine}
-        if not alone:
-            told = dict(zip(self._ranks, gather_bytes(mine, self._group, self._device), strict=True))
-        where: dict[str, list[int]] = {}
-        for rank, each in told.items():
-            for index in filter(None, each.decode().split(",")):
-                where.setdefault(self.names[int(index)], []).append(rank)
-        raise faults.unused(self._rank, where, static=self.static)
+        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket."""
+        told = lacking.ask(missing, mark, self._group, self._device)
+        if told:
+            raise faults.unused(
+                self.rank, {self.names[index]: ranks for index, ranks in told.items()}, static=self.static
+            )
 
     def _agree_on_used(self) -> None:
         """Find out which parameters no rank used: their gradients are left alone, in a static graph from now on."""
@@ -464,14 +454,14 @@ class Reducer:
             last = number == len(self.buckets) - 1
             parameters = [slot.parameter for slot in bucket.slots]
             marked, buffer, parts = transfer.zeros(bucket)
-            mark = marked if last and self._is_marked() else None
+            mark = marked if last and self._mark is not None else None
             made = GradBucket(number, buffer, parts, parameters, last=last)
             waits.append(self.averager.start(made, mark, self.divisor, wait=last))
         for wait in waits:
             wait()
         learns = self.static and self.passes == 0
         if not (self.find_unused or learns):
-            self._tell_missing([], mark if self._is_marked() else None)
+            self._tell_missing([], mark[-1] if mark is not None and self._mark is not None else None)
         elif learns or not self.static:
             self._used = [0] * len(self.parameters)
             self._agree_on_used()
