@@ -124,8 +124,9 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
 
 def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     """Train with one contestant, slowly enough for the command to look at the memory of all ranks meanwhile."""
-    # What torch's class imports when it is first used is no part of what a model takes.
+    # What the classes import when they are first used is no part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
+    allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
     allhands.barrier()
     if rank == 0:
         line.tell(size=model, phase="before", wait=True)
