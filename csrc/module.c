@@ -7,6 +7,7 @@
 
 #include "engine.h"
 #include "harbour.h"
+#include "intake.h"
 #include "maker.h"
 #include "notice.h"
 #include "port.h"
@@ -92,7 +93,8 @@ static int fill(PyObject *module)
     if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
         add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
         add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
-        add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0)
+        add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
+        add(module, "Intake", ah_intake_type()) != 0)
         return -1;
     return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
 }

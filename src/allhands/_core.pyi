@@ -188,6 +188,33 @@ class Quick:
     ) -> Self: ...
     def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
+class Intake:
+    """Takes gradients as they come, in the usual case: counts them, and moves them to where they are reduced.
+
+    The books are lists of the caller's, which it may read and write between gradients. ``came(index)`` is called for
+    whatever is not usual, ``complete()`` when a bucket has all its gradients.
+    """
+
+    def __new__(
+        cls, way: Way, parameters: tuple[Any, ...], came: Callable[[int], None], complete: Callable[[], None], /
+    ) -> Self: ...
+    def came(self, index: int, parameter: Any, /) -> None:
+        """Note that the gradient of a parameter is there: a hook."""
+
+    def begin(
+        self, end: Callable[[], Any], counts: list[int], left: list[int], used: list[int], needed: list[int], /
+    ) -> None:
+        """Take part in a pass, as long as the weak reference ``end`` is alive."""
+
+    def rest(self) -> None:
+        """Leave everything to ``came`` until the next `begin`."""
+
+    def arrange(self, of: tuple[int, ...], views: tuple[Any, ...], /) -> None:
+        """Say in which bucket each parameter is, and where its gradient is to lie (None: it stays where it is)."""
+
+    def lie(self) -> bool:
+        """Move the gradients that do not lie where they are to lie; tell whether all do now."""
+
 class Segment:
     """One rank's view of a group's shared memory. One call at a time; the interpreter runs on meanwhile.
 

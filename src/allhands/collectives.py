@@ -24,7 +24,18 @@ from .errors import AllhandsError, NotInitialised, error, fail
 from .overheard import overhear
 from .waits import interruptible, watched
 
-__all__ = ["GUARDED", "QUICK", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "quick", "require_group"]
+__all__ = [
+    "GUARDED",
+    "QUICK",
+    "P2POp",
+    "Pending",
+    "asking",
+    "guarded",
+    "note_destroyed",
+    "quick",
+    "require_group",
+    "way",
+]
 
 # Everything in torch.distributed that communicates. What a torch version does not have is left out.
 GUARDED: tuple[str, ...] = (
@@ -372,7 +383,7 @@ QUICK: tuple[str, ...] = tuple(_SHORT)
 
 
 @functools.cache
-def _way() -> _core.Way:
+def way() -> _core.Way:
     """Tell the core what it has to know of torch."""
     known = {code: op for op, code in shm.REDUCTIONS.items()}
     return _core.Way(
@@ -396,7 +407,7 @@ def quick(name: str) -> Any:
     kind, whole, own = _SHORT[name]
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
-    made = _core.Quick(_way(), guarded(name), name, names, roles, shm.KINDS.index(kind), whole)
+    made = _core.Quick(way(), guarded(name), name, names, roles, shm.KINDS.index(kind), whole)
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 

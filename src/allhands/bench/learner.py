@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -100,6 +101,9 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
         for _ in range(2):  # The first builds, the second rebuilds.
             learner.spell(1)
         steps[who] = max(2, int(_SPELL_S / learner.spell(2)[0]))
+    # What was imported takes Python's collector 0.1 s to go through, in the middle of somebody's spell.
+    gc.collect()
+    gc.freeze()
     times: dict[str, list[float]] = {who: [] for who in learners}
     cores: dict[str, list[float]] = {who: [] for who in learners}
     for turn in range(asked.rounds):
@@ -115,12 +119,14 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
         parameters = list(build(model)[0].parameters())
         about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}
         line.tell(size=model, times=times, cores=cores, model=about, wait=True)
+    gc.unfreeze()
 
 
 def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     """Train with one contestant, slowly enough for the command to look at the memory of all ranks meanwhile."""
-    # What torch's class imports when it is first used is no part of what a model takes.
+    # What the classes import when they are first used is no part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
+    allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
     allhands.barrier()
     if rank == 0:
         line.tell(size=model, phase="before", wait=True)

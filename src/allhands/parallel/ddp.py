@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from .arguments import Arguments
 from .check import Watch, same_structure, same_values
 from .outputs import moved, tensors_in
 from .reducer import Reducer
-from .spread import Spread, buffers_of, spread
+from .spread import Buffers, spread
 
 __all__ = ["DistributedDataParallel"]
 
@@ -132,8 +131,7 @@ class DistributedDataParallel(Module, Joinable):
         }
         trained = {name: each for name, each in named.items() if each.requires_grad}
         ignored = {id(each) for name, each in self.module.named_buffers() if name in self.parameters_to_ignore}
-        self._ignored_buffers = ignored
-        self._spread: Spread | None = None
+        self._buffers_kept = Buffers(self._modules_list, ignored)
         self.reducer = Reducer(
             list(trained.values()),
             list(trained),
@@ -160,20 +158,21 @@ class DistributedDataParallel(Module, Joinable):
     def _before(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         learning = torch.is_grad_enabled()
         if learning:
-            self._watch.check(dist.get_rank())
+            self._watch.check(self.reducer.rank)
             if any(each.requires_grad for each in self._frozen):
                 # Unfrozen since; each rank does so by itself, because all train the same parameters.
                 self._build()
             if self._fresh:
                 self._fresh = False
                 self.reducer.take_over_optimizers()
-        work = Join.notify_join_context(self)
+        joins = self._join_config.enable
+        work = Join.notify_join_context(self) if joins else None
         if work is not None:
             self.reducer.divisor = self._divisor(work)
         if learning:
             self.reducer.rebuild()
         self.sync_buffers()
-        if self._join_config.enable:
+        if joins:
             join.syncs(self, mine=self.require_backward_grad_sync)
         else:
             self.reducer.divisor = None
@@ -198,15 +197,8 @@ class DistributedDataParallel(Module, Joinable):
             return output
         found = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
         self.reducer.expect(watched=bool(found))
-        me = weakref.ref(self.reducer)
-
-        def opens(_: torch.Tensor) -> None:
-            reducer = me()
-            if reducer is not None:
-                reducer.open()
-
         for each in found:
-            each.register_hook(opens)  # type: ignore[no-untyped-call]
+            each.register_hook(self.reducer.opens)  # type: ignore[no-untyped-call]
         return output
 
     @contextlib.contextmanager
@@ -234,18 +226,11 @@ class DistributedDataParallel(Module, Joinable):
         """Give everyone the buffers of rank 0, or of a rank that has inputs; nothing where there are none."""
         if not (self.forward_sync_buffers and self.require_forward_param_sync):
             return
-        buffers = buffers_of(self._modules_list, self._ignored_buffers)
-        if not buffers:
+        if not self._buffers_kept.now():
             return
         source = join.common_rank(self, candidate=not joined) if self._join_config.enable else 0
-        if dist.get_world_size(self.process_group) == 1:
-            return
-        if len({each.device for each in buffers}) > 1:
-            spread(buffers, self.process_group, source)
-            return
-        if self._spread is None or [*map(id, self._spread.tensors)] != [*map(id, buffers)]:
-            self._spread = Spread(buffers, self.process_group)
-        self._spread.send(source)
+        if self.reducer.averager.size > 1:
+            self._buffers_kept.send(self.process_group, source)
 
     def spread_model(self, source: int, *, buffers: bool | None = None) -> None:
         """Give everyone the parameters, and ``buffers`` if they are kept alike, of the rank ``source`` of the group."""
@@ -350,7 +335,7 @@ class DistributedDataParallel(Module, Joinable):
                 "it cannot be pickled or copied", "it has a group of its own", "pickle ddp.module, and wrap it anew"
             )
         kept = copy.copy(vars(self))
-        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_spread", "_ignored_buffers"):
+        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_buffers_kept"):
             kept.pop(name, None)
         return kept
 

@@ -6,6 +6,7 @@ no output could be watched), and is finished by a callback at its very end, in w
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _torch
+from .. import _core, _torch, collectives
 from ..errors import AllhandsError
-from . import faults, transfer
-from .agreement import gather_bytes
+from . import faults, lacking, transfer
 from .bucket import FIRST_BYTES
 from .gradbucket import GradBucket
 from .reduction import Averager, all_reduce, broadcast
@@ -39,6 +39,8 @@ class _Pass:
     # What is called at its end. The engine alone holds it: once it is gone without a call, an exception ended the pass.
     end: weakref.ref[_End] | None = None
     opened: bool = False
+    # Whether the core takes its gradients (see `Reducer._hand_over`).
+    handed: bool = False
     # Buckets that have all their gradients and no incomplete one before them, and how many of those are on their way.
     ready: int = 0
     launched: int = 0
@@ -94,8 +96,8 @@ class Reducer:
         # Whether every backward pass is reduced, with no forward pass to announce it.
         self.always = always
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._rank = dist.get_rank()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank()
         self._device = self.parameters[0].device
         # Whether buckets are reduced while backward goes on, or all of them by its own thread when it is over.
         self._beside = self.averager.has_cores() or self._device.type != "cpu"
@@ -106,10 +108,16 @@ class Reducer:
         self._storage = Storage(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
         self.buckets: list[Bucket] = []
+        self._trained: list[bool] = []
+        self._left: list[int] = []
+        self._intake = self._hooked()
         self._arrange(list(reversed(range(len(self.parameters)))))
-        self._now = self._fresh()
+        self._renew()
         self._optimizers = False
-        handles = [self._listen(index) for index in range(len(self.parameters))]
+        handles = [
+            each.register_post_accumulate_grad_hook(functools.partial(self._intake.came, index))  # type: ignore[no-untyped-call]
+            for index, each in enumerate(self.parameters)
+        ]
         self.remove = weakref.finalize(self, _remove, handles)
 
     # What is reduced where ---------------------------------------------------------------------------------------
@@ -125,8 +133,13 @@ class Reducer:
         self._of = {
             slot.position: (number, slot) for number, bucket in enumerate(self.buckets) for slot in bucket.slots
         }
+        nowhere = [None] * len(self.parameters)
+        views = [self._of[index][1].view for index in range(len(self.parameters))] if self.views else nowhere
+        self._intake.arrange(tuple(self._of[index][0] for index in range(len(self.parameters))), tuple(views))
+        self._trained = []
         # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
-        self._marks = self.buckets[-1].marked is not None and not self.find_unused
+        marked = self.buckets[-1].marked
+        self._marker = marked[-1] if marked is not None and not self.find_unused else None
 
     def rebuild(self) -> bool:
         """Arrange the buckets in the order in which gradients came, once. All ranks call this at the same time."""
@@ -140,36 +153,64 @@ class Reducer:
         if self.averager.size > 1:
             broadcast(decided, self._group)
         self._arrange(decided.tolist())
-        self._now = self._fresh()
+        self._renew()
         return True
 
     _came: Sequence[int] = ()
 
-    def _fresh(self) -> _Pass:
-        # Frozen parameters, and those that a static graph does not use here, are not waited for.
-        left = [
-            sum(slot.parameter.requires_grad and self._needed[slot.position] > 0 for slot in bucket.slots)
-            for bucket in self.buckets
-        ]
-        return _Pass([0] * len(self.parameters), left, opened=self.always)
+    def _renew(self, *, look: bool = True) -> None:
+        """Make ready for the next pass; without ``look`` parameters are those that were trained in the last one."""
+        trained = [each.requires_grad for each in self.parameters] if look else self._trained
+        if trained != self._trained or not self._left:
+            # Frozen parameters, and those that a static graph does not use here, are not waited for.
+            self._left = [
+                sum(trained[slot.position] and self._needed[slot.position] > 0 for slot in bucket.slots)
+                for bucket in self.buckets
+            ]
+            self._trained = trained
+        self._now = _Pass([0] * len(self.parameters), self._left.copy(), opened=self.always)
+        self._intake.rest()
 
     # Gradients come ------------------------------------------------------------------------------------------------
 
-    def _listen(self, index: int) -> Any:
+    def _hooked(self) -> _core.Intake:
+        """Return what the hooks on parameters call. No hook holds the reducer, whose end takes them away."""
         me = weakref.ref(self)
 
-        def came(_: torch.Tensor) -> None:
+        def came(index: int) -> None:
             reducer = me()
             if reducer is not None:
                 reducer.came(index)
 
-        return self.parameters[index].register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+        def complete() -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer.complete()
+
+        def opens(_: torch.Tensor) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer.open()
+
+        self.opens = opens
+        return _core.Intake(collectives.way(), tuple(self.parameters), came, complete)
+
+    def _hand_over(self) -> None:
+        """Let the core take the gradients of the pass that runs now, as far as they come as usual.
+
+        Not those of the first pass, whose order and, in a static graph, number is to be learned.
+        """
+        now = self._now
+        if self.passes and now.opened and not now.handed and now.end is not None:
+            now.handed = True
+            self._intake.begin(now.end, now.counts, now.left, self._used, self._needed)
 
     def open(self) -> None:
         """Note that a backward pass begins whose gradients are to be reduced. Called from inside it."""
         with self._lock:
             self._begin()
             self._now.opened = True
+            self._hand_over()
 
     def _begin(self) -> None:
         """Be called at the end of the backward pass that runs now."""
@@ -186,20 +227,21 @@ class Reducer:
 
     def _reset(self) -> None:
         if self._now.ready:
-            raise faults.unfinished(self._rank, self._now.ready, len(self.buckets))
-        self._now = self._fresh()
+            raise faults.unfinished(self.rank, self._now.ready, len(self.buckets))
+        self._renew()
 
     def came(self, index: int) -> None:
-        """Note that the gradient of a parameter is there."""
+        """Note that the gradient of a parameter is there. The core does the same where it takes them."""
         with self._lock:
             # Backward may come without a gradient, where it is known to be nothing.
             self._used[index] |= self.parameters[index].grad is not None
             if not self._now.opened and not self.armed:
                 return
             self._begin()
+            self._hand_over()
             now = self._now
             if not self._needed[index]:
-                raise faults.graph_changed(self._rank, self.names[index])
+                raise faults.graph_changed(self.rank, self.names[index])
             now.counts[index] += 1
             count, needed = now.counts[index], self._needed[index]
             if count == 1:
@@ -208,11 +250,17 @@ class Reducer:
             if self.views and number >= now.launched:
                 transfer.settle(slot)
             if count > needed and number < now.ready:
-                raise faults.twice(self._rank, self.names[index], static=self.static)
+                raise faults.twice(self.rank, self.names[index], static=self.static)
             if count == needed:
                 now.left[number] -= 1
                 if not self._waits_for_the_end():
                     self._go_on()
+
+    def complete(self) -> None:
+        """Note that a bucket has all its gradients."""
+        with self._lock:
+            if not self._waits_for_the_end():
+                self._go_on()
 
     def _waits_for_the_end(self) -> bool:
         # In the first pass of a static graph nobody knows how often each gradient comes.
@@ -247,7 +295,7 @@ class Reducer:
         """Reduce every backward pass from now on, or only those that a forward pass announces."""
         with self._lock:
             self.always = always
-            self._now = self._fresh()
+            self._renew()
 
     @property
     def in_segment(self) -> bool:
@@ -256,17 +304,46 @@ class Reducer:
 
     # Buckets go ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _in_one(self) -> bool:
+        """Whether all buckets are reduced together: they lie side by side, and go at the end of backward anyway."""
+        return not self._beside and self.averager.hook is None and bool(self._storage.wholes)
+
+    def _reduce_all(self, missing: int, *, lie: bool) -> list[torch.Tensor]:
+        """Average all buckets in as few calls as there are types; ``lie`` says that the gradients are there."""
+        now = self._now
+        results: list[torch.Tensor] = []
+        if not lie:
+            with torch.no_grad():
+                results = [transfer.fill(bucket, self.names, self.rank) for bucket in self.buckets]
+        now.ready = now.launched = len(self.buckets)
+        if self._mark is not None:
+            self._mark.fill_(missing)
+        try:
+            for whole in self._storage.wholes:
+                self.averager.average(whole, self.divisor)
+        except AllhandsError:
+            # The group is over, and whatever is called next says why.
+            now.ready = now.launched = 0
+            raise
+        return results
+
+    def _reduce_rest(self, missing: int) -> list[torch.Tensor]:
+        """Let the buckets go that have not gone yet, and wait for all."""
+        for number in range(self._now.launched, len(self.buckets)):
+            self._launch(number, missing=missing)
+        return [wait() for wait in self._now.waits]
+
     @torch.no_grad()
     def _launch(self, number: int, missing: int = 0) -> None:
         bucket, now = self.buckets[number], self._now
         last = number == len(self.buckets) - 1
         now.launched = number + 1
-        buffer = transfer.fill(bucket, self.names, self._rank)
+        buffer = transfer.fill(bucket, self.names, self.rank)
         marked = None
-        if last and self._is_marked():
+        if last and self._mark is not None:
             marked = bucket.marked
-            if marked is not None:
-                marked[-1] = missing
+            self._mark.fill_(missing)
         gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
         made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
         try:
@@ -276,9 +353,10 @@ class Reducer:
             now.ready = now.launched = 0
             raise
 
-    def _is_marked(self) -> bool:
-        """Tell whether the last bucket carries how many gradients are missing; a hook would not know it for one."""
-        return self._marks and self.averager.hook is None
+    @property
+    def _mark(self) -> torch.Tensor | None:
+        """Where the last bucket carries how many gradients are missing; a hook would not know it."""
+        return self._marker if self.averager.hook is None else None
 
     # The end of a pass ---------------------------------------------------------------------------------------------
 
@@ -291,7 +369,8 @@ class Reducer:
                     self._now.opened = True
                     self._complete()
         finally:
-            self._now = self._fresh()
+            # The next forward pass looks which parameters are trained, if there is one.
+            self._renew(look=self.always)
             self.armed = False
         if self.always:
             self.rebuild()
@@ -300,23 +379,29 @@ class Reducer:
         now = self._now
         first, learns = self.passes == 0, self.static and self.passes == 0
         if learns:
-            self._needed = list(now.counts)
-        missing = [
-            index
-            for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
-            if count < needed and self.parameters[index].requires_grad
-        ]
+            self._needed, self._left = list(now.counts), []
+        missing = (
+            []
+            if now.counts == self._needed
+            else [
+                index
+                for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
+                if count < needed and self.parameters[index].requires_grad
+            ]
+        )
         fatal = 0 if self.find_unused or learns else len(missing)
-        for number in range(now.launched, len(self.buckets)):
-            self._launch(number, missing=fatal)
-        results = [wait() for wait in now.waits]
+        # Moved by the core, unless something is unusual about one of them.
+        lie = self.views and not now.launched and self._intake.lie()
+        in_one = self._in_one
+        results = self._reduce_all(fatal, lie=lie) if in_one else self._reduce_rest(fatal)
         if not (self.find_unused or learns):
-            self._tell_missing(missing, self.buckets[-1].marked if self._is_marked() else None)
+            self._tell_missing(missing, self._mark)
         elif learns or not self.static:
             self._agree_on_used()
-        with torch.no_grad():
-            for bucket, result in zip(self.buckets, results, strict=True):
-                transfer.hand_out(bucket, result, self._unused_now, views=self.views)
+        if not (lie and in_one):
+            with torch.no_grad():
+                for bucket, result in zip(self.buckets, results, strict=True):
+                    transfer.hand_out(bucket, result, self._unused_now, views=self.views)
         self._used = [0] * len(self.parameters)
         self.passes += 1
         if first:
@@ -324,31 +409,12 @@ class Reducer:
         self._step_optimizers()
 
     def _tell_missing(self, missing: list[int], mark: torch.Tensor | None) -> None:
-        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket.
-
-        On a GPU whoever has too few raises alone, and the others hear of it: reading the mark would stop the device in
-        every pass.
-        """
-        alone = self.averager.size == 1 or self._device.type != "cpu"
-        if alone:
-            some: float = len(missing)
-        elif mark is not None:
-            some = float(mark[-1])
-        else:
-            count = torch.tensor([len(missing)], device=self._device)
-            all_reduce(count, self._group)
-            some = int(count)
-        if not some:
-            return
-        mine = ",".join(map(str, missing)).encode()
-        told = {self._rank: mine}
-        if not alone:
-            told = dict(zip(self._ranks, gather_bytes(mine, self._group, self._device), strict=True))
-        where: dict[str, list[int]] = {}
-        for rank, each in told.items():
-            for index in filter(None, each.decode().split(",")):
-                where.setdefault(self.names[int(index)], []).append(rank)
-        raise faults.unused(self._rank, where, static=self.static)
+        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket."""
+        told = lacking.ask(missing, mark, self._group, self._device)
+        if told:
+            raise faults.unused(
+                self.rank, {self.names[index]: ranks for index, ranks in told.items()}, static=self.static
+            )
 
     def _agree_on_used(self) -> None:
         """Find out which parameters no rank used: their gradients are left alone, in a static graph from now on."""
@@ -379,19 +445,23 @@ class Reducer:
     @torch.no_grad()
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass with zeros, and keep nothing of them."""
-        waits, mark = [], None
-        for number, bucket in enumerate(self.buckets):
+        waits: list[Callable[[], torch.Tensor]] = []
+        mark = None
+        for whole in self._storage.wholes if self._in_one else ():
+            mark = torch.zeros_like(whole)
+            self.averager.average(mark, self.divisor)
+        for number, bucket in enumerate(self.buckets if not self._in_one else ()):
             last = number == len(self.buckets) - 1
             parameters = [slot.parameter for slot in bucket.slots]
             marked, buffer, parts = transfer.zeros(bucket)
-            mark = marked if last and self._is_marked() else None
+            mark = marked if last and self._mark is not None else None
             made = GradBucket(number, buffer, parts, parameters, last=last)
             waits.append(self.averager.start(made, mark, self.divisor, wait=last))
         for wait in waits:
             wait()
         learns = self.static and self.passes == 0
         if not (self.find_unused or learns):
-            self._tell_missing([], mark)
+            self._tell_missing([], mark[-1] if mark is not None and self._mark is not None else None)
         elif learns or not self.static:
             self._used = [0] * len(self.parameters)
             self._agree_on_used()

@@ -71,23 +71,31 @@ class Averager:
         if buffer.is_sparse:
             return self._sparse(buffer, divisor)
         target = buffer if marked is None else marked
-        if self.size == 1 and divisor is None:
-            return lambda: buffer
-        op = dist.ReduceOp.AVG
-        if not self._divides or divisor is not None or not target.is_floating_point():
-            target.mul_(1 / (divisor or self.size))
-            op = dist.ReduceOp.SUM
         if wait and buffer.is_cpu:
             # Not handed to another thread and back.
-            all_reduce(target, self.group, op)
+            self.average(target, divisor)
             return lambda: buffer
-        work = all_reduce(target, self.group, op, later=True)
+        if self.size == 1 and divisor is None:
+            return lambda: buffer
+        work = all_reduce(target, self.group, self._divided(target, divisor), later=True)
 
         def done() -> torch.Tensor:
             work.wait()
             return buffer
 
         return done
+
+    def average(self, tensor: torch.Tensor, divisor: float | None) -> None:
+        """Average ``tensor``, which is dense, and wait for it; ``divisor`` as for `start`."""
+        if self.size > 1 or divisor is not None:
+            all_reduce(tensor, self.group, self._divided(tensor, divisor))
+
+    def _divided(self, tensor: torch.Tensor, divisor: float | None) -> Any:
+        """Return the reduction that averages ``tensor``, which is divided here if the engine does not do that."""
+        if self._divides and divisor is None and tensor.is_floating_point():
+            return dist.ReduceOp.AVG
+        tensor.mul_(1 / (divisor or self.size))
+        return dist.ReduceOp.SUM
 
     def _sparse(self, gradient: torch.Tensor, divisor: float | None) -> Callable[[], torch.Tensor]:
         gradient = (gradient * (1 / (divisor or self.size))).coalesce()

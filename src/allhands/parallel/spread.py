@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from .. import _torch
+from .check import inhabitants
 from .reduction import broadcast
 
-__all__ = ["Spread", "buffers_of", "spread"]
+__all__ = ["Buffers", "Spread", "spread"]
 
 # Tensors of at least this many bytes go by themselves, where they are; smaller ones are put together first, because a
 # broadcast of a few bytes takes as long as one of this many.
@@ -29,14 +30,33 @@ def spread(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
         Spread(each, group).send(source)
 
 
-def buffers_of(modules: Iterable[torch.nn.Module], ignored: set[int]) -> list[torch.Tensor]:
-    """Return the buffers of ``modules`` as they are now, each once; modules put new ones in their places."""
-    found: dict[int, torch.Tensor] = {}
-    for module in modules:
-        for buffer in _torch.own_buffers(module).values():
-            if buffer is not None and id(buffer) not in ignored:
-                found[id(buffer)] = buffer
-    return list(found.values())
+class Buffers:
+    """The buffers of ``modules`` but for those that are ``ignored``, as they are at any time."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], ignored: set[int]) -> None:
+        self._tables = [_torch.own_buffers(module) for module in modules]
+        self._ignored = ignored
+        self._ids: list[int] | None = None
+        self._found: list[torch.Tensor] = []
+        self._spread: Spread | None = None
+
+    def now(self) -> list[torch.Tensor]:
+        """Return each of them once; modules put new ones in their places."""
+        ids = inhabitants(self._tables)
+        if ids != self._ids:
+            each = (buffer for table in self._tables for buffer in table.values() if buffer is not None)
+            self._found = [*{id(buffer): buffer for buffer in each if id(buffer) not in self._ignored}.values()]
+            self._ids, self._spread = ids, None
+        return self._found
+
+    def send(self, group: Any, source: int) -> None:
+        """Give everyone those of the rank ``source`` that `now` found."""
+        if len({each.device for each in self._found}) > 1:
+            spread(self._found, group, source)
+            return
+        if self._spread is None:
+            self._spread = Spread(self._found, group)
+        self._spread.send(source)
 
 
 class Spread:

@@ -53,18 +53,26 @@ class Storage:
         ]
         self._memory: dict[Any, torch.Tensor] = {}
         self.in_segment = False
+        # All buckets of a type, with the mark of the last one, as one tensor; the type of the last bucket is the last.
+        # None where sparse gradients stand between.
+        self.wholes: list[torch.Tensor] = []
 
     def arrange(self, order: Sequence[int]) -> list[Bucket]:
         """Return the buckets for gradients that come in ``order``. What lay in the former ones is lost."""
         buckets = assign(self._items, order, self._caps_bytes)
         places = dict(place(self._items, buckets))
         needs: dict[Any, int] = {}
+        ends: dict[Any, int] = {}
         for number, found in places.items():
             kind = self._items[buckets[number][0]].kind
-            needs[kind] = max(needs.get(kind, 0), found.start + found.room)
+            needs[kind] = found.start + found.room
+            ends.pop(kind, None)
+            ends[kind] = found.start + found.numel + 1
         for kind, need in needs.items():
             if kind not in self._memory or self._memory[kind].numel() < need:
                 self._memory[kind] = self._make(kind, need)
+        dense = len(places) == len(buckets)
+        self.wholes = [self._memory[kind][:end] for kind, end in ends.items()] if dense else []
         return [self._bucket(members, places.get(number)) for number, members in enumerate(buckets)]
 
     def _make(self, kind: tuple[torch.dtype, torch.device], numel: int) -> torch.Tensor:
@@ -76,7 +84,7 @@ class Storage:
                 made = shared.empty(numel, dtype=dtype, group=self._group)
             except ResourceError:
                 # No room for it, which every rank is told: ordinary memory goes through the slots.
-                return torch.empty(numel, dtype=dtype)
+                return torch.zeros(numel, dtype=dtype)
             self.in_segment = True
             return made
         return torch.empty(numel, dtype=dtype, device=device)

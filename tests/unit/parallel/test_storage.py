@@ -34,3 +34,22 @@ def test_another_order_takes_the_same_memory() -> None:
         assert bucket.marked is not None
         assert bucket.marked.numel() == bucket.flat.numel() + 1
         assert bucket.flat.numel() == sum(slot.parameter.numel() for slot in bucket.slots)
+
+
+def test_all_buckets_of_a_type_can_be_taken_as_one() -> None:
+    """It ends with the mark of its last bucket, and the type of the last bucket comes last; none beside sparse ones."""
+    given = [*parameters((5,), (40,), (7,)), torch.nn.Parameter(torch.randn(4, dtype=torch.float64))]
+    storage = Storage(given, [False] * 4, None, [64])
+    for order in ([3, 0, 1, 2], [0, 3, 1, 2], [0, 1, 2, 3]):
+        buckets = storage.arrange(order)
+        for whole in storage.wholes:
+            whole.zero_()
+        for number, bucket in enumerate(buckets, 1):
+            assert bucket.marked is not None
+            bucket.marked.fill_(number)
+        assert {whole.dtype for whole in storage.wholes} == {torch.float32, torch.float64}
+        assert float(storage.wholes[-1][-1]) == len(buckets)
+        assert sum(int((whole > 0).sum()) for whole in storage.wholes) == 5 + 40 + 7 + 4 + len(buckets)
+    storage = Storage(given, [False, True, False, False], None, [64])
+    storage.arrange([0, 1, 2, 3])
+    assert storage.wholes == []
