@@ -367,16 +367,16 @@ def guarded(name: str) -> Callable[..., Any]:
             work = beside if beside is not None and _must_listen() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
         heard = session.overheard.get(group)
-        count = heard.before(name, args, kw, site) if heard is not None else 0
+        began = heard.before(name, args, kw, site) if heard is not None else None
         note, well = _note(name, group, args, kw, site), False
         try:
             result = _run(session, name, site, work, *args, **kw)
             well = True
-            if heard is not None:
-                heard.after(count)
             if name == "new_group" and isinstance(result, dist.ProcessGroup):
                 overhear(session, result)
         finally:
+            if heard is not None:
+                heard.after(began, well=well)
             pending = well and isinstance(result, dist.Work)
             if note and not pending:
                 notes.own().end(note, well)

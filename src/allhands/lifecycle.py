@@ -27,7 +27,7 @@ from .engines import nccl
 from .engines.needs import needs
 from .errors import AllhandsError, fail
 from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
-from .overheard import overhear
+from .overheard import forget, overhear
 from .session import Session, call_site
 
 __all__ = [
@@ -205,6 +205,9 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         return  # dist.GroupMember.NON_GROUP_MEMBER, which new_group gives to whoever is not in the group.
     if group is not None and group is not dist.group.WORLD:
         if group in _torch.groups():
+            session = _session.current()
+            if session is not None:
+                forget(session, group)
             dist.destroy_process_group(group)
         return
     site = call_site()

@@ -14,7 +14,7 @@ from .engines import shm
 from .errors import AllhandsError, error
 
 if TYPE_CHECKING:
-    from .engines.fingerprint import Judgement
+    from .diagnosis.sides import Judgement
     from .hostgroup import HostGroup
     from .session import Session
 
