@@ -21,7 +21,7 @@ from . import _core, _torch, choice, conjugate, headcount, notes
 from . import session as _session
 from .diagnosis import Diagnosis
 from .engines import shm
-from .errors import AllhandsError, NotInitialised, error, fail
+from .errors import AllhandsError, NotInitialised, fail
 from .overheard import overhear
 
 __all__ = ["GUARDED", "QUICK", "P2POp", "Pending", "asking", "guarded", "note_destroyed", "quick", "require_group"]
@@ -115,7 +115,9 @@ class Pending(dist.Work):
         if timeout is not None:
             # A limit of the caller's own: running into it says nothing about the group.
             return bool(self._work.wait(timeout))
-        wait = _interruptible(self._session, self._work.wait) if self._patient else self._work.wait
+        wait = self._wait
+        if self._patient:
+            wait = _interruptible(self._session, self._work.wait)
         well = False
         try:
             done = bool(_run(self._session, self._name, self._site, wait))
@@ -123,6 +125,11 @@ class Pending(dist.Work):
         finally:
             self._close(well=well)
         return done
+
+    def _wait(self) -> Any:
+        if self._session.wary and _must_listen():
+            _signals(self._work)
+        return self._work.wait()
 
     def _close(self, *, well: bool) -> None:
         """Close the note of the operation, once: it is known to be over."""
@@ -209,8 +216,8 @@ def _interruptible(session: _session.Session, function: Callable[..., Any]) -> C
         session.member.off_end(ended)
         if problems:
             raise problems[0]
-        if not outcome and session.member.verdict is not None:
-            raise error(session.member.verdict)
+        if not outcome:
+            session.member.check()
         return outcome[0]
 
     return call
@@ -219,7 +226,8 @@ def _interruptible(session: _session.Session, function: Callable[..., Any]) -> C
 def _signals(work: Any) -> None:
     """Wait for ``work`` so that a signal's Python handler runs meanwhile, and Ctrl-C raises.
 
-    Inside torch's own wait it would run only once the operation is over, which may be at its timeout.
+    Inside torch's own wait it would run only once the operation is over, which may be at its timeout, or never: Gloo
+    may have given up (`Session.release`).
     """
     done = threading.Event()
     try:
@@ -227,7 +235,11 @@ def _signals(work: Any) -> None:
     except RuntimeError:
         return  # Gloo's reduce_scatter has none.
     future.add_done_callback(lambda _: done.set())
-    done.wait()
+    session = _session.current()
+    if session is None:
+        done.wait()
+    else:
+        session.listen(done, work)
 
 
 def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -354,8 +366,7 @@ def guarded(name: str) -> Callable[..., Any]:
             require_group(name)
             return function(*args, **kw)
         session.member.check_process()
-        if session.member.verdict is not None:
-            raise error(session.member.verdict)
+        session.member.check()
         if not dist.is_initialized():
             require_group(name)
         site = _session.call_site()

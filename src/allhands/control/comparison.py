@@ -13,7 +13,8 @@ from .messages import Recall, Recalled, Said, Told
 
 __all__ = ["Comparison", "Difference"]
 
-# How long to hear more ranks before asking about a difference: two do not say which of them is the odd one.
+# How long to hear more ranks before asking about a difference: two do not say which of them is the odd one. And by then
+# operations have come to rest: Gloo may not notice the end of a connection that it is just sending on.
 _HEAR_S = 0.3
 
 # How long those who are asked may take. They answer from a thread of their own, unless they are stopped.
@@ -192,11 +193,10 @@ class Comparison:
             doubt = group.doubt
             if doubt is None or doubt.asked is not None:
                 continue
-            come = [rank for rank, upto in group.upto.items() if upto >= doubt.number]
-            if len(come) < group.size and now - doubt.since < _HEAR_S:
+            if now - doubt.since < _HEAR_S:
                 continue
             doubt.asked = now
-            doubt.owing = set(come) - self._gone
+            doubt.owing = {rank for rank, upto in group.upto.items() if upto >= doubt.number} - self._gone
             question = Recall(name, group.agreed, doubt.number)
             asked += [(rank, question) for rank in sorted(doubt.owing)]
         if now - self._looked < _LOOK_S:

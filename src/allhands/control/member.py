@@ -93,6 +93,8 @@ class Member:
         self.place = place
         self.keeper = keeper
         self.verdict: Diagnosis | None = None
+        # Whether the caller was told of the verdict.
+        self.heard = False
         self.describe: Callable[[], tuple[str, float]] = lambda: ("running", 0.0)
         self._sock = sock
         self._splitter = splitter
@@ -128,8 +130,7 @@ class Member:
         """Carry out a store operation. Blocks at most ``wait_s`` and a moment; raises what ended the group."""
         made = next(self._ids)
         reply = self._request(made, Ask(made, op, keys, values or [], number, wait_s), wait_s + _GRACE_S)
-        if self.verdict is not None:
-            raise error(self.verdict)
+        self.check()
         if reply is None:
             raise self._silent(f"the store's answer to {op}")
         answer: Reply = reply
@@ -174,6 +175,7 @@ class Member:
     def check(self) -> None:
         """Raise what ended the group, where it is over."""
         if self.verdict is not None:
+            self.heard = True
             raise error(self.verdict)
 
     def off_end(self, callback: Callable[[Diagnosis], None]) -> None:
