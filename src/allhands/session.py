@@ -165,16 +165,20 @@ class Session:
                 # Gloo has nothing to abort; NCCL does, and a hung kernel ends no other way.
                 if type(backend).__name__ == "ProcessGroupNCCL":
                     backend.abort()
-        # Of those who wait in Gloo, some do not hear that their connection ended.
-        late = threading.Timer(_DEAF_S, self.release)
-        late.daemon = True
-        late.start()
+        if self.waiting:
+            # Of those who wait in Gloo, some do not hear that their connection ended.
+            late = threading.Timer(_DEAF_S, self.release)
+            late.daemon = True
+            late.start()
 
     def listen(self, done: threading.Event, work: Any) -> None:
         """Wait until ``done``, which ``work`` sets; raise what ended the group where the engine does not."""
         self.waiting.add(done)
         try:
-            done.wait()
+            # Whoever comes here after the end was not there to be released.
+            over = self.member.verdict is not None
+            if not done.wait(_DEAF_S if over else None):
+                self.abandoned = True
         finally:
             self.waiting.discard(done)
         if self.abandoned and not work.is_completed():
