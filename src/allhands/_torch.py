@@ -29,7 +29,9 @@ __all__ = [
     "batches_asked_for",
     "batches_handed_out",
     "coalescing",
+    "counters",
     "default_timeout",
+    "device_types",
     "exchange",
     "foreach_copy",
     "forget_failed_groups",
@@ -51,7 +53,6 @@ __all__ = [
     "profiling",
     "queue_callback",
     "rendezvous",
-    "sequence",
     "set_timeout",
     "stand_behind",
     "take_over_optimizers",
@@ -232,6 +233,11 @@ def backends(group: Any) -> list[Any]:
     return found
 
 
+def device_types(group: Any) -> list[str]:
+    """Return the types of device that ``group`` has backends for. Seen in 2.11, 2.13."""
+    return [torch.device(device).type for device in group._device_types]
+
+
 def forget_failed_groups() -> None:
     """Begin to count groups anew. Seen in 2.11, 2.13.
 
@@ -267,9 +273,18 @@ def profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
-def sequence(group: Any) -> int:
-    """Return how many operations ``group`` has begun on this rank. No public call tells. Seen in 2.11, 2.13."""
-    return int(group._get_sequence_number_for_group())
+def counters(group: Any) -> list[Callable[[], int]]:
+    """Return what tells how many operations each backend of ``group`` has begun on this rank.
+
+    No public call tells, and that of the group asks only one of its backends. Raises RuntimeError where one does not
+    count. Seen in 2.11, 2.13.
+    """
+    # One backend may serve several types of device.
+    distinct = {id(backend): backend for backend in backends(group)}.values()
+    found: list[Callable[[], int]] = [backend._get_sequence_number_for_group for backend in distinct]
+    for count in found:
+        count()
+    return found
 
 
 def set_timeout(timeout: timedelta, group: Any) -> None:

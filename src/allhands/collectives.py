@@ -20,7 +20,7 @@ import torch.distributed as dist
 from . import _core, _torch, choice, conjugate, headcount, notes
 from . import session as _session
 from .engines import shm
-from .errors import AllhandsError, NotInitialised, error, fail
+from .errors import AllhandsError, NotInitialised, fail
 from .overheard import overhear
 from .waits import interruptible, watched
 
@@ -126,7 +126,7 @@ class Pending(dist.Work):
         if timeout is not None:
             # A limit of the caller's own: running into it says nothing about the group.
             return bool(self._work.wait(timeout))
-        wait = interruptible(self._session, self._work.wait) if self._patient else self._work.wait
+        wait = interruptible(self._session, self._work.wait) if self._patient else self._wait
         well = False
         try:
             done = bool(_run(self._session, self._name, self._site, wait))
@@ -134,6 +134,11 @@ class Pending(dist.Work):
         finally:
             self._close(well=well)
         return done
+
+    def _wait(self) -> Any:
+        if self._session.wary and _must_listen():
+            watched(self._work, self._session)
+        return self._work.wait()
 
     def _close(self, *, well: bool) -> None:
         """Close the note of the operation, once: it is known to be over."""
@@ -318,8 +323,7 @@ def guarded(name: str) -> Callable[..., Any]:
             require_group(name)
             return function(*args, **kw)
         session.member.check_process()
-        if session.member.verdict is not None:
-            raise error(session.member.verdict)
+        session.member.check()
         if not dist.is_initialized():
             require_group(name)
         site = _session.call_site()
@@ -331,16 +335,16 @@ def guarded(name: str) -> Callable[..., Any]:
             work = beside if beside is not None and _must_listen() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
         heard = session.overheard.get(group)
-        count = heard.before(name, args, kw, site) if heard is not None else 0
+        began = heard.before(name, args, kw, site) if heard is not None else None
         note, well = _note(name, group, args, kw, site), False
         try:
             result = _run(session, name, site, work, *args, **kw)
             well = True
-            if heard is not None:
-                heard.after(count)
             if name == "new_group" and isinstance(result, dist.ProcessGroup):
                 overhear(session, result)
         finally:
+            if heard is not None:
+                heard.after(began, well=well)
             pending = well and isinstance(result, dist.Work)
             if note and not pending:
                 notes.own().end(note, well)

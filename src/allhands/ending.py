@@ -26,16 +26,22 @@ _log = logging.getLogger("allhands")
 # torch's teardown joins threads of its engine; one that does not end is left behind rather than waited for.
 _TORCH_END_S = 5.0
 
+# An engine that gave up never ends; this is for what torch does before it asks it to.
+_ABANDONED_S = 0.2
 
-def end(wait_s: float | None = None, how: str = "destroy") -> None:
-    """End the session and torch's default group, whatever state they are in. Waits at most ``wait_s`` for peers."""
+
+def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
+    """End the session and torch's default group, whatever state they are in. Waits at most ``wait_s`` for peers.
+
+    Returns what came to light meanwhile about earlier calls: that they differed between ranks.
+    """
     session = _session.current()
     if session is None:
         if dist.is_initialized() and wait_s is None:
             dist.destroy_process_group()
-        return
+        return None
     if session.member.forked:
-        return  # It is the parent's group; its sockets are shared, so not even they may be ended here.
+        return None  # It is the parent's group; its sockets are shared, so not even they may be ended here.
     # First of all, so that a signal handler that comes here in the middle finds nothing left to do.
     _session.set_current(None)
     limit = settings.read().destroy_timeout if wait_s is None else wait_s
@@ -45,6 +51,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> None:
     if broken_off:
         limit = 0.0
     member = session.member
+    known = session.failed or member.heard
     if not session.failed and not member.over:
         still = member.leave(how, 0.0 if member.verdict is not None else limit)
         if still and limit:
@@ -61,17 +68,19 @@ def end(wait_s: float | None = None, how: str = "destroy") -> None:
     if session.failed or broken_off or member.verdict is not None:
         # Whatever torch's engine still waits for will not come; it must not hold up the end.
         session.cut()
-    _end_torch()
+    _end_torch(_ABANDONED_S if session.abandoned else _TORCH_END_S)
     member.close()
     if session.beside is not None:
         # It ends by itself once every member is gone; others that are still busy keep it for a moment.
         session.beside.end(1.0) if member.verdict is None else session.beside.forget()
     for step in reversed(session.undo):
         step()
+    late = member.verdict
+    return late if not known and late is not None and late.slug == "collective-mismatch" else None
 
 
-def _end_torch() -> None:
-    """Destroy torch's default group in bounded time."""
+def _end_torch(within_s: float) -> None:
+    """Destroy torch's default group within about ``within_s``."""
     if not dist.is_initialized():
         return
     problems: list[BaseException] = []
@@ -84,9 +93,9 @@ def _end_torch() -> None:
 
     thread = threading.Thread(target=run, name="allhands-destroy", daemon=True)
     thread.start()
-    thread.join(_TORCH_END_S)
+    thread.join(within_s)
     if thread.is_alive():
-        _log.warning("torch did not end its process group within %s; it is left behind", duration(_TORCH_END_S))
+        _log.warning("torch did not end its process group within %s; it is left behind", duration(within_s))
     for problem in problems:
         _log.warning("torch's destroy_process_group failed: %s: %s", type(problem).__name__, problem)
 
@@ -161,4 +170,6 @@ def _at_exit() -> None:
     if session is None:
         return
     # Rank 0 keeps the coordinator for the others a while; whoever else is done may go at once.
-    end(wait_s=None if session.beside is not None else 0.0, how="exit")
+    late = end(wait_s=None if session.beside is not None else 0.0, how="exit")
+    if late is not None:
+        _log.error("%s", late.render(title(late.slug)))

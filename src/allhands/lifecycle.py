@@ -25,9 +25,9 @@ from .control.roll import answer
 from .ending import abandon, end, hook
 from .engines import nccl
 from .engines.needs import needs
-from .errors import AllhandsError, fail
+from .errors import AllhandsError, error, fail
 from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
-from .overheard import overhear
+from .overheard import forget, overhear
 from .session import Session, call_site
 
 __all__ = [
@@ -201,19 +201,25 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """End ``group``, or with None (or WORLD) the default group and everything that was made from it.
 
     Safe at any time: before init, twice, after a failure, in a signal handler, at exit. Waits for the other
-    ranks to come here too, at most ALLHANDS_DESTROY_TIMEOUT seconds (5), and then says who was still busy.
+    ranks to come here too, at most ALLHANDS_DESTROY_TIMEOUT seconds (5), and then says who was still busy. Raises
+    CollectiveMismatch, once all is ended, where ranks made different calls and this is the first that is heard of it.
     """
     if isinstance(group, int):
         return  # dist.GroupMember.NON_GROUP_MEMBER, which new_group gives to whoever is not in the group.
     if group is not None and group is not dist.group.WORLD:
         if group in _torch.groups():
+            session = _session.current()
+            if session is not None:
+                forget(session, group)
             dist.destroy_process_group(group)
         return
     site = call_site()
     had = dist.is_initialized()
-    end()
+    late = end()
     if had:
         note_destroyed(site)
+    if late is not None:
+        raise error(late)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from .engines import shm
 from .errors import AllhandsError, error
 
 if TYPE_CHECKING:
-    from .engines.fingerprint import Judgement
+    from .diagnosis.sides import Judgement
     from .hostgroup import HostGroup
     from .session import Session
 
@@ -42,6 +42,7 @@ def explain(
     ``peers`` are the ranks that a message was to come from or go to; collectives are about everyone.
     """
     member = group.session.member
+    member.heard = True
     culprit = group.ranks[trouble.culprit]
     who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
     match trouble.how:
@@ -79,6 +80,7 @@ class _Grouped(Protocol):
 def differ(group: _Grouped, judgement: Judgement, name: str, site: str) -> AllhandsError:
     """Return the exception for calls that were told beforehand and differ. Everyone comes to the same judgement."""
     member = group.session.member
+    member.heard = True
     odd = tuple(sorted(group.ranks[index] for index in judgement.odd))
     found = Diagnosis(
         "collective-mismatch",

@@ -26,9 +26,9 @@ from . import _torch, notes
 from .control.member import Member
 from .control.messages import Status
 from .control.roll import Seat
-from .diagnosis import Diagnosis, duration, join, ranks
+from .diagnosis import Diagnosis, duration, join, ranks, title
 from .diagnosis.transport import TIMEOUT, TRANSPORT
-from .engines import nccl
+from .engines import nccl, terminate
 from .engines.gloo import Wire
 from .errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from .store import MemberStore
@@ -40,6 +40,9 @@ adopt(dist.DistError, dist.DistStoreError)
 # How long a failed collective waits to hear from the coordinator who it was that failed: first before it asks
 # what the others are doing, then, where nobody is found missing, once more.
 _VERDICT_S, _VERDICT_AGAIN_S = 0.2, 0.6
+
+# How long an operation may take to notice that its connections were ended.
+_DEAF_S = 0.5
 
 # Frames that are not the user's; compared with co_filename, which is a string.
 NOT_THE_USERS = (
@@ -105,6 +108,9 @@ class Session:
         self.undo: list[Callable[[], None]] = []
         # By group: what compares the calls of torch's own groups (`overheard.Overheard`).
         self.overheard: dict[Any, Any] = {}
+        # Where threads wait for an operation in Python; ``abandoned`` once they were told not to.
+        self.waiting: set[threading.Event] = set()
+        self.wary = self.abandoned = False
         self._main = threading.main_thread().ident
         # By thread: an operation beside the main thread is not what the main thread is doing.
         self._doing: dict[int, tuple[str, str, float]] = {}
@@ -159,10 +165,62 @@ class Session:
                 # Gloo has nothing to abort; NCCL does, and a hung kernel ends no other way.
                 if type(backend).__name__ == "ProcessGroupNCCL":
                     backend.abort()
+        if self.waiting:
+            # Of those who wait in Gloo, some do not hear that their connection ended.
+            late = threading.Timer(_DEAF_S, self.release)
+            late.daemon = True
+            late.start()
+
+    def listen(self, done: threading.Event, work: Any) -> None:
+        """Wait until ``done``, which ``work`` sets; raise what ended the group where the engine does not."""
+        self.waiting.add(done)
+        try:
+            # Whoever comes here after the end was not there to be released.
+            over = self.member.verdict is not None
+            if not done.wait(_DEAF_S if over else None):
+                self.abandoned = True
+        finally:
+            self.waiting.discard(done)
+        if self.abandoned and not work.is_completed():
+            self.member.check()
+
+    def release(self) -> bool:
+        """Let those who wait for an operation in Python wait no longer; return whether there were any."""
+        waiting = list(self.waiting)
+        self.abandoned = self.abandoned or bool(waiting)
+        for done in waiting:
+            done.set()
+        return bool(waiting)
 
     def cut(self) -> None:
         """End what this rank may be waiting in, on its own account."""
         self.wire.cut()
+
+    def watch_gloo(self) -> None:
+        """Find out why before Gloo ends this process over a call that does not fit."""
+        undo = None if self.wary else terminate.before_end(self._gloo_gives_up)
+        if undo is not None:
+            self.wary = True
+            self.undo.append(undo)
+
+    def _gloo_gives_up(self) -> None:
+        """Gloo is about to end this process: tell of it, and let who can raise the reason do so. In Gloo's thread.
+
+        Returns where the process has to end: nobody found a reason, or whoever waits cannot be reached.
+        """
+        if self.member.forked:
+            return
+        self.member.census()  # Everyone tells first what it called.
+        verdict = self.member.wait_for_verdict(_VERDICT_S)
+        if verdict is None:
+            return
+        reached = self.release()
+        if reached:
+            # Gloo's thread holds locks of Gloo's; without it nothing moves there, and nothing need.
+            threading.Event().wait()
+        said = verdict.render(title(verdict.slug))
+        sys.stderr.write(f"\nGloo ends this process. The cause, as allhands saw it:\n{said}\n")
+        sys.stderr.flush()
 
     def explain(
         self,
@@ -180,6 +238,7 @@ class Session:
         who an engine waited for in vain, where it knows.
         """
         if self.member.verdict is not None:
+            self.member.heard = True
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
             return None
@@ -194,6 +253,7 @@ class Session:
             verdict = self.member.condemn(
                 self._from_census(problem, name, site, among, blamed=blamed, late_rank=late_rank)
             )
+        self.member.heard = True
         return error(verdict)
 
     def _shared_gpu(self, words: str, name: str, site: str) -> Diagnosis:

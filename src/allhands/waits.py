@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .diagnosis import Diagnosis
-from .errors import error
 
 if TYPE_CHECKING:
     from .session import Session
 
 __all__ = ["interruptible", "watched"]
-
-# An operation whose connections were ended raises within milliseconds, if it does at all; more for a busy machine.
-_WAKE_S, _LOOK_S = 0.5, 0.005
 
 
 def interruptible(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,8 +42,8 @@ def interruptible(session: Session, function: Callable[..., Any]) -> Callable[..
         session.member.off_end(ended)
         if problems:
             raise problems[0]
-        if not outcome and session.member.verdict is not None:
-            raise error(session.member.verdict)
+        if not outcome:
+            session.member.check()
         return outcome[0]
 
     return call
@@ -57,26 +52,14 @@ def interruptible(session: Session, function: Callable[..., Any]) -> Callable[..
 def watched(work: Any, session: Session) -> None:
     """Wait for ``work`` so that a signal's Python handler runs meanwhile, and Ctrl-C raises; raise if the group ends.
 
-    Inside torch's own wait a handler would run only once the operation is over, which may be at its timeout. Gloo does
-    not always wake an operation whose connections end between two of its steps; that one ends with its timeout.
+    Inside torch's own wait a handler would run only once the operation is over, which may be at its timeout, or never:
+    Gloo does not always wake an operation whose connections end between two of its steps, and may have given up
+    (`Session.release`).
     """
     done = threading.Event()
     try:
         future = work.get_future()
     except RuntimeError:
         return  # Gloo's reduce_scatter has none.
-
-    def over(_: Any) -> None:
-        done.set()
-
-    future.add_done_callback(over)
-    session.member.on_end(over)
-    try:
-        done.wait()
-    finally:
-        session.member.off_end(over)
-    last = time.monotonic() + _WAKE_S
-    while not future.done():
-        if time.monotonic() > last:
-            session.member.check()
-        time.sleep(_LOOK_S)
+    future.add_done_callback(lambda _: done.set())
+    session.listen(done, work)

@@ -13,12 +13,11 @@ import time
 import traceback
 from typing import Any
 
-import msgspec
-
 from ..diagnosis import Diagnosis
 from . import endings, refusals
 from .arrival import Arrival
-from .census import telling
+from .census import everyone, telling
+from .comparison import Comparison
 from .connection import Connection
 from .keyvalue import KeyValue
 from .messages import (
@@ -37,11 +36,13 @@ from .messages import (
     Ping,
     Pong,
     Query,
+    Recalled,
     Refused,
     Remark,
     Reply,
     Report,
     Status,
+    Told,
     Waiting,
     encode,
 )
@@ -55,9 +56,6 @@ _TICK_S = 0.2
 # Pings only keep "silent since" exact; silence itself is found by asking.
 _PING_S = 1.0
 
-# Whoever has not answered a question for this long is called silent (never dead).
-_SILENT_S = 0.9
-
 # Before a leaver is told who was still busy, they are asked once more: what they did seconds ago is no news.
 _ASK_AGAIN_S = 0.7
 
@@ -67,12 +65,11 @@ _QUERY_S = 0.5
 # An exception that may only pass on someone else's death is held back this long for the death itself to show.
 _FOLLOW_S = 0.3
 
-# Far more than the largest job needs on one coordinator; bounds what a flood of strangers can take.
+# Far more than the largest job needs; bounds what a flood of strangers can take.
 _MOST_CONNECTIONS = 65_536
 
-# After a refusal, ranks that are still starting should be given the same words instead of a closed door.
+# After a refusal, ranks that are still starting should be given the same words, not a closed door.
 _LINGER_S = 2.0
-
 
 # Whoever is told goodbye closes its end at once; one that is stopped or gone is not waited for longer.
 _GOODBYE_S = 0.3
@@ -85,6 +82,7 @@ class Coordinator:
         self.token = token
         self.roll = RollCall(opened=time.monotonic())
         self.store = KeyValue()
+        self.calls = Comparison()
         self.members: dict[int, Connection] = {}
         self.verdict: Diagnosis | None = None
         self.refused: Diagnosis | None = None
@@ -195,13 +193,13 @@ class Coordinator:
         if self.refused is not None:
             self._late_for_refusal(connection, arrival)
             return
-        if self.completed_at is not None and (len(self._left) >= self.roll.world_size or self.roll.again(arrival)):
-            # The next group of the same processes is forming at the same address: it must ask again.
-            connection.send(Closing())
-            connection.close()
-            return
         if self.completed_at is not None:
-            connection.send(Refused(refusals.late(arrival, self.roll, self._completed_wall, now)))
+            if len(self._left) >= self.roll.world_size or self.roll.again(arrival):
+                # The next group of the same processes is forming at the same address: it must ask again.
+                connection.send(Closing())
+                connection.close()
+            else:
+                connection.send(Refused(refusals.late(arrival, self.roll, self._completed_wall, now)))
             return
         connection.arrival = arrival
         self.roll.arrive(arrival)
@@ -256,9 +254,9 @@ class Coordinator:
         self._refused_at = now
         self._refused_wall = time.time()
         self._told.update(self.roll.present)
-        everyone = [*self.roll.present.values(), *(double for _, double in self.roll.doubles)]
-        self._told_processes.update((who.claim.identity.key, who.claim.identity.pid) for who in everyone)
-        self._refused_generation = max((who.claim.generation for who in everyone), default=0)
+        known = [*self.roll.present.values(), *(double for _, double in self.roll.doubles)]
+        self._told_processes.update((who.claim.identity.key, who.claim.identity.pid) for who in known)
+        self._refused_generation = max((who.claim.generation for who in known), default=0)
         self._tell_all(Refused(diagnosis))
 
     def _tell_all(self, message: Complete | Refused | Ended) -> None:
@@ -283,8 +281,6 @@ class Coordinator:
         match message:
             case Ask():
                 self._store(connection, message, now)
-            case Pong():
-                pass
             case Status():
                 connection.status, connection.answered = message, now
                 self._owing.discard(connection)
@@ -300,8 +296,23 @@ class Coordinator:
             case Census():
                 self._censuses.append((connection, message, now + message.wait_s))
                 self._query(now)
+            case Told() | Recalled():
+                self.calls.hear(connection.rank, message, now)
+                self._compare(now)
             case Claim():
                 connection.drop("a second claim")
+            case Pong():
+                pass
+
+    def _compare(self, now: float) -> None:
+        """Ask about calls that differ, and end the group once it is clear who called what."""
+        if self.verdict is not None:
+            return
+        for rank, question in self.calls.questions(now):
+            self.members[rank].send(question)
+        found = self.calls.judge(now)
+        if found is not None:
+            self._end(endings.differ(found, self.roll.present))
 
     def _store(self, connection: Connection, ask: Ask, now: float) -> None:
         if self.verdict is not None:
@@ -319,11 +330,8 @@ class Coordinator:
         connection.failed = True
         arrival = connection.arrival
         if arrival is not None:
-            diagnosis = endings.failed(arrival, message)
-            if message.follows:
-                self._suspects.append((now + _FOLLOW_S, diagnosis))
-            else:
-                self._end(diagnosis)
+            self._suspects.append((now + _FOLLOW_S * message.follows, endings.failed(arrival, message)))
+            self._end_suspected(now)
         connection.send(Noted(message.id))
 
     def _leaving(self, connection: Connection, message: Leaving, now: float) -> None:
@@ -349,14 +357,16 @@ class Coordinator:
 
     def _dismiss(self, now: float) -> None:
         """Let those go who need not wait any longer: all are leaving, the group is dead, or time is up."""
+        if self.calls.doubtful and self.verdict is None:
+            return  # They may be asked what they called.
         over = self._over
         free = [rank for rank, (_, _, deadline) in self._leavers.items() if over or now >= deadline]
         if not free:
             return
         # Whoever does not wait does not ask who is still there either.
         wanted = not over and any(self._leavers[rank][1].wait_s > 0 for rank in free)
-        everyone = self._everyone(now) if wanted else []
-        still = [status for status in everyone if status.state in {"busy", "silent"}][:64]
+        there = everyone(self.members, self._left, now) if wanted else []
+        still = [status for status in there if status.state in {"busy", "silent"}][:64]
         for rank in free:
             connection, message, _ = self._leavers.pop(rank)
             connection.send(Dismissed(message.id, still))
@@ -380,34 +390,15 @@ class Coordinator:
 
     def _census_done(self, now: float) -> None:
         """Answer those who asked what everyone is doing: all have said so, or the time for it is over."""
+        if self.calls.doubtful and self.verdict is None:
+            return  # What they ask about is about to be found.
         due = [entry for entry in self._censuses if not self._owing or now >= entry[2]]
         if not due:
             return
         self._censuses = [entry for entry in self._censuses if entry not in due]
-        told = telling(self._everyone(now))
+        told = telling(everyone(self.members, self._left, now))
         for connection, census, _ in due:
             connection.send(Report(census.id, told))
-
-    def _everyone(self, now: float) -> list[Status]:
-        statuses = []
-        for rank, connection in sorted(self.members.items()):
-            arrival = connection.arrival
-            if arrival is None:
-                continue
-            identity = arrival.claim.identity
-            if rank in self._left:
-                left = self._left[rank]
-                statuses.append(msgspec.structs.replace(left, since_s=now - left.since_s))
-            elif connection.closed:
-                statuses.append(Status(rank, "gone", "its connection closed", 0.0, identity.host, identity.pid))
-            elif connection.pending and now - connection.asked >= _SILENT_S:
-                quiet = now - connection.heard_at
-                statuses.append(Status(rank, "silent", "does not answer", quiet, identity.host, identity.pid))
-            else:
-                said = connection.status
-                doing, since = (said.doing, said.since_s) if said is not None else ("not asked", 0.0)
-                statuses.append(Status(rank, "busy", doing, since, identity.host, identity.pid))
-        return statuses
 
     # Members go --------------------------------------------------------------------------------------------
 
@@ -419,8 +410,7 @@ class Coordinator:
         if not self._connections:
             self._deserted.set()
         self.store.forget(connection)
-        arrival = connection.arrival
-        now = time.monotonic()
+        arrival, now = connection.arrival, time.monotonic()
         if arrival is None or self.members.get(arrival.rank) is not connection:
             return
         if self.completed_at is None:
@@ -429,20 +419,28 @@ class Coordinator:
                 self.roll.leave(arrival, now)
             self._finish(now)
             return
+        self.calls.gone(arrival.rank)
         if connection.left is None and not connection.failed:
-            self._end(endings.lost(arrival, how))
+            self._suspects.append((now, endings.lost(arrival, how)))
+            self._end_suspected(now)
         self._leavers.pop(arrival.rank, None)
         self._census_done(now)
         self._finish(now)
 
     def _end(self, diagnosis: Diagnosis) -> None:
-        """The group is over. Only the first cause is told; what follows from it is not news."""
+        """The group is over. Only the first cause is told; what follows is no news."""
         if self.verdict is not None:
             return
         self.verdict = diagnosis
         self._suspects.clear()
         self._tell_all(Ended(diagnosis))
         self._dismiss(time.monotonic())
+
+    def _end_suspected(self, now: float) -> None:
+        for due, diagnosis in list(self._suspects):
+            # Engines raise or end processes over calls that do not fit, which is found a moment later.
+            if now >= due and not self.calls.doubtful:
+                self._end(diagnosis)
 
     def abandon(self, how: str) -> None:
         """The process that this coordinator belongs to is gone: end once the survivors know."""
@@ -481,11 +479,10 @@ class Coordinator:
             for parked, reply in self.store.expire(now):
                 if isinstance(parked.owner, Connection):
                     parked.owner.send(reply)
-            for due, diagnosis in list(self._suspects):
-                if now >= due:
-                    self._end(diagnosis)
+            self._end_suspected(now)
             if any(deadline - now <= _ASK_AGAIN_S for _, _, deadline in self._leavers.values()):
                 self._query(now)
+            self._compare(now)
             self._dismiss(now)
             self._census_done(now)
             # More members, longer between pings: the cost of a ping round stays below one part in a hundred.

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..diagnosis import Diagnosis
 from .arrival import Arrival
+from .comparison import Difference
 from .messages import Failed
 
-__all__ = ["failed", "lost"]
+__all__ = ["differ", "failed", "lost"]
+
+
+def differ(found: Difference, arrivals: Mapping[int, Arrival]) -> Diagnosis:
+    """Ranks of one group told of different calls."""
+    hosts = [arrivals[rank].claim.identity.host for rank in found.odd if rank in arrivals]
+    return Diagnosis(
+        "collective-mismatch",
+        "ranks of one group made different calls",
+        who=f"the coordinator, from what each rank says of its call {found.number} in the group {found.group!r}",
+        why="\n".join(found.lines),
+        fix="make every rank of the group call the same operations in the same order, with tensors that fit",
+        ranks=found.odd,
+        hosts=tuple(dict.fromkeys(hosts)),
+    )
 
 
 def failed(arrival: Arrival, message: Failed) -> Diagnosis:

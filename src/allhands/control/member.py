@@ -38,6 +38,7 @@ from .messages import (
     Ping,
     Pong,
     Query,
+    Recall,
     Remark,
     Reply,
     Report,
@@ -46,6 +47,7 @@ from .messages import (
     decode_from_coordinator,
     encode,
 )
+from .tally import Teller
 
 __all__ = ["BESIDE", "LAUNCHER", "Member"]
 
@@ -91,6 +93,8 @@ class Member:
         self.place = place
         self.keeper = keeper
         self.verdict: Diagnosis | None = None
+        # Whether the caller was told of the verdict.
+        self.heard = False
         self.describe: Callable[[], tuple[str, float]] = lambda: ("running", 0.0)
         self._sock = sock
         self._splitter = splitter
@@ -102,6 +106,8 @@ class Member:
         # never write into whatever was given the same number since.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
+        # What this rank calls in groups whose engine does not compare it.
+        self.teller = Teller(self._poke, world_size)
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Diagnosis], None]] = []
         self._closing = False
@@ -124,8 +130,7 @@ class Member:
         """Carry out a store operation. Blocks at most ``wait_s`` and a moment; raises what ended the group."""
         made = next(self._ids)
         reply = self._request(made, Ask(made, op, keys, values or [], number, wait_s), wait_s + _GRACE_S)
-        if self.verdict is not None:
-            raise error(self.verdict)
+        self.check()
         if reply is None:
             raise self._silent(f"the store's answer to {op}")
         answer: Reply = reply
@@ -170,6 +175,7 @@ class Member:
     def check(self) -> None:
         """Raise what ended the group, where it is over."""
         if self.verdict is not None:
+            self.heard = True
             raise error(self.verdict)
 
     def off_end(self, callback: Callable[[Diagnosis], None]) -> None:
@@ -271,8 +277,9 @@ class Member:
             while True:
                 poller.register(self._sock, select.POLLIN | (select.POLLOUT if unsent else 0))
                 pending = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()
-                poller.poll(0 if pending else None)
+                poller.poll(0 if pending else self._patience_ms(unsent))
                 self._drain()
+                unsent += self._told(unsent)
                 while not self._outbox.empty():
                     unsent += self._outbox.get_nowait()
                 self._write(unsent)
@@ -284,6 +291,21 @@ class Member:
             self._broke(f"{type(problem).__name__}: {problem}")
         finally:
             self._finish()
+
+    def _patience_ms(self, unsent: bytearray) -> float | None:
+        """Return how long to wait before there are calls to tell of; None where there are none."""
+        wait_s = None if unsent else self.teller.wait_s(time.monotonic())
+        return None if wait_s is None else wait_s * 1000 + 1
+
+    def _told(self, unsent: bytearray) -> bytes:
+        """Return what is to be told of calls: now and then, and before anything else that is said.
+
+        A coordinator that does not read is told nothing: the calls are folded together meanwhile.
+        """
+        if unsent or self.verdict is not None:
+            return b""
+        told = self.teller.take(time.monotonic(), at_once=not self._outbox.empty())
+        return pack(encode(told)) if told is not None else b""
 
     def _drain(self) -> None:
         try:
@@ -326,6 +348,9 @@ class Member:
             case Query():
                 doing, since_s = self.describe()
                 self._outbox.put(pack(encode(Status(self.rank, "busy", doing, since_s))))
+                self._poke()
+            case Recall():
+                self._outbox.put(pack(encode(self.teller.recall(message))))
                 self._poke()
             case Ended(diagnosis):
                 self._end(diagnosis)

@@ -30,12 +30,16 @@ __all__ = [
     "Pong",
     "Proof",
     "Query",
+    "Recall",
+    "Recalled",
     "Refused",
     "Remark",
     "Reply",
     "Report",
+    "Said",
     "Status",
     "StoreOp",
+    "Told",
     "Waiting",
     "decode_challenge",
     "decode_from_coordinator",
@@ -168,7 +172,44 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     """Member: I am here."""
 
 
-FromMember = Claim | Ask | Failed | Condemn | Leaving | Census | Status | Pong
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank is in one group of ``size`` ranks, and what its calls came to at some of their numbers.
+
+    ``void`` where a call that was told was not made after all, so that the numbers of later ones are wrong.
+    """
+
+    group: str
+    size: int
+    upto: int
+    numbers: list[int]
+    digests: list[int]
+    void: bool = False
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """Member: what I have called since I last said so."""
+
+    groups: list[Said]
+
+
+class Recalled(msgspec.Struct, tag=True, frozen=True):
+    """Member: the answer to a Recall ``upto`` a number: the calls from ``first`` on, as many as are remembered.
+
+    ``codes`` has what must be the same on every rank, ``words`` what a reader is told; ``which`` of them for each call.
+    ``digest`` is what all calls came to at ``upto``, 0 where that is not known; ``void`` is as in Said.
+    """
+
+    group: str
+    upto: int
+    first: int
+    codes: list[int]
+    which: list[int]
+    words: list[str]
+    digest: int = 0
+    void: bool = False
+
+
+FromMember = Claim | Ask | Failed | Condemn | Leaving | Census | Status | Pong | Told | Recalled
 
 
 class Waiting(msgspec.Struct, tag=True, frozen=True):
@@ -229,6 +270,14 @@ class Query(msgspec.Struct, tag=True, frozen=True):
     """Coordinator: what are you doing?"""
 
 
+class Recall(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator: which were your calls in ``group``, after number ``after`` and up to ``upto``?"""
+
+    group: str
+    after: int
+    upto: int
+
+
 class Ping(msgspec.Struct, tag=True, frozen=True):
     """Coordinator: are you there?"""
 
@@ -244,7 +293,7 @@ class Closing(msgspec.Struct, tag=True, frozen=True):
 
 
 FromCoordinator = (
-    Waiting | Complete | Refused | Ended | Reply | Noted | Dismissed | Report | Query | Ping | Remark | Closing
+    Waiting | Complete | Refused | Ended | Reply | Noted | Dismissed | Report | Query | Recall | Ping | Remark | Closing
 )
 
 _Message = TypeVar("_Message")

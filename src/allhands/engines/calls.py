@@ -12,8 +12,9 @@ import struct
 import time
 from collections.abc import Sequence
 
+from ..diagnosis.sides import Judgement
 from . import fingerprint
-from .fingerprint import Call, Judgement
+from .fingerprint import Call
 from .handing import Handing
 
 __all__ = ["Calls", "form", "region_bytes"]
@@ -50,6 +51,9 @@ class Calls:
         if all(self._head(rank, number) == mine for rank in told):
             return None
         return self._judge(number)
+
+    def withdraw(self) -> None:
+        """Say that the last call was not made after all: nothing to say, it was compared before it began."""
 
     def _judge(self, number: int) -> Judgement | None:
         until = time.monotonic() + _HEAR_S

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from ..diagnosis import ranks as named
+from ..diagnosis import sides
+from ..diagnosis.sides import Judgement
 from . import shm
 
-__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "Judgement", "judge", "judge_sizes", "unpack"]
+__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "judge", "judge_sizes", "unpack"]
 
 # Sequence, bytes, kind, reduction, type, root, flags: what must be the same on every rank. Then how long the text is.
 _HEAD = struct.Struct("<QQIIIiI")
@@ -88,13 +89,6 @@ def unpack(record: bytes | memoryview) -> Call:
     return Call(sequence, kind, nbytes, reduction, dtype, root, bool(flags & _UNEVEN), shape, site, refused)
 
 
-class Judgement(msgspec.Struct, frozen=True):
-    """Who differs from the others, by the group's numbering, and a line for each call that was made."""
-
-    odd: tuple[int, ...]
-    lines: tuple[str, ...]
-
-
 def judge(calls: Sequence[Call], numbers: Sequence[int]) -> Judgement | None:
     """Compare what everyone calls; None where it is the same. ``numbers`` are the ranks' names for the reader.
 
@@ -102,25 +96,21 @@ def judge(calls: Sequence[Call], numbers: Sequence[int]) -> Judgement | None:
     are left out where someone's parts differ in size: those are compared pair by pair (`judge_sizes`).
     """
     uneven = any(call.uneven for call in calls)
-    sides: dict[tuple[object, ...], list[int]] = {}
-    for index, call in enumerate(calls):
-        size = 0 if uneven else call.nbytes
-        key = (call.sequence, call.kind, call.reduction, call.dtype, call.root, size, bool(call.refused))
-        sides.setdefault(key, []).append(index)
-    if len(sides) == 1:
+    keys = [
+        (
+            call.sequence,
+            call.kind,
+            call.reduction,
+            call.dtype,
+            call.root,
+            0 if uneven else call.nbytes,
+            bool(call.refused),
+        )
+        for call in calls
+    ]
+    if len(set(keys)) == 1:
         return None
-    ordered = sorted(sides.values(), key=lambda side: (-len(side), side[0]))
-    odd = sorted(index for side in ordered[1:] for index in side)
-    lines = [line for side in ordered for line in _lines([calls[index] for index in side], side, numbers)]
-    return Judgement(tuple(odd), tuple(lines))
-
-
-def _lines(calls: list[Call], side: list[int], numbers: Sequence[int]) -> list[str]:
-    """Return a line for each thing that the ranks of one side say."""
-    said: dict[str, list[int]] = {}
-    for call, index in zip(calls, side, strict=True):
-        said.setdefault(call.words(), []).append(numbers[index])
-    return [f"{named(members)} {words}" for words, members in said.items()]
+    return sides.judge(keys, [call.words() for call in calls], numbers)
 
 
 def judge_sizes(
@@ -137,7 +127,7 @@ def judge_sizes(
         return None
     times = [sum(rank in pair for pair in wrong) for rank in every]
     odd = [rank for rank in every if times[rank] == max(times)]
-    lines = _lines(list(calls), list(every), numbers)
+    lines = sides.lines([call.words() for call in calls], numbers)
     lines += [
         f"rank {numbers[i]} gives rank {numbers[j]} {gives[i][j]} bytes, which expects {takes[j][i]}"
         for i, j in wrong[:8]

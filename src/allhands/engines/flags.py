@@ -11,8 +11,9 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 
+from ..diagnosis.sides import Judgement
 from . import driver, fingerprint
-from .fingerprint import Call, Judgement
+from .fingerprint import Call
 
 __all__ = ["BROUGHT", "FOLDED", "LEFT", "Flags", "region_bytes"]
 

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _core, _torch
+from ..diagnosis.sides import Judgement
 from . import fingerprint, shm
-from .fingerprint import Call, Judgement
+from .fingerprint import Call
 from .fold import fold
 
 __all__ = ["SHEET", "Difference", "Relay", "flat", "memory", "together"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ... import _core
+from ...diagnosis.sides import Judgement
 from .. import fingerprint, shm
 from ..relay import Difference, Relay
 from .world import World
@@ -154,7 +155,7 @@ class Mpi(Relay):
             else "connection closed: an earlier call of this group failed, or there was no memory for this one"
         )
 
-    def _difference(self) -> fingerprint.Judgement:
+    def _difference(self) -> Judgement:
         calls = [fingerprint.unpack(record) for record in self.ferry.records()]
         judgement = fingerprint.judge(calls, self._numbers)
         if judgement is None:
@@ -163,7 +164,7 @@ class Mpi(Relay):
             judgement = fingerprint.judge_sizes(
                 [row[: self._size] for row in rows], [row[self._size :] for row in rows], calls, self._numbers
             )
-        return judgement or fingerprint.Judgement((), ())
+        return judgement or Judgement((), ())
 
     def end(self, rank: int) -> None:
         """The group is over, because of ``rank`` or not: whoever waits stops."""
