@@ -51,7 +51,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
     if broken_off:
         limit = 0.0
     member = session.member
-    known = session.failed or member.heard
+    known = session.failed or member.heard or not session.told_late
     if not session.failed and not member.over:
         still = member.leave(how, 0.0 if member.verdict is not None else limit)
         if still and limit:

@@ -221,6 +221,7 @@ def overhear(session: Session, group: Any) -> None:
         name = f"{group.group_name} ({named(numbers)})"
         # Devices have engines of their own, and nobody promises an order between them.
         kinds = _torch.device_types(group) if len(counters) > 1 else [""]
+        session.told_late = True
         session.watch_gloo()
         ears = {kind: Afar(open_tally(f"{name} {kind}".strip(), len(numbers))) for kind in kinds}
     elif len(numbers) <= shm.MOST_RANKS:

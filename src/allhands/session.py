@@ -108,6 +108,8 @@ class Session:
         self.undo: list[Callable[[], None]] = []
         # By group: what compares the calls of torch's own groups (`overheard.Overheard`).
         self.overheard: dict[Any, Any] = {}
+        # Whether calls of this rank are compared only after they began.
+        self.told_late = False
         # Where threads wait for an operation in Python; ``abandoned`` once they were told not to.
         self.waiting: set[threading.Event] = set()
         self.wary = self.abandoned = False

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -47,6 +49,11 @@ AFTERLIFE_S = 5.0
 # Variables of whoever runs the tests must not decide who the ranks are.
 STRANGERS = ("ALLHANDS_", "GLOO_", "NCCL_", "SLURM_", "OMPI_", "PMI", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_")
 PLAIN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+
+# Where free ports are looked for: below those that Linux gives to connections (from 32768). So many for each of so many
+# processes of pytest; each begins somewhere else among its own, for those that run beside this one.
+FIRST_PORT, PORTS, WORKERS = 10_000, 2_500, 8
+_PORTS = itertools.count(secrets.randbelow(PORTS))
 
 WAITING = re.compile(r"allhands rank \d+: .*waiting for rank")
 
@@ -289,10 +296,20 @@ def ipv6() -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, and that neither the kernel nor another test gives away meanwhile."""
+    while True:
+        port = _first_port() + next(_PORTS) % PORTS
+        with (
+            socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe,
+            contextlib.suppress(OSError),  # taken: the next one
+        ):
+            probe.bind((host, port))
+            return port
+
+
+def _first_port() -> int:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return FIRST_PORT + int(worker) % WORKERS * PORTS
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:

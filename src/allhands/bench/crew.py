@@ -24,6 +24,7 @@ import msgspec
 
 from ..errors import AllhandsError, fail
 from .course import Course
+from .folder import near
 from .network import PORT, Network, address
 from .plan import Plan, missing_mpi
 
@@ -87,7 +88,8 @@ class Crew:
 
     def __enter__(self) -> Self:
         try:
-            self._listener.bind(str(self._folder / "socket"))
+            with near(self._folder) as place:
+                self._listener.bind(f"{place}/socket")
             self._listener.listen(self._plan.ranks)
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._start()

@@ -15,11 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from .floor import COPIES
+from .folder import near
 from .plan import Plan
 
 __all__ = ["Line", "main", "serve"]
@@ -48,7 +50,8 @@ class Line:
         self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self._socket.connect(path)
+            with near(Path(path).parent) as place:
+                self._socket.connect(f"{place}/{Path(path).name}")
         except OSError:
             self._alone()
         self._answers = threading.Semaphore(0)
