@@ -29,7 +29,7 @@
 /* Their chunks; beyond LARGE_BYTES tensors come from memory, and fewer meetings are worth more than the cache. */
 #define FEW_CHUNK ((size_t)64 << 10)
 #define FEW_LARGE_CHUNK ((size_t)128 << 10)
-#define LARGE_BYTES ((size_t)16 << 20)
+#define LARGE_BYTES ((size_t)6 << 20)
 
 /* What is reduced at a time: it stays in the first-level cache until it is stored everywhere. */
 #define BLOCK_BYTES ((size_t)16 << 10)
