@@ -81,6 +81,15 @@ static int settle(struct ah_group *group)
     return AH_OK;
 }
 
+/* The same before a call that waits for everyone: of two ranks that differ, whoever comes to it last finds the other's card,
+ * and so nobody gets through that call. The fence is for two that come at the same time: each has published its own card, and
+ * at least one of them sees the other's. */
+static int settle_first(struct ah_group *group)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    return settle(group);
+}
+
 /* Wait until the card of the call AH_CALLS before this one may be written: we have compared it, and nobody needs it. */
 static int make_room(struct ah_group *group, uint32_t oldest)
 {
@@ -124,6 +133,8 @@ int ah_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes,
     group->deadline_ns = timeout_ns < 0 ? INT64_MAX : now + timeout_ns;
     if ((!ah_has_reached(group->pending, oldest) || !ah_has_reached(group->room, oldest)) &&
         (code = make_room(group, oldest)) != AH_OK)
+        return code;
+    if (call->root < 0 && group->pending != sequence && (code = settle_first(group)) != AH_OK)
         return code;
     group->call = *call;
     group->call.sequence = group->sequence++;

@@ -3,11 +3,11 @@
  *
  * Each rank has a ring of cards, one for each of its last AH_CALLS calls. Most operations wait for everyone's card
  * (ah_meet). Where a rank needs nothing from others, it leaves its card and goes on (ah_leave); it compares that call with
- * theirs later: when it next waits for everyone, or when its ring is full. A card is written again once everyone has said
+ * theirs later: before and while it next waits for everyone, or when its ring is full. A card is written again once everyone has said
  * (`checked`) that it needs it no more, so nobody is more than AH_CALLS ahead of anyone.
  *
  * That is enough to find every difference: a rank compares its call at least with that of the root it named, and whoever
- * takes itself for the root compares with all. */
+ * takes itself for the root compares with all, before anyone gets through the next call that has no root. */
 #ifndef ALLHANDS_CARD_H
 #define ALLHANDS_CARD_H
 

@@ -126,6 +126,19 @@ def test_a_difference_to_a_call_that_was_left_is_found(name: str) -> None:
         assert views[0].found or views[1].found
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_nobody_gets_through_a_call_for_all_after_two_roots(root: int) -> None:
+    """Two ranks took themselves for the root: each finds the other before it shows that it came to a call for all."""
+    with segments(3, SLOT) as views:
+        data = np.ones(4, "f4")
+        for rank in (0, 1):
+            assert broadcast(views[rank], data, rank) == OK
+        assert broadcast(views[2], data, 0) == OK
+        # With the cards of both, rank 2 would get through.
+        assert views[root].barrier(LIMIT_NS) == MISMATCH
+        assert views[2].barrier(LIMIT_NS) == MISMATCH
+
+
 def test_ranks_that_never_wait_are_compared_all_the_same() -> None:
     """Two that make different calls, neither of which waits, find out at the latest when their cards are full."""
     with segments(2, SLOT) as views:
