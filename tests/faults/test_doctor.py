@@ -283,6 +283,17 @@ def test_limits_of_a_control_group() -> None:
     assert "allhands-test-" in found["why"]
 
 
+@pytest.mark.parametrize(("most", "level"), [("1", "red"), ("4", "yellow")])
+def test_a_container_that_gives_no_more_threads(most: str, level: str) -> None:
+    """The doctor does all its checks with what threads there are, none included, and names the limit."""
+    with group(PIDS, pids_dot_max=most) as inside:
+        report = typed("-n", "2", "localhost:9", before=inside)
+    found = of(report, "processes")
+    assert (found["level"], found["slug"]) == (level, "process-limit")
+    assert of(report, "port")["level"] == "green"
+    assert not [each for each in report["findings"] if each["check"].startswith("doctor-")]
+
+
 def test_full_shared_memory() -> None:
     """A container's 64 MiB is yellow; full, it is red. Seen in a mount namespace of its own."""
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"

@@ -81,8 +81,13 @@ def resolve(host: str, port: int, deadline: float) -> list[tuple[int, str]]:
 
     # getaddrinfo takes no timeout and can sit for half a minute on a DNS server that drops packets.
     thread = threading.Thread(target=look_up, name="allhands-resolve", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
+    try:
+        thread.start()
+    except RuntimeError:
+        # The limit on processes and threads is reached. A late answer is worth more than none.
+        look_up()
+    else:
+        thread.join(max(0.0, deadline - time.monotonic()))
     if trouble:
         raise trouble[0]
     if not found:

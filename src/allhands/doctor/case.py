@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from ..environments import identify
 from ..errors import AllhandsError
 from ..world import Address, World
 from .interfaces import Interface, interfaces
+from .together import Together
 
 __all__ = ["NAME_S", "Case", "Lookup", "is_address", "open_case"]
 
@@ -36,8 +36,7 @@ class Lookup:
         self.places: list[tuple[int, str]] = []
         self.error: gaierror | None = None
         self.seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="allhands-lookup", daemon=True)
-        self._thread.start()
+        self._answer = Together(lambda _: self._run(), [None])
 
     def _run(self) -> None:
         started = time.monotonic()
@@ -49,7 +48,7 @@ class Lookup:
 
     def wait(self) -> Lookup:
         """Return once there is an answer, or none came in time."""
-        self._thread.join()
+        self._answer.results()
         return self
 
 

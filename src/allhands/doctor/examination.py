@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import AllhandsError
 from . import cores, firewall, jobs, leftovers, names, ports, resources, routes, stack, surroundings
 from .case import Case
 from .exchange import Conversation
 from .finding import SECTIONS, Finding, of, yellow
+from .together import together
 from .visiting import visit
 
 __all__ = ["examine"]
@@ -33,10 +33,8 @@ def examine(case: Case) -> list[Finding]:
     }
     # What several checks look at is found out once, before there are several threads.
     _ = case.interfaces, case.lookup, case.nodes
-    with ThreadPoolExecutor(len(checks)) as pool:
-        found = list(pool.map(lambda name: _guarded(name, checks[name], case), checks))
-    together = _weighed([each for part in found for each in part])
-    return sorted(together, key=lambda each: SECTIONS.index(each.section))
+    found = together(lambda name: _guarded(name, checks[name], case), list(checks))
+    return sorted(_weighed([each for part in found for each in part]), key=lambda each: SECTIONS.index(each.section))
 
 
 def _weighed(found: list[Finding]) -> list[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from ..diagnosis import count, duration, join
 from ..errors import fail
@@ -14,6 +13,7 @@ from .crew import Crew, crews, refresh
 from .finding import Finding, green, yellow
 from .process import look
 from .stuck import Standing, judge, moved
+from .together import Together
 
 __all__ = ["at_work", "examine"]
 
@@ -69,11 +69,10 @@ def _one(crew: Crew) -> list[Finding]:
     first, started = refresh(crew), time.monotonic()
     if not first.ranks:
         return [green(_SECTION, "over", "the job has just ended")]
-    with ThreadPoolExecutor(min(32, len(first.ranks))) as pool:
-        asked = pool.map(trace.of, first.pids)
-        time.sleep(_LOOK_S)
-        second = refresh(first)
-        traces = dict(zip(first.pids, asked, strict=True))
+    asked = Together(trace.of, first.pids)
+    time.sleep(_LOOK_S)
+    second = refresh(first)
+    traces = dict(zip(first.pids, asked.results(), strict=True))
     passed = max(0.01, time.monotonic() - started)
     before = {rank.pid: rank for rank in first.ranks}
     standing = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -68,14 +69,7 @@ def _adopted(seen: Look) -> bool:
 
 def _listens(pid: int) -> tuple[int, ...]:
     """Return the TCP ports that ``pid`` listens on."""
-    try:
-        inodes = {
-            target[8:-1]
-            for entry in Path(f"/proc/{pid}/fd").iterdir()
-            if (target := str(entry.readlink())).startswith("socket:[")
-        }
-    except OSError:
-        return ()
+    inodes = _sockets(pid)
     ports = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -87,6 +81,22 @@ def _listens(pid: int) -> tuple[int, ...]:
             if columns[3] == "0A" and columns[9] in inodes:
                 ports.add(int(columns[1].rpartition(":")[2], 16))
     return tuple(sorted(ports))
+
+
+def _sockets(pid: int) -> set[str]:
+    """Return the inodes of the sockets that ``pid`` holds."""
+    try:
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return set()
+    found = set()
+    for entry in entries:
+        # One that the process closes while it is being looked at says nothing of the others.
+        with contextlib.suppress(OSError):
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found
 
 
 def check(case: Case) -> list[Finding]:

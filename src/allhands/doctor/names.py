@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 from ..control.listening import is_loopback
 from ..diagnosis import duration, join
@@ -11,6 +10,7 @@ from ..world import Address
 from .case import Case, Lookup, is_address
 from .finding import Finding, green, red, yellow
 from .query import Answer, ask, listed, resolver
+from .together import together
 
 __all__ = ["check"]
 
@@ -207,8 +207,7 @@ def _unresolved(case: Case, target: Address, answers: list[Answer]) -> Finding:
 def _ask_servers(case: Case, name: str, seconds: float = _SERVER_S) -> list[Answer]:
     """Ask every name server at once."""
     known = resolver(case.resolver_file)
-    with ThreadPoolExecutor(len(known.servers)) as pool:
-        return list(pool.map(lambda server: ask(server, known.spellings(name), seconds), known.servers))
+    return together(lambda server: ask(server, known.spellings(name), seconds), known.servers)
 
 
 def _silence(silent: list[Answer]) -> str:

@@ -136,6 +136,8 @@ def _processes(ranks: int) -> Finding:
     if threads is not None:
         room.append((threads - _all_threads(), f"the kernel allows {threads}"))
     left, why = min(room, default=(need * 10, "no limit"))
+    # The doctor's own threads are gone when the job comes.
+    left += len(list(Path("/proc/self/task").iterdir()))
     parts = {"left": left, "need": need}
     if left < need or left < _FEW_THREADS:
         level = red if left < ranks else yellow
