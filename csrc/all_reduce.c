@@ -26,10 +26,8 @@
 #define WHOLE_OF_TWO ((size_t)512 << 10)
 #define WHOLE_OF_FEW ((size_t)128 << 10)
 
-/* Their chunks; beyond LARGE_BYTES tensors come from memory, and fewer meetings are worth more than the cache. */
+/* Their chunks. */
 #define FEW_CHUNK ((size_t)64 << 10)
-#define FEW_LARGE_CHUNK ((size_t)128 << 10)
-#define LARGE_BYTES ((size_t)6 << 20)
 
 /* What is reduced at a time: it stays in the first-level cache until it is stored everywhere. */
 #define BLOCK_BYTES ((size_t)16 << 10)
@@ -260,13 +258,14 @@ static int in_window(struct task *task)
 }
 
 /* The bytes of a chunk, out of `bytes`. Few ranks copy in, reduce and copy out in chunks so small that all of it stays in the
- * second-level cache (2 ranks, 4 MiB: 570 to 620 us, where chunks of 512 KiB took 610 to 640 us in some runs and 1,090 us in
- * others; 4 ranks on 2 cores, 16 MiB: 5.5 against 6.2 ms). With 8 ranks the meetings cost more than that (21.0 against 17.7 ms). */
+ * second-level cache, whichever pages the system gave (2 ranks, 256 MiB: 52 to 55 ms in every run, where chunks of 128 KiB took
+ * 51 ms in some and 65 ms in others, and 256 KiB up to 81 ms; 4 ranks on 2 cores, 64 MiB: 29.6 against 31.9 ms). With 8 ranks the
+ * meetings cost more than that (21.0 against 17.7 ms). */
 static size_t chunk_of(const struct ah_group *group, size_t bytes)
 {
     size_t slot = group->head->slot_bytes;
     size_t whole = group->ranks == 2 ? WHOLE_OF_TWO : group->ranks <= FEW_RANKS ? WHOLE_OF_FEW : slot;
-    size_t chunk = group->ranks > FEW_RANKS ? AH_CHUNK_BYTES : bytes <= LARGE_BYTES ? FEW_CHUNK : FEW_LARGE_CHUNK;
+    size_t chunk = group->ranks > FEW_RANKS ? AH_CHUNK_BYTES : FEW_CHUNK;
 
     return bytes <= ah_min(slot, whole) ? slot : ah_min(slot, chunk);
 }
