@@ -101,6 +101,32 @@ def test_roots_read_and_are_read() -> None:
         assert [view.reached for view in views] == [2] * ranks
 
 
+@pytest.mark.parametrize(
+    ("ranks", "size", "blind", "reached"),
+    [
+        (2, READ, False, 3),
+        (2, READ, True, 0),
+        (2, 8 * 1024, False, 0),
+        (2, STAGED, False, 0),
+        (3, READ, False, 0),
+    ],
+)
+def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached: int) -> None:
+    """Of two ranks the other reads at the root, unless it may not: then all goes through the slots, also that call."""
+    with segments(ranks, SLOT) as views:
+        for rank, view in enumerate(views):
+            view.reach((NOBODY if blind and rank == 1 else os.getpid(),) * ranks)
+
+        def work(rank: int) -> None:
+            for step in range(3):
+                data = np.full(size, 7 + step if rank == 0 else 0, np.uint8)
+                assert views[rank].broadcast(*place(data), U1, 0, LIMIT_NS) == 0
+                assert (data == 7 + step).all(), f"rank {rank} has wrong bytes"
+
+        together(ranks, work)
+        assert [view.reached for view in views] == [reached] * ranks
+
+
 def test_pids_are_said_once_and_for_each_rank() -> None:
     """They may not change under a call that runs."""
     with segments(2, SLOT) as views:
