@@ -3,7 +3,7 @@
 
 int ah_agree(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns)
 {
-    int code = ah_begin(group, call, 0, timeout_ns);
+    int code = ah_begin(group, call, 0, 0, timeout_ns);
 
     if (code != AH_OK)
         return code;

@@ -16,6 +16,12 @@ struct task {
     size_t table, chunk;
 };
 
+/* What we state for each rank; NULL: our part, for all. */
+static const struct ah_part *stated(const struct task *task)
+{
+    return task->root >= 0 ? task->out : NULL;
+}
+
 static int give(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
@@ -25,8 +31,10 @@ static int give(const struct task *task, size_t index)
 
     if (code != AH_OK)
         return code;
-    if (index == 0 && !task->staged)
-        read = ah_reaches(group, ah_state_parts(group, ticket, task->root >= 0 ? task->out : NULL, task->in));
+    if (index == 0 && !task->staged) {
+        ah_state_parts(group, ticket, stated(task), task->in);
+        read = ah_reaches(group, ah_largest_part(group, stated(task), task->in));
+    }
     if (!read)
         ah_copy(ah_slot(group, group->rank, ticket) + task->table, task->in.data + index * task->chunk, bytes, 0);
     ah_post(group, AH_ARRIVED, ticket + 1);
@@ -139,13 +147,14 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket,
                         .table = ah_table_bytes(group)};
     size_t slot = group->head->slot_bytes;
+    size_t largest = ah_largest_part(group, stated(&task), in);
     int small = fits(&task), code;
 
     if (slot <= task.table)
         return AH_BROKEN;
     /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
     task.chunk = ah_min(slot - task.table, AH_CHUNK_BYTES);
-    if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, timeout_ns)) != AH_OK)
+    if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, largest, timeout_ns)) != AH_OK)
         return code;
     if (small)
         ah_copy(ah_beside(group, group->rank, in.bytes), in.data, in.bytes, 0);

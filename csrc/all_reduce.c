@@ -285,7 +285,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
 
     if (!ah_reducible(task.dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
         return AH_BROKEN;
-    if ((code = ah_begin(group, call, 0, timeout_ns)) != AH_OK)
+    if ((code = ah_begin(group, call, 0, 0, timeout_ns)) != AH_OK)
         return code;
     if (one_shot)
         return data.bytes <= AH_SHEET_BYTES ? beside(&task) : in_one_shot(&task);

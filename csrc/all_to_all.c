@@ -26,8 +26,10 @@ static int give(const struct task *task, size_t index)
 
     if (code != AH_OK)
         return code;
-    if (index == 0 && !task->staged)
-        read = ah_reaches(group, ah_state_parts(group, ticket, task->in, task->only));
+    if (index == 0 && !task->staged) {
+        ah_state_parts(group, ticket, task->in, task->only);
+        read = ah_reaches(group, ah_largest_part(group, task->in, task->only));
+    }
     for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
             ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece,
@@ -209,7 +211,7 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
     if (slot < task->table + group->ranks * AH_LINE)
         return AH_BROKEN;
     task->piece = ah_min(slot - task->table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
-    if ((code = ah_begin(group, call, bytes, timeout_ns)) != AH_OK)
+    if ((code = ah_begin(group, call, bytes, ah_largest_part(group, task->in, task->only), timeout_ns)) != AH_OK)
         return code;
     if (bytes != AH_LONG)
         copy_beside(task, bytes);

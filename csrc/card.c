@@ -121,7 +121,7 @@ static int make_room(struct ah_group *group, uint32_t oldest)
     return AH_OK;
 }
 
-int ah_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, int64_t timeout_ns)
+int ah_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest, int64_t timeout_ns)
 {
     struct ah_member *self = &group->members[group->rank];
     int64_t now = group->now_ns ? group->now_ns : ah_clock_ns();
@@ -143,7 +143,7 @@ int ah_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes,
     card->bytes = bytes;
     if (card->window != 0) /* else the second line is left alone */
         card->window = 0;
-    atomic_store_explicit(&self->largest[sequence % AH_CALLS], 0, memory_order_relaxed);
+    atomic_store_explicit(&self->largest[sequence % AH_CALLS], largest, memory_order_relaxed);
     atomic_store_explicit(&self->noted, sequence + 1, memory_order_release);
     return ah_ended(group);
 }

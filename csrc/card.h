@@ -27,9 +27,10 @@ static inline unsigned char *ah_beside(const struct ah_group *group, uint32_t ra
     return bytes <= AH_SMALL ? ah_card_of(group, rank)->small : group->sheets + sheet * AH_SHEET_BYTES;
 }
 
-/* Begin a call and write our card, once there is room for it; the caller adds the data and publishes it. `bytes` is the
- * size of one part where ranks may differ in it (AH_LONG: it goes through the slots), else 0. */
-int ah_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, int64_t timeout_ns);
+/* Begin a call and write our card, once there is room for it; the caller adds the data and publishes it. Where ranks may differ
+ * in the size of their parts, `bytes` is that of one (AH_LONG: it goes through the slots) and `largest` that of our largest;
+ * else both are 0. They stand there also where the group has ended, for whoever asks then what each rank called. */
+int ah_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest, int64_t timeout_ns);
 
 /* Show our card to others: it and all data beside it are written. */
 void ah_publish(struct ah_group *group);

@@ -93,7 +93,7 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
     if (out.bytes > task.piece && slot > AH_CHUNK_BYTES)
         task.piece = AH_CHUNK_BYTES / group->ranks / AH_LINE * AH_LINE;
     chunks = ah_chunks(out.bytes, task.piece);
-    code = ah_begin(group, &call, 0, timeout_ns);
+    code = ah_begin(group, &call, 0, 0, timeout_ns);
     if (code == AH_OK && out.bytes * group->ranks <= AH_SHEET_BYTES)
         return beside(&task);
     for (size_t step = 0; code == AH_OK && step < chunks + 1; step++) {

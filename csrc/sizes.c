@@ -12,20 +12,24 @@ size_t ah_table_bytes(const struct ah_group *group)
     return (group->ranks * sizeof(struct stated) + AH_LINE - 1) / AH_LINE * AH_LINE;
 }
 
-size_t ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same)
+size_t ah_largest_part(const struct ah_group *group, const struct ah_part *parts, struct ah_part same)
 {
-    struct ah_member *self = &group->members[group->rank];
+    size_t largest = parts ? 0 : same.bytes;
+
+    for (uint32_t rank = 0; parts && rank < group->ranks; rank++)
+        largest = parts[rank].bytes > largest ? parts[rank].bytes : largest;
+    return largest;
+}
+
+void ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same)
+{
     struct stated *table = (struct stated *)ah_slot(group, group->rank, first);
-    size_t largest = 0;
 
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
         struct ah_part part = parts ? parts[rank] : same;
 
         table[rank] = (struct stated){part.bytes, (uintptr_t)part.data};
-        largest = part.bytes > largest ? part.bytes : largest;
     }
-    atomic_store_explicit(&self->largest[group->call.sequence % AH_CALLS], largest, memory_order_relaxed);
-    return largest;
 }
 
 static size_t largest_of(const struct ah_group *group, uint32_t rank)

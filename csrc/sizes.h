@@ -1,4 +1,4 @@
-/* Sizes that only their sender knows: each rank states its largest before it arrives, so that everyone takes the
+/* Sizes that only their sender knows: each rank states its largest when it begins, so that everyone takes the
  * same number of chunks, and writes what each other rank is to get at the head of its first slot, so that who
  * expects something else finds out before it copies. Beside the size stands where it is, for who can read it there. */
 #ifndef ALLHANDS_SIZES_H
@@ -9,9 +9,11 @@
 /* Bytes at the head of every slot for a size and an address for each rank. */
 size_t ah_table_bytes(const struct ah_group *group);
 
-/* State the parts of the call that runs: one for each rank, or with NULL `same` for all. Before arriving. Returns the
- * bytes of the largest. */
-size_t ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same);
+/* The bytes of the largest part: one for each rank, or with NULL `same` for all. */
+size_t ah_largest_part(const struct ah_group *group, const struct ah_part *parts, struct ah_part same);
+
+/* State these parts of the call that runs. Before arriving. */
+void ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same);
 
 /* After the meeting: where `rank` has what it stated for us. */
 uint64_t ah_stated_address(const struct ah_group *group, uint32_t first, uint32_t rank);

@@ -152,6 +152,24 @@ def test_a_mismatch_ends_the_group_for_all() -> None:
         assert views[1].call(1)[4] == 44
 
 
+@pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all", "scatter"])
+@pytest.mark.parametrize("size", [12, 300_000])
+def test_who_comes_to_an_ended_group_has_said_its_size(name: str, size: int) -> None:
+    """Ranks may differ in it, so it tells whose call is the odd one, also where a rank heard of the end at once."""
+    with segments(3, SLOT) as views:
+        together(2, lambda rank: views[rank].agree(65 + rank, 1, 12, 40, -1, LIMIT_NS))
+        parts = [np.ones(size, "u1") for _ in views]
+        mine, all_, end = place(parts[0]), places(parts), (1, LIMIT_NS)
+        calls: dict[str, Callable[[], int]] = {
+            "all_gather": lambda: views[2].all_gather(*mine, all_, *end),
+            "gather": lambda: views[2].gather(*mine, None, 1, 0, LIMIT_NS),
+            "all_to_all": lambda: views[2].all_to_all(all_, all_, *end),
+            "scatter": lambda: views[2].scatter(None, *mine, 1, 0, LIMIT_NS),
+        }
+        assert calls[name]() == MISMATCH
+        assert views[0].call(2)[4] == size
+
+
 @pytest.mark.parametrize("odd", [(65, 1, 12, 40, -1), (66, 2, 12, 40, -1), (66, 1, 13, 40, -1), (66, 1, 12, 44, -1)])
 def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None:
     """`agree` is a barrier for those who say the same, and a mismatch for all where one says something else."""
