@@ -175,7 +175,8 @@ def test_a_rank_that_fails_in_a_pass(backend: str, place: str) -> None:
     """A rank that raises in forward or backward, or dies there, reaches the backward of all others."""
     results = run(
         f"""
-import os, signal
+import os, signal, time
+from pathlib import Path
 place = {place!r}
 
 class Fails(torch.autograd.Function):
@@ -200,9 +201,14 @@ ddp = dist.DistributedDataParallel(Bad(), bucket_cap_mb=0.0001)
 for _ in range(2):
     step(ddp)
 armed = True
+place_of = Path(__file__).with_name
 if rank == 1:
+    # Not while another is still in a step that went well: that one would be told in its middle.
+    while not (place_of("well-0").exists() and place_of("well-2").exists()):
+        time.sleep(0.01)
     step(ddp)
 else:
+    place_of(f"well-{{rank}}").touch()
     say(found=attempt(step, ddp))
 """,
         3,
