@@ -72,7 +72,7 @@ def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool
                 who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in monitored_barrier at {site}",
                 why="; ".join(lines),
                 fix=f"see what keeps {ranks(named) if named else 'the last rank'} from coming to {site} in time, or "
-                "give the call a larger timeout=",
+                "give the call a longer timeout (timeout=)",
                 ranks=tuple(named),
                 hosts=tuple(dict.fromkeys(everyone[rank].host for rank in named if rank in everyone)),
             )

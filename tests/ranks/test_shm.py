@@ -300,6 +300,8 @@ else:
         assert result["found"]["slug"] == "collective-timeout"
         assert result["found"]["ranks"] == [1]
         assert "script.py" in result["found"]["text"]
+        # One of the words that torch's own tests of a backend look for.
+        assert " timeout " in result["found"]["text"]
 
 
 def test_torch_trains_the_same_on_it_as_on_gloo() -> None:
