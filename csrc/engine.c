@@ -18,7 +18,11 @@
 #include "reduce.h"
 #include "window.h"
 
-void ah_let_go(void *context)
+/* What moves no more than this on the short way is done before another thread would have had the interpreter. */
+#define SHORT_BYTES ((size_t)4 << 10)
+
+/* Let go of the interpreter's lock; `context` is a segment. */
+static void let_go(void *context)
 {
     struct ah_segment *self = context;
 
@@ -59,7 +63,18 @@ static int move(void *mover, struct ah_move *move)
 
     if (move->kind == AH_ALL_REDUCE)
         ah_find_window(&self->group, &move->data);
-    AH_RUN(self, code, collect(&self->group, move));
+    if (move->note)
+        self->group.now_ns = move->note->started_ns;
+    /* For what moves little, the lock is let go of only where others have to be waited for. */
+    if (move->note && move->note->bytes <= SHORT_BYTES)
+        self->group.let_go = let_go;
+    else
+        let_go(self);
+    code = collect(&self->group, move);
+    if (self->group.let_go)
+        self->group.let_go = NULL;
+    else
+        PyEval_RestoreThread(self->gate.thread);
     return code;
 }
 

@@ -43,6 +43,8 @@ static int move(void *mover, struct ah_move *move)
     struct ah_harbour *self = mover;
     int code;
 
+    if (move->note && self->ferry.sheets)
+        ah_record_quote(&self->ferry.sheets[self->ferry.rank].record, move->note);
     AH_RUN(self, code, voyage(&self->ferry, move));
     return code;
 }

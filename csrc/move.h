@@ -5,6 +5,7 @@
 
 #include <Python.h>
 
+#include "board.h"
 #include "collective.h"
 
 /* What an operation does not take is not looked at. */
@@ -14,6 +15,7 @@ struct ah_move {
     const struct ah_part *in, *out; /* a part for each rank; NULL where a rank gives or gets none */
     uint32_t dtype, reduction, root;
     int64_t limit_ns;
+    const struct ah_note *note; /* of a call on the short way, NULL for any other */
 };
 
 /* An entry in a type's list of methods. */
