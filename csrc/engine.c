@@ -166,11 +166,6 @@ static PyObject *reach(struct ah_segment *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-static PyObject *sequence(struct ah_segment *self, PyObject *Py_UNUSED(none))
-{
-    return PyLong_FromUnsignedLongLong(self->group.sequence);
-}
-
 static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     return PyLong_FromUnsignedLong(self->group.culprit);
@@ -287,7 +282,7 @@ static PyMethodDef METHODS[] = {
     METHOD(reach, "reach(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
     {"introduce", (PyCFunction)(void (*)(void))ah_gate_introduce, METH_FASTCALL,
      "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"},
-    {"sequence", (PyCFunction)(void (*)(void))sequence, METH_NOARGS, "sequence() -> number of the next call"},
+    {"sequence", ah_gate_sequence, METH_NOARGS, "sequence() -> number of the next call"},
     {"__enter__", (PyCFunction)(void (*)(void))ah_gate_enter, METH_NOARGS, "Wait for our turn."},
     {"__exit__", (PyCFunction)(void (*)(void))ah_gate_leave, METH_FASTCALL, "Let the next one have it."},
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),

@@ -76,6 +76,11 @@ PyObject *ah_gate_leave(PyObject *object, PyObject *const *Py_UNUSED(args), Py_s
     Py_RETURN_NONE;
 }
 
+PyObject *ah_gate_sequence(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromUnsignedLongLong(*gate_of(object)->sequence);
+}
+
 PyObject *ah_gate_introduce(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_gate *gate = gate_of(object);

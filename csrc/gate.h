@@ -57,6 +57,7 @@ void ah_gate_close(struct ah_gate *gate);
  * group's name, the global ranks (None: the same), and the board to write on. It is not taken before. */
 PyObject *ah_gate_enter(PyObject *object, PyObject *none);
 PyObject *ah_gate_leave(PyObject *object, PyObject *const *args, Py_ssize_t n);
+PyObject *ah_gate_sequence(PyObject *object, PyObject *none);
 PyObject *ah_gate_introduce(PyObject *object, PyObject *const *args, Py_ssize_t n);
 
 #endif

@@ -127,11 +127,6 @@ static PyObject *problem(struct ah_harbour *self, PyObject *Py_UNUSED(none))
     return PyUnicode_DecodeLocale(words, "surrogateescape");
 }
 
-static PyObject *sequence(struct ah_harbour *self, PyObject *Py_UNUSED(none))
-{
-    return PyLong_FromUnsignedLongLong(self->ferry.sequence);
-}
-
 static PyObject *end(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 {
     atomic_store_explicit(&self->ferry.over, 1, memory_order_release);
@@ -222,7 +217,7 @@ static PyMethodDef METHODS[] = {
     PLAIN("records", records, "records() -> everyone's records of the last call, as bytes"),
     PLAIN("tables", tables, "tables() -> what each rank gives to and takes from each in the last call; [] if all alike"),
     PLAIN("problem", problem, "problem() -> what MPI said of the last call, '' for nothing"),
-    PLAIN("sequence", sequence, "sequence() -> number of the last call"),
+    PLAIN("sequence", ah_gate_sequence, "sequence() -> number of the last call"),
     PLAIN("end", end, "end(): the group is over: whoever waits stops"),
     PLAIN("close", close_it, "close(): make no further call, and let go of what MPI has for this group"),
     PLAIN("__enter__", ah_gate_enter, "Wait for our turn."),
