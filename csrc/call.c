@@ -77,22 +77,6 @@ int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, u
     return DONE;
 }
 
-int ah_call_begin(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
-{
-    int code;
-
-    if (!PyThread_acquire_lock(call->gated->gate.turn, NOWAIT_LOCK))
-        return NOT_OURS;
-    code = ah_call_announce(call, shown, reduction, root);
-    if (code == DONE && call->segment)
-        call->segment->group.now_ns = call->note->started_ns;
-    else if (code == DONE && call->harbour->ferry.sheets)
-        ah_record_quote(&call->harbour->ferry.sheets[call->harbour->ferry.rank].record, call->note);
-    if (code != DONE)
-        PyThread_release_lock(call->gated->gate.turn);
-    return code;
-}
-
 int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int peer)
 {
     char site[sizeof call->note->site];
@@ -117,13 +101,16 @@ int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int
 static void keep(struct ah_quick_call *call)
 {
     static const enum role ROLES_KEPT[] = {OUT, IN};
+    PyObject *kind, *value, *trace;
 
+    PyErr_Fetch(&kind, &value, &trace);
     for (size_t index = 0; index < sizeof ROLES_KEPT / sizeof *ROLES_KEPT; index++) {
         PyObject *given = call->given[ROLES_KEPT[index]];
 
         if (given && !(PyList_Check(given) ? PyList_AsTuple(given) : Py_NewRef(given)))
             PyErr_Clear();
     }
+    PyErr_Restore(kind, value, trace);
 }
 
 /* Tell the group that a signal's handler raised in the middle: the others would wait for this rank. */
@@ -140,21 +127,34 @@ static void tell_interrupted(struct ah_quick_call *call)
     PyErr_Restore(kind, value, trace);
 }
 
-int ah_call_finish(struct ah_quick_call *call, int code)
+int ah_call_move(struct ah_quick_call *call, const struct ah_plain *shown, int32_t root, struct ah_move *move)
 {
-    uint32_t culprit = call->segment ? call->segment->group.culprit : 0;
+    struct ah_gate *gate = &call->gated->gate;
+    uint32_t culprit;
+    int code;
 
-    if (code != AH_OK && call->harbour) {
-        PyObject *kind, *value, *trace;
-
-        PyErr_Fetch(&kind, &value, &trace);
+    if (!PyThread_acquire_lock(gate->turn, NOWAIT_LOCK))
+        return NOT_OURS;
+    code = ah_call_announce(call, shown, move->reduction, root);
+    if (code != DONE) {
+        PyThread_release_lock(gate->turn);
+        return code;
+    }
+    if (shown) {
+        move->data = shown->part;
+        move->dtype = shown->dtype;
+    }
+    move->root = (uint32_t)root;
+    move->limit_ns = gate->limit_ns;
+    move->note = call->note;
+    code = gate->move(call->gated, move);
+    culprit = call->segment ? call->segment->group.culprit : 0;
+    if (code != AH_OK && !call->segment) {
         keep(call);
-        PyErr_Restore(kind, value, trace);
         if (code == AH_INTERRUPTED)
             tell_interrupted(call);
     }
-
-    PyThread_release_lock(call->gated->gate.turn);
+    PyThread_release_lock(gate->turn);
     return ah_call_conclude(call, code, culprit, -1);
 }
 

@@ -12,9 +12,8 @@ enum outcome { DONE = 0, NOT_OURS = 1, RAISED = -1 };
 
 struct ah_quick_call {
     struct ah_way *way;
-    struct ah_gated *gated;     /* what moves the data of the group: */
-    struct ah_segment *segment; /* shared memory, */
-    struct ah_harbour *harbour; /* or MPI; the other is NULL */
+    struct ah_gated *gated;     /* what moves the data of the group */
+    struct ah_segment *segment; /* the same; NULL where that is MPI */
     PyObject *group;
     PyObject *given[ROLES]; /* borrowed; NULL where not given */
     const char *name; /* a whole field of a note */
@@ -32,14 +31,12 @@ int ah_call_peer(const struct ah_quick_call *call, int fallback, uint32_t *rank)
 /* Write the note of the call, about the tensor `shown`. */
 int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root);
 
-/* Take the turn and write the note. */
-int ah_call_begin(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root);
-
 /* Close the note and let the group raise what went wrong; `peer` is that of a message, -1 for a collective. */
 int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int peer);
 
-/* Give the turn back and conclude. */
-int ah_call_finish(struct ah_quick_call *call, int code);
+/* Do an operation with the tensor `shown` (NULL for none): take the turn, write the note, move, give the turn back and
+ * conclude. `move` has the kind, the reduction and the parts for each rank; the rest is filled in. No root is -1. */
+int ah_call_move(struct ah_quick_call *call, const struct ah_plain *shown, int32_t root, struct ah_move *move);
 
 /* A tensor for each rank, all of one type, that of `first`. */
 int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first);

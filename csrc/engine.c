@@ -1,4 +1,4 @@
-/* The Python type allhands._core.Segment: takes arguments apart, lets go of the interpreter, calls an operation. */
+/* The Python type allhands._core.Segment: lets go of the interpreter, calls an operation. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -18,22 +18,64 @@
 #include "reduce.h"
 #include "window.h"
 
-void ah_let_go(void *context)
+/* What moves no more than this on the short way is done before another thread would have had the interpreter. */
+#define SHORT_BYTES ((size_t)4 << 10)
+
+/* Let go of the interpreter's lock; `context` is a segment. */
+static void let_go(void *context)
 {
     struct ah_segment *self = context;
 
     self->gate.thread = PyEval_SaveThread();
 }
 
-static PyObject *barrier(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+static int collect(struct ah_group *group, const struct ah_move *move)
 {
-    int64_t limit;
+    switch (move->kind) {
+    case AH_BARRIER:
+        return ah_barrier(group, move->limit_ns);
+    case AH_ALL_REDUCE:
+        return ah_all_reduce(group, move->data, move->dtype, move->reduction, move->limit_ns);
+    case AH_REDUCE:
+        return ah_reduce_to(group, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
+    case AH_BROADCAST:
+        return ah_broadcast(group, move->data, move->dtype, move->root, move->limit_ns);
+    case AH_ALL_GATHER:
+        return ah_all_gather(group, move->data, move->out, move->dtype, move->limit_ns);
+    case AH_GATHER:
+        return ah_gather(group, move->data, move->out, move->dtype, move->root, move->limit_ns);
+    case AH_SCATTER:
+        return ah_scatter(group, move->in, move->data, move->dtype, move->root, move->limit_ns);
+    case AH_REDUCE_SCATTER:
+        return ah_reduce_scatter(group, move->in, move->data, move->dtype, move->reduction, move->limit_ns);
+    case AH_ALL_TO_ALL:
+        return ah_all_to_all(group, move->in, move->out, move->dtype, move->limit_ns);
+    default:
+        return AH_BROKEN;
+    }
+}
+
+/* A segment's move, see struct ah_gate. */
+static int move(void *mover, struct ah_move *move)
+{
+    struct ah_segment *self = mover;
     int code;
 
-    if (ah_count(n, 1) != 0 || ah_as_time(args[0], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_barrier(&self->group, limit));
-    return ah_gate_ended(code);
+    if (move->kind == AH_ALL_REDUCE)
+        ah_find_window(&self->group, &move->data);
+    if (move->note)
+        self->group.now_ns = move->note->started_ns;
+    /* For what moves little, the lock is let go of only where others have to be waited for. */
+    if (move->note && move->note->bytes <= SHORT_BYTES)
+        self->group.let_go = let_go;
+    else
+        let_go(self);
+    code = collect(&self->group, move);
+    if (self->group.let_go)
+        self->group.let_go = NULL;
+    else
+        PyEval_RestoreThread(self->gate.thread);
+    return code;
 }
 
 static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
@@ -57,21 +99,6 @@ static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_
     return ah_gate_ended(code);
 }
 
-static PyObject *all_reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    uint32_t dtype, reduction;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &reduction) != 0 || ah_as_time(args[4], &limit) != 0)
-        return NULL;
-    ah_find_window(&self->group, &data);
-    AH_RUN(self, code, ah_all_reduce(&self->group, data, dtype, reduction, limit));
-    return ah_gate_ended(code);
-}
-
 static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     struct ah_part data;
@@ -88,116 +115,6 @@ static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_
     rail.fd = (int)fd;
     rail.first = first != 0;
     AH_RUN(self, code, ah_cross(&self->group, data, dtype, reduction, rail, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *reduce(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    uint32_t dtype, reduction, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_reduce_to(&self->group, data, dtype, reduction, root, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *broadcast(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    uint32_t dtype, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &root) != 0 || ah_as_time(args[4], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_broadcast(&self->group, data, dtype, root, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *all_gather(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part in, *out;
-    uint32_t dtype;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &in) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_time(args[4], &limit) != 0 || ah_as_parts(self->group.ranks, args[2], &out) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_all_gather(&self->group, in, out, dtype, limit));
-    free(out);
-    return ah_gate_ended(code);
-}
-
-static PyObject *gather(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part in, *out;
-    uint32_t dtype, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[0], args[1], &in) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0 ||
-        ah_as_parts(self->group.ranks, args[2], &out) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_gather(&self->group, in, out, dtype, root, limit));
-    free(out);
-    return ah_gate_ended(code);
-}
-
-static PyObject *scatter(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part *in, out;
-    uint32_t dtype, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[1], args[2], &out) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0 ||
-        ah_as_parts(self->group.ranks, args[0], &in) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_scatter(&self->group, in, out, dtype, root, limit));
-    free(in);
-    return ah_gate_ended(code);
-}
-
-static PyObject *reduce_scatter(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part *in, out;
-    uint32_t dtype, reduction;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[1], args[2], &out) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_number(args[4], &reduction) != 0 || ah_as_time(args[5], &limit) != 0 ||
-        ah_as_parts(self->group.ranks, args[0], &in) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_reduce_scatter(&self->group, in, out, dtype, reduction, limit));
-    free(in);
-    return ah_gate_ended(code);
-}
-
-static PyObject *all_to_all(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part *in = NULL, *out = NULL;
-    uint32_t dtype;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 4) != 0 || ah_as_number(args[2], &dtype) != 0 || ah_as_time(args[3], &limit) != 0)
-        return NULL;
-    if (ah_as_parts(self->group.ranks, args[0], &in) != 0 || ah_as_parts(self->group.ranks, args[1], &out) != 0) {
-        free(in);
-        return NULL;
-    }
-    AH_RUN(self, code, ah_all_to_all(&self->group, in, out, dtype, limit));
-    free(in);
-    free(out);
     return ah_gate_ended(code);
 }
 
@@ -247,11 +164,6 @@ static PyObject *reach(struct ah_segment *self, PyObject *const *args, Py_ssize_
     }
     self->group.pids = ranks > 1 ? self->pids : NULL;
     Py_RETURN_NONE;
-}
-
-static PyObject *sequence(struct ah_segment *self, PyObject *Py_UNUSED(none))
-{
-    return PyLong_FromUnsignedLongLong(self->group.sequence);
 }
 
 static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
@@ -328,7 +240,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_ValueError, "this is not the segment that was announced");
         return NULL;
     }
-    if (ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence) != 0) {
+    if (ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence, move) != 0) {
         Py_DECREF(made);
         return NULL;
     }
@@ -354,23 +266,23 @@ static void unmake(PyObject *object)
 #define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))(name), METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
-    METHOD(barrier, "barrier(timeout_ns) -> code"),
+    AH_MOVE(barrier, "barrier(timeout_ns) -> code"),
     METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
-    METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
     METHOD(cross, "cross(address, bytes, dtype, reduction, fd, first, ranks, timeout_ns) -> code"),
-    METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
-    METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
-    METHOD(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
-    METHOD(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
-    METHOD(scatter, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
-    METHOD(reduce_scatter, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
-    METHOD(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
+    AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
+    AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
+    AH_MOVE(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(scatter, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(reduce_scatter, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
     METHOD(end, "end(rank): the group is over because of rank"),
     METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
     METHOD(reach, "reach(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
     {"introduce", (PyCFunction)(void (*)(void))ah_gate_introduce, METH_FASTCALL,
      "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"},
-    {"sequence", (PyCFunction)(void (*)(void))sequence, METH_NOARGS, "sequence() -> number of the next call"},
+    {"sequence", ah_gate_sequence, METH_NOARGS, "sequence() -> number of the next call"},
     {"__enter__", (PyCFunction)(void (*)(void))ah_gate_enter, METH_NOARGS, "Wait for our turn."},
     {"__exit__", (PyCFunction)(void (*)(void))ah_gate_leave, METH_FASTCALL, "Let the next one have it."},
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),

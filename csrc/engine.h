@@ -18,20 +18,6 @@ struct ah_segment {
     int pidfds[];
 };
 
-/* AH_RUN for what moves little: the lock is let go of only where others have to be waited for. */
-#define AH_RUN_SHORT(segment, code, call)                \
-    do {                                                 \
-        (segment)->group.let_go = ah_let_go;             \
-        (code) = (call);                                 \
-        if ((segment)->group.let_go)                     \
-            (segment)->group.let_go = NULL;              \
-        else                                             \
-            PyEval_RestoreThread((segment)->gate.thread); \
-    } while (0)
-
-/* Let go of the interpreter's lock; `context` is a segment. */
-void ah_let_go(void *context);
-
 /* Returns a new reference; NULL with an exception set. */
 PyObject *ah_segment_type(void);
 

@@ -30,11 +30,13 @@ PyObject *ah_gate_ended(int code)
     return code == AH_INTERRUPTED ? NULL : PyLong_FromLong(code);
 }
 
-int ah_gate_open(struct ah_gate *gate, uint32_t rank, uint32_t size, const uint64_t *sequence)
+int ah_gate_open(struct ah_gate *gate, uint32_t rank, uint32_t size, const uint64_t *sequence,
+                 int (*move)(void *mover, struct ah_move *move))
 {
     gate->rank = rank;
     gate->size = size;
     gate->sequence = sequence;
+    gate->move = move;
     gate->turn = PyThread_allocate_lock();
     if (!gate->turn)
         PyErr_NoMemory();
@@ -72,6 +74,11 @@ PyObject *ah_gate_leave(PyObject *object, PyObject *const *Py_UNUSED(args), Py_s
 {
     PyThread_release_lock(gate_of(object)->turn);
     Py_RETURN_NONE;
+}
+
+PyObject *ah_gate_sequence(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromUnsignedLongLong(*gate_of(object)->sequence);
 }
 
 PyObject *ah_gate_introduce(PyObject *object, PyObject *const *args, Py_ssize_t n)

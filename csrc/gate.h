@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <pythread.h>
 
+#include "move.h"
 #include "notice.h"
 
 /* Torch's names of groups are short; one that is not is cut at the front. */
@@ -14,6 +15,8 @@
 struct ah_gate {
     uint32_t rank, size;
     const uint64_t *sequence; /* the number of the next call */
+    /* Do an operation; `mover` is the struct ah_gated. With the interpreter's lock held, which it lets go of. */
+    int (*move)(void *mover, struct ah_move *move);
     PyThreadState *thread;    /* of the call that runs */
     PyThread_type_lock turn;  /* held while a call runs */
     unsigned int queued;      /* calls that wait for their turn: whoever comes now comes after them */
@@ -45,7 +48,8 @@ int ah_gate_pulse(void *context);
 PyObject *ah_gate_ended(int code);
 
 /* Returns 0, or -1 with an exception set. */
-int ah_gate_open(struct ah_gate *gate, uint32_t rank, uint32_t size, const uint64_t *sequence);
+int ah_gate_open(struct ah_gate *gate, uint32_t rank, uint32_t size, const uint64_t *sequence,
+                 int (*move)(void *mover, struct ah_move *move));
 
 void ah_gate_close(struct ah_gate *gate);
 
@@ -53,6 +57,7 @@ void ah_gate_close(struct ah_gate *gate);
  * group's name, the global ranks (None: the same), and the board to write on. It is not taken before. */
 PyObject *ah_gate_enter(PyObject *object, PyObject *none);
 PyObject *ah_gate_leave(PyObject *object, PyObject *const *args, Py_ssize_t n);
+PyObject *ah_gate_sequence(PyObject *object, PyObject *none);
 PyObject *ah_gate_introduce(PyObject *object, PyObject *const *args, Py_ssize_t n);
 
 #endif

@@ -1,26 +1,52 @@
-/* The Python type allhands._core.Ferry: takes arguments apart, lets go of the interpreter, makes a voyage. */
+/* The Python type allhands._core.Ferry: lets go of the interpreter, makes a voyage. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "harbour.h"
 
 #include <stddef.h>
-#include <stdlib.h>
 #include <structmember.h>
 
 #include "argument.h"
 #include "port.h"
 #include "voyage.h"
 
-static PyObject *barrier(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
+static int voyage(struct ah_ferry *ferry, const struct ah_move *move)
 {
-    int64_t limit;
+    switch (move->kind) {
+    case AH_BARRIER:
+        return ah_voyage_barrier(ferry, move->limit_ns);
+    case AH_ALL_REDUCE:
+        return ah_voyage_all_reduce(ferry, move->data, move->dtype, move->reduction, move->limit_ns);
+    case AH_REDUCE:
+        return ah_voyage_reduce_to(ferry, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
+    case AH_BROADCAST:
+        return ah_voyage_broadcast(ferry, move->data, move->dtype, move->root, move->limit_ns);
+    case AH_ALL_GATHER:
+        return ah_voyage_all_gather(ferry, move->data, move->out, move->dtype, move->limit_ns);
+    case AH_GATHER:
+        return ah_voyage_gather(ferry, move->data, move->out, move->dtype, move->root, move->limit_ns);
+    case AH_SCATTER:
+        return ah_voyage_scatter(ferry, move->in, move->data, move->dtype, move->root, move->limit_ns);
+    case AH_REDUCE_SCATTER:
+        return ah_voyage_reduce_scatter(ferry, move->in, move->data, move->dtype, move->reduction, move->limit_ns);
+    case AH_ALL_TO_ALL:
+        return ah_voyage_all_to_all(ferry, move->in, move->out, move->dtype, move->limit_ns);
+    default:
+        return AH_BROKEN;
+    }
+}
+
+/* A ferry's move, see struct ah_gate. */
+static int move(void *mover, struct ah_move *move)
+{
+    struct ah_harbour *self = mover;
     int code;
 
-    if (ah_count(n, 1) != 0 || ah_as_time(args[0], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_barrier(&self->ferry, limit));
-    return ah_gate_ended(code);
+    if (move->note && self->ferry.sheets)
+        ah_record_quote(&self->ferry.sheets[self->ferry.rank].record, move->note);
+    AH_RUN(self, code, voyage(&self->ferry, move));
+    return code;
 }
 
 static PyObject *agree(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
@@ -38,130 +64,6 @@ static PyObject *agree(struct ah_harbour *self, PyObject *const *args, Py_ssize_
     if (PyErr_Occurred())
         return NULL;
     AH_RUN(self, code, ah_voyage_agree(&self->ferry, &trip, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *all_reduce(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    uint32_t dtype, reduction;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &reduction) != 0 || ah_as_time(args[4], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_all_reduce(&self->ferry, data, dtype, reduction, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *reduce(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    uint32_t dtype, reduction, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_reduce_to(&self->ferry, data, dtype, reduction, root, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *broadcast(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    uint32_t dtype, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &root) != 0 || ah_as_time(args[4], &limit) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_broadcast(&self->ferry, data, dtype, root, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *all_gather(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part in, *out;
-    uint32_t dtype;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 5) != 0 || ah_as_part(args[0], args[1], &in) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_time(args[4], &limit) != 0 || ah_as_parts(self->ferry.ranks, args[2], &out) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_all_gather(&self->ferry, in, out, dtype, limit));
-    free(out);
-    return ah_gate_ended(code);
-}
-
-static PyObject *gather(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part in, *out;
-    uint32_t dtype, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[0], args[1], &in) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0 ||
-        ah_as_parts(self->ferry.ranks, args[2], &out) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_gather(&self->ferry, in, out, dtype, root, limit));
-    free(out);
-    return ah_gate_ended(code);
-}
-
-static PyObject *scatter(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part *in, out;
-    uint32_t dtype, root;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[1], args[2], &out) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_number(args[4], &root) != 0 || ah_as_time(args[5], &limit) != 0 ||
-        ah_as_parts(self->ferry.ranks, args[0], &in) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_scatter(&self->ferry, in, out, dtype, root, limit));
-    free(in);
-    return ah_gate_ended(code);
-}
-
-static PyObject *reduce_scatter(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part *in, out;
-    uint32_t dtype, reduction;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 6) != 0 || ah_as_part(args[1], args[2], &out) != 0 || ah_as_number(args[3], &dtype) != 0 ||
-        ah_as_number(args[4], &reduction) != 0 || ah_as_time(args[5], &limit) != 0 ||
-        ah_as_parts(self->ferry.ranks, args[0], &in) != 0)
-        return NULL;
-    AH_RUN(self, code, ah_voyage_reduce_scatter(&self->ferry, in, out, dtype, reduction, limit));
-    free(in);
-    return ah_gate_ended(code);
-}
-
-static PyObject *all_to_all(struct ah_harbour *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part *in = NULL, *out = NULL;
-    uint32_t dtype;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 4) != 0 || ah_as_number(args[2], &dtype) != 0 || ah_as_time(args[3], &limit) != 0)
-        return NULL;
-    if (ah_as_parts(self->ferry.ranks, args[0], &in) != 0 || ah_as_parts(self->ferry.ranks, args[1], &out) != 0) {
-        free(in);
-        return NULL;
-    }
-    AH_RUN(self, code, ah_voyage_all_to_all(&self->ferry, in, out, dtype, limit));
-    free(in);
-    free(out);
     return ah_gate_ended(code);
 }
 
@@ -225,11 +127,6 @@ static PyObject *problem(struct ah_harbour *self, PyObject *Py_UNUSED(none))
     return PyUnicode_DecodeLocale(words, "surrogateescape");
 }
 
-static PyObject *sequence(struct ah_harbour *self, PyObject *Py_UNUSED(none))
-{
-    return PyLong_FromUnsignedLongLong(self->ferry.sequence);
-}
-
 static PyObject *end(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 {
     atomic_store_explicit(&self->ferry.over, 1, memory_order_release);
@@ -282,7 +179,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
         PyErr_SetString(PyExc_RuntimeError, "MPI prepares no messages for a group, or there is no memory");
         return NULL;
     }
-    if (ah_gate_open(&self->gate, rank, ranks, &ferry->sequence) != 0) {
+    if (ah_gate_open(&self->gate, rank, ranks, &ferry->sequence, move) != 0) {
         Py_DECREF(made);
         return NULL;
     }
@@ -306,21 +203,21 @@ static void unmake(PyObject *object)
 #define PLAIN(name, function, text) {name, (PyCFunction)(void (*)(void))(function), METH_NOARGS, text}
 
 static PyMethodDef METHODS[] = {
-    METHOD(barrier, "barrier(timeout_ns) -> code"),
+    AH_MOVE(barrier, "barrier(timeout_ns) -> code"),
     METHOD(agree, "agree(kind, reduction, dtype, bytes, root, flags, timeout_ns) -> code"),
-    METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
-    METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
-    METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
-    METHOD(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
-    METHOD(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
-    METHOD(scatter, "scatter(given, address, bytes, dtype, root, timeout_ns) -> code"),
-    METHOD(reduce_scatter, "reduce_scatter(given, address, bytes, dtype, reduction, timeout_ns) -> code"),
-    METHOD(all_to_all, "all_to_all(given, out, dtype, timeout_ns) -> code"),
+    AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
+    AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
+    AH_MOVE(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(scatter, "scatter(given, address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(reduce_scatter, "reduce_scatter(given, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(all_to_all, "all_to_all(given, out, dtype, timeout_ns) -> code"),
     METHOD(say, "say(shape, site, refused): the words of the next call"),
     PLAIN("records", records, "records() -> everyone's records of the last call, as bytes"),
     PLAIN("tables", tables, "tables() -> what each rank gives to and takes from each in the last call; [] if all alike"),
     PLAIN("problem", problem, "problem() -> what MPI said of the last call, '' for nothing"),
-    PLAIN("sequence", sequence, "sequence() -> number of the last call"),
+    PLAIN("sequence", ah_gate_sequence, "sequence() -> number of the last call"),
     PLAIN("end", end, "end(): the group is over: whoever waits stops"),
     PLAIN("close", close_it, "close(): make no further call, and let go of what MPI has for this group"),
     PLAIN("__enter__", ah_gate_enter, "Wait for our turn."),

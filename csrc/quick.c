@@ -13,8 +13,6 @@
 #include "call.h"
 #include "mail.h"
 #include "reduce.h"
-#include "voyage.h"
-#include "window.h"
 
 /* More than any function of torch.distributed has parameters. */
 #define MOST_PARAMETERS 16
@@ -69,26 +67,6 @@ static int sort(const struct quick *self, PyObject *const *args, Py_ssize_t plac
     return DONE;
 }
 
-/* What moves no more than this is done before another thread would have had the interpreter. */
-#define SHORT_BYTES ((size_t)4 << 10)
-
-/* Do `ah_<operation>` in shared memory or `ah_voyage_<operation>` over MPI. */
-#define RUN(call, code, operation, ...)                                                                       \
-    do {                                                                                                      \
-        int64_t limit_ = (call)->gated->gate.limit_ns;                                                        \
-                                                                                                              \
-        if (!(call)->segment)                                                                                 \
-            AH_RUN((call)->harbour, code, ah_voyage_##operation(&(call)->harbour->ferry, __VA_ARGS__ limit_)); \
-        else if ((call)->note->bytes <= SHORT_BYTES)                                                          \
-            AH_RUN_SHORT((call)->segment, code, ah_##operation(&(call)->segment->group, __VA_ARGS__ limit_)); \
-        else                                                                                                  \
-            AH_RUN((call)->segment, code, ah_##operation(&(call)->segment->group, __VA_ARGS__ limit_));       \
-        (code) = ah_call_finish(call, code);                                                                  \
-    } while (0)
-
-/* What comes before the limit among the arguments of an operation. */
-#define WITH(...) __VA_ARGS__,
-
 /* Whether the first dimension can be cut into one part for each rank. */
 static int even(const struct ah_quick_call *call, const struct ah_plain *tensor)
 {
@@ -99,59 +77,45 @@ static int even(const struct ah_quick_call *call, const struct ah_plain *tensor)
 
 static int barrier(struct ah_quick_call *call)
 {
-    int code = ah_call_begin(call, NULL, 0, -1);
-
-    if (code == DONE)
-        RUN(call, code, barrier, );
-    return code;
+    return ah_call_move(call, NULL, -1, &(struct ah_move){.kind = AH_BARRIER});
 }
 
 static int all_reduce(struct ah_quick_call *call)
 {
-    uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
+    struct ah_move move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
     struct ah_plain tensor;
-    int code;
 
-    if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+    if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0 ||
+        !ah_reducible(tensor.dtype, move.reduction))
         return NOT_OURS;
-    if (call->segment)
-        ah_find_window(&call->segment->group, &tensor.part);
-    code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, -1) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, all_reduce, WITH(tensor.part, tensor.dtype, reduction));
-    return code;
+    return ah_call_move(call, &tensor, -1, &move);
 }
 
 static int reduce(struct ah_quick_call *call)
 {
-    uint32_t reduction = ah_reduction_of(call->way, call->given[OP]), root;
+    struct ah_move move = {.kind = AH_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
     struct ah_plain tensor;
-    int code;
+    uint32_t root;
 
-    if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
+    if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] ||
+        ah_look(call->way, call->given[OUT], &tensor) != 0 || !ah_reducible(tensor.dtype, move.reduction))
         return NOT_OURS;
-    code = ah_reducible(tensor.dtype, reduction) ? ah_call_begin(call, &tensor, reduction, (int32_t)root) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, reduce_to, WITH(tensor.part, tensor.dtype, reduction, root));
-    return code;
+    return ah_call_move(call, &tensor, (int32_t)root, &move);
 }
 
 static int broadcast(struct ah_quick_call *call)
 {
     struct ah_plain tensor;
     uint32_t root;
-    int code;
 
     if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
         return NOT_OURS;
-    code = ah_call_begin(call, &tensor, 0, (int32_t)root);
-    if (code == DONE)
-        RUN(call, code, broadcast, WITH(tensor.part, tensor.dtype, root));
-    return code;
+    return ah_call_move(call, &tensor, (int32_t)root, &(struct ah_move){.kind = AH_BROADCAST});
 }
 
 static int all_gather(struct ah_quick_call *call)
 {
+    struct ah_move move = {.kind = AH_ALL_GATHER, .out = call->out};
     struct ah_plain in, out;
     int code;
 
@@ -161,52 +125,45 @@ static int all_gather(struct ah_quick_call *call)
         code = ah_look(call->way, call->given[OUT], &out) == 0 ? ah_call_cut(call, out, in.part.bytes, call->out) : NOT_OURS;
     else
         code = ah_call_list(call, call->given[OUT], call->out, &out);
-    if (code == DONE)
-        code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, all_gather, WITH(in.part, call->out, in.dtype));
-    return code;
+    if (code != DONE || in.dtype != out.dtype)
+        return NOT_OURS;
+    return ah_call_move(call, &in, -1, &move);
 }
 
 static int gather(struct ah_quick_call *call)
 {
     PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
+    struct ah_move move = {.kind = AH_GATHER, .out = list ? call->out : NULL};
     struct ah_plain in, out;
     uint32_t root;
-    int code;
 
     if (ah_call_peer(call, 0, &root) != DONE || (call->gated->gate.rank == root) != (list != NULL) || !call->given[IN] ||
         ah_look(call->way, call->given[IN], &in) != 0)
         return NOT_OURS;
-    code = list ? ah_call_list(call, list, call->out, &out) : DONE;
-    if (code == DONE)
-        code = !list || in.dtype == out.dtype ? ah_call_begin(call, &in, 0, (int32_t)root) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, gather, WITH(in.part, list ? call->out : NULL, in.dtype, root));
-    return code;
+    if (list && (ah_call_list(call, list, call->out, &out) != DONE || in.dtype != out.dtype))
+        return NOT_OURS;
+    return ah_call_move(call, &in, (int32_t)root, &move);
 }
 
 static int scatter(struct ah_quick_call *call)
 {
     PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
+    struct ah_move move = {.kind = AH_SCATTER, .in = list ? call->in : NULL};
     struct ah_plain in, out;
     uint32_t root;
-    int code;
 
     if (ah_call_peer(call, 0, &root) != DONE || (call->gated->gate.rank == root) != (list != NULL) || !call->given[OUT] ||
         ah_look(call->way, call->given[OUT], &out) != 0)
         return NOT_OURS;
-    code = list ? ah_call_list(call, list, call->in, &in) : DONE;
-    if (code == DONE)
-        code = !list || in.dtype == out.dtype ? ah_call_begin(call, &out, 0, (int32_t)root) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, scatter, WITH(list ? call->in : NULL, out.part, out.dtype, root));
-    return code;
+    if (list && (ah_call_list(call, list, call->in, &in) != DONE || in.dtype != out.dtype))
+        return NOT_OURS;
+    return ah_call_move(call, &out, (int32_t)root, &move);
 }
 
 static int reduce_scatter(struct ah_quick_call *call)
 {
     uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
+    struct ah_move move = {.kind = AH_REDUCE_SCATTER, .in = call->in, .reduction = reduction};
     struct ah_plain in, out;
     int code;
 
@@ -218,35 +175,29 @@ static int reduce_scatter(struct ah_quick_call *call)
         code = ah_call_list(call, call->given[IN], call->in, &in);
     for (uint32_t rank = 0; code == DONE && rank < call->gated->gate.size; rank++)
         code = call->in[rank].bytes == out.part.bytes ? DONE : NOT_OURS;
-    if (code == DONE)
-        code = in.dtype == out.dtype && ah_reducible(out.dtype, reduction) ? ah_call_begin(call, &out, reduction, -1) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, reduce_scatter, WITH(call->in, out.part, out.dtype, reduction));
-    return code;
+    if (code != DONE || in.dtype != out.dtype || !ah_reducible(out.dtype, reduction))
+        return NOT_OURS;
+    return ah_call_move(call, &out, -1, &move);
 }
 
 static int all_to_all(struct ah_quick_call *call)
 {
+    struct ah_move move = {.kind = AH_ALL_TO_ALL, .in = call->in, .out = call->out};
     struct ah_plain in, out;
-    int code = call->given[IN] && call->given[OUT] ? DONE : NOT_OURS;
 
-    if (code == DONE && call->whole) {
+    if (!call->given[IN] || !call->given[OUT])
+        return NOT_OURS;
+    if (call->whole) {
         if (ah_look(call->way, call->given[IN], &in) != 0 || ah_look(call->way, call->given[OUT], &out) != 0 ||
-            !even(call, &in) || !even(call, &out) || in.part.bytes != out.part.bytes)
-            code = NOT_OURS;
-        else if (ah_call_cut(call, in, in.part.bytes / call->gated->gate.size, call->in) != DONE ||
-                 ah_call_cut(call, out, out.part.bytes / call->gated->gate.size, call->out) != DONE)
-            code = NOT_OURS;
-    } else if (code == DONE) {
-        code = ah_call_list(call, call->given[IN], call->in, &in);
-        if (code == DONE)
-            code = ah_call_list(call, call->given[OUT], call->out, &out);
+            !even(call, &in) || !even(call, &out) || in.part.bytes != out.part.bytes ||
+            ah_call_cut(call, in, in.part.bytes / call->gated->gate.size, call->in) != DONE ||
+            ah_call_cut(call, out, out.part.bytes / call->gated->gate.size, call->out) != DONE)
+            return NOT_OURS;
+    } else if (ah_call_list(call, call->given[IN], call->in, &in) != DONE ||
+               ah_call_list(call, call->given[OUT], call->out, &out) != DONE) {
+        return NOT_OURS;
     }
-    if (code == DONE)
-        code = in.dtype == out.dtype ? ah_call_begin(call, &in, 0, -1) : NOT_OURS;
-    if (code == DONE)
-        RUN(call, code, all_to_all, WITH(call->in, call->out, in.dtype));
-    return code;
+    return in.dtype == out.dtype ? ah_call_move(call, &in, -1, &move) : NOT_OURS;
 }
 
 /* Let the handlers of signals run; `context` is the thread's state, which changes hands. */
@@ -354,7 +305,7 @@ static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged,
     call.whole = self->whole;
     outcome = sort(self, args, places, keywords, &call);
     if (outcome == DONE) {
-        call.gated = ah_gated_of(call.way, call.given[GROUP], &call.group, &call.segment, &call.harbour);
+        call.gated = ah_gated_of(call.way, call.given[GROUP], &call.group, &call.segment);
         outcome = call.gated ? OPERATIONS[self->kind](&call) : NOT_OURS;
         Py_XDECREF((PyObject *)call.gated);
         Py_XDECREF(call.group);

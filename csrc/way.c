@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "harbour.h"
 #include "reduce.h"
 
 static const char *const NAMES[AH_NAMES] = {
@@ -197,8 +198,7 @@ static PyObject *default_group(struct ah_way *way)
     return PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
 }
 
-struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment,
-                             struct ah_harbour **harbour)
+struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment)
 {
     PyObject *group, *mover = NULL;
     struct ah_gated *gated;
@@ -218,10 +218,9 @@ struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **fou
         return NULL;
     }
     *segment = Py_TYPE(mover) == way->segment_type ? (struct ah_segment *)mover : ah_as_segment(mover);
-    *harbour = *segment ? NULL : ah_as_harbour(mover);
     if (*segment && !way->segment_type)
         way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(mover));
-    gated = *segment || *harbour ? (struct ah_gated *)mover : NULL;
+    gated = *segment || ah_as_harbour(mover) ? (struct ah_gated *)mover : NULL;
     if (!gated || !gated->gate.notice || gated->gate.shut || gated->gate.queued || gated->gate.size > AH_MOST_RANKS) {
         Py_DECREF(mover);
         Py_DECREF(group);

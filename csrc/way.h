@@ -8,7 +8,6 @@
 #include "collective.h"
 #include "dlpack.h"
 #include "engine.h"
-#include "harbour.h"
 #include "notice.h"
 
 /* Places in the user's code that are remembered; a training loop has a handful. */
@@ -85,10 +84,9 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain);
 /* Ours for torch's reduction, 0 for one that has to go torch's way. */
 uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given);
 
-/* What moves the data of a group (NULL or None: the default one), where it can be called now, as a new reference: one
- * of `segment` and `harbour`. The group comes in `found`. NULL, and no exception, where there is none. */
-struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment,
-                             struct ah_harbour **harbour);
+/* What moves the data of a group (NULL or None: the default one), where it can be called now, as a new reference; the
+ * same as `segment` if it is one. The group comes in `found`. NULL, and no exception, where there is none. */
+struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment);
 
 /* Put the place of the call into `text`; -1 with an exception set. */
 int ah_place(struct ah_way *way, char *text, size_t size);
