@@ -74,6 +74,7 @@ int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, u
     ah_note_set(note, AH_NOTE_RUNNING);
     call->note = note;
     call->number = note->number;
+    call->began_ns = note->started_ns;
     return DONE;
 }
 
@@ -89,7 +90,8 @@ int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int
     if (code == AH_OK)
         return DONE;
     if (code != AH_INTERRUPTED) {
-        raised = PyObject_CallMethod(call->group, "failed", "iIssi", code, (unsigned int)culprit, call->name, site, peer);
+        raised = PyObject_CallMethod(call->group, "failed", "iI(ssd)i", code, (unsigned int)culprit, call->name, site,
+                                     (double)call->began_ns / 1e9, peer);
         Py_XDECREF(raised);
         if (raised)
             PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");

@@ -19,6 +19,7 @@ struct ah_quick_call {
     const char *name; /* a whole field of a note */
     struct ah_note *note;
     uint64_t number;
+    int64_t began_ns;
     int whole;
     long answer; /* the rank that a message came from */
     struct ah_part out[AH_MOST_RANKS], in[AH_MOST_RANKS];

@@ -286,9 +286,13 @@ class HostGroup(_Base):  # type: ignore[misc]
             self.board.end(number, well)
             self.session.leave(before)
 
-    def failed(self, code: int, culprit: int, name: str, site: str, peer: int) -> None:
-        """Raise what became of a call on the short way; the core calls this. A ``peer`` of -1 is everyone."""
-        before = self.session.enter(name, site)
+    def failed(self, code: int, culprit: int, call: tuple[str, str, float], peer: int) -> None:
+        """Raise what became of a call on the short way: its name, its place and its beginning. The core calls this.
+
+        A ``peer`` of -1 is everyone.
+        """
+        before = self.session.enter(*call)
+        name, site, _ = call
         peers = None if peer < 0 else [self.ranks[peer]]
         try:
             raise mismatch.explain(self, shm.Trouble(shm.CODES[code], culprit), name, site, peers)

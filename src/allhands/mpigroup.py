@@ -23,10 +23,11 @@ class MpiGroup(WideGroup):
     engine_name = "mpi"
     _core: Mpi  # type: ignore[assignment]  # it has the methods of a Segment
 
-    def failed(self, code: int, culprit: int, name: str, site: str, peer: int) -> None:
+    def failed(self, code: int, culprit: int, call: tuple[str, str, float], peer: int) -> None:
         """Raise what became of a call on the short way; the core calls this."""
         del culprit, peer
-        before = self.session.enter(name, site)
+        before = self.session.enter(*call)
+        name, site, _ = call
         self._core.site = site
         try:
             self._told(name, "", functools.partial(self._core.judge, code))

@@ -366,7 +366,8 @@ class Session:
             who=who,
             why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:16]]) or first,
             fix=f"see what keeps {ranks(status.rank for status in elsewhere) if elsewhere else 'a rank'} from "
-            f"coming to {site} in time, or give the call a longer timeout (timeout= of init_process_group or new_group)",
+            f"coming to {site} in time, or give the call a longer timeout (timeout= of init_process_group or "
+            "new_group)",
             ranks=tuple(status.rank for status in elsewhere),
             hosts=tuple(dict.fromkeys(status.host for status in elsewhere)),
             certain=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ranks import harness
@@ -300,6 +302,7 @@ else:
         assert result["found"]["slug"] == "collective-timeout"
         assert result["found"]["ranks"] == [1]
         assert "script.py" in result["found"]["text"]
+        assert re.search(r"^all_reduce did not finish within [2-9]", result["found"]["text"])
         # One of the words that torch's own tests of a backend look for.
         assert " timeout " in result["found"]["text"]
 

@@ -124,7 +124,7 @@ def _run(name: str, env: dict[str, str]) -> list[harness.Result]:
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "send"])
 def test_tensors_above_four_gibibytes_over_mpi(name: str) -> None:
-    """Every byte is right, in messages that MPI can count, and no rank takes more than a block of them beside its own."""
+    """Every byte is right, in messages that MPI can count, and no rank takes more than a block beside its own."""
     mpirun.require("openmpi")
     for result in _run(name, {"ALLHANDS_ENGINE": "mpi", "MPI4PY_MPIABI": "openmpi"}):
         assert result["rss"] < SMALL

@@ -195,7 +195,7 @@ DURING = [
         certain=False,
         body=calls("dist.all_reduce(x)", "time.sleep(8); dist.all_reduce(x)"),
         fix=Fix(
-            r"^see what keeps rank 1 from coming to script.py:\d+ in time, or give the call a longer timeout \(timeout= of",
+            r"^see what keeps rank 1 from coming to script.py:\d+ in time, or give the call a longer timeout \(",
             lambda _, __: Change({"TIMEOUT": "20"}),
         ),
     ),
