@@ -34,8 +34,8 @@ LONG = (
     "test_killed.py::test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline[gather]",
     "test_examples.py::test_demo_with_a_rank_that_is_killed[0]",
     "test_examples.py::test_demo_with_a_rank_that_raises[0]",
-    "test_rollcall.py::test_something_else_has_the_port[tcpstore-3]",
-    "test_rollcall.py::test_something_else_has_the_port[silent-3]",
+    "test_rollcall_places.py::test_something_else_has_the_port[tcpstore-3]",
+    "test_rollcall_places.py::test_something_else_has_the_port[silent-3]",
     "test_bootstrap.py::test_under_torchrun[static]",
     "test_lifecycle.py::test_an_exception_in_a_child_of_multiprocessing_reaches_peers[torch]",
 )
