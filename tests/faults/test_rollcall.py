@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from faults.rollcalls import AT_ONCE_S, GRACE_S, PLACES, SCRIPT, TIMEOUT_S, alone, place
+from faults.rollcalls import AT_ONCE_S, GRACE_S, PATIENT_S, PLACES, SCRIPT, TIMEOUT_S, alone, place
 from ranks.harness import Result, free_port, launch
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -124,8 +124,8 @@ def provoke(case: Case, where: Mapping[str, str]) -> list[Result]:
     count = len(case.first)
     special = {
         number: {
-            "FIRST": json.dumps({"timeout": TIMEOUT_S, **where, **case.first[number]}),
-            "THEN": json.dumps({"backend": "gloo", "rank": number, "world_size": count, "timeout": 15, **where}),
+            "FIRST": json.dumps({"timeout": PATIENT_S if case.at_once else TIMEOUT_S, **where, **case.first[number]}),
+            "THEN": json.dumps({"backend": "gloo", "rank": number, "world_size": count, "timeout": PATIENT_S, **where}),
             "BEFORE": case.before.get(number, ""),
             "BETWEEN": case.between.get(number, ""),
             "ALLHANDS_TOKEN": "right" if case.slug == "not-authorised" else "",
@@ -208,12 +208,12 @@ import allhands as dist, torch
 where, number = "tcp://127.0.0.1:{free_port()}", rank % 2
 if rank == 2:
     gate("formed")
-    say(failed=attempt(dist.init_process_group, "gloo", where, rank=0, world_size=2, timeout=5))
-    say(failed1=attempt(dist.init_process_group, "gloo", where, rank=1, world_size=2, timeout=5))
-    say(failed3=attempt(dist.init_process_group, "gloo", where, rank=1, world_size=3, timeout=5))
+    say(failed=attempt(dist.init_process_group, "gloo", where, rank=0, world_size=2, timeout={PATIENT_S}))
+    say(failed1=attempt(dist.init_process_group, "gloo", where, rank=1, world_size=2, timeout={PATIENT_S}))
+    say(failed3=attempt(dist.init_process_group, "gloo", where, rank=1, world_size=3, timeout={PATIENT_S}))
     gate("refused")
 else:
-    dist.init_process_group("gloo", where, rank=rank, world_size=2, timeout=15)
+    dist.init_process_group("gloo", where, rank=rank, world_size=2, timeout={PATIENT_S})
     gate("formed")
     gate("refused")
     x = torch.ones(1)
