@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 
 import hypothesis
@@ -50,8 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """See orphans of killed processes too."""
+    """See orphans of killed processes too, and let every process that a test starts hear Ctrl-C and SIGHUP.
+
+    What a shell runs in the background ignores the one, what `nohup` runs the other; and so would all that it starts.
+    """
     leaks.adopt_orphans()
+    if threading.current_thread() is threading.main_thread():
+        for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, usual)
 
 
 @pytest.fixture(autouse=True)

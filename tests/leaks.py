@@ -96,7 +96,7 @@ def segments() -> frozenset[str]:
 def _others(name: str) -> bool:
     """Tell whether ``name`` has the pid of a running process in it that is not below this one."""
     found = OWNED.match(name)
-    if found is None or not alive(int(found[1])):
+    if found is None or int(found[1]) == os.getpid() or not alive(int(found[1])):
         return False
     try:
         return os.getpid() not in {each.pid for each in psutil.Process(int(found[1])).parents()}
