@@ -391,6 +391,8 @@ class Nursery:
         found: list[dict[str, Any]] = []
         while True:
             ready, _, _ = select.select([self.process.stdout], [], [], 60.0 if block and not found else 0.0)
+            if not ready and block and not found:
+                raise RuntimeError("the nursery has not answered for a minute")
             if not ready:
                 return found
             data = os.read(self.process.stdout.fileno(), 65536)
