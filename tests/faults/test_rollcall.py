@@ -49,6 +49,13 @@ real = lifecycle.Claim
 lifecycle.Claim = lambda **kw: real(**{**kw, "device": "cuda:0"})
 """
 
+# A rank with trouble of its own gives rank 0 two seconds to open the roll call and hear of it; a machine that does much
+# else may take longer to start a coordinator.
+PATIENCE = f"""
+from allhands.control import roll
+roll._TROUBLE_S = {PATIENT_S}
+"""
+
 FEW_DESCRIPTORS = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -126,7 +133,7 @@ def provoke(case: Case, where: Mapping[str, str]) -> list[Result]:
         number: {
             "FIRST": json.dumps({"timeout": PATIENT_S if case.at_once else TIMEOUT_S, **where, **case.first[number]}),
             "THEN": json.dumps({"backend": "gloo", "rank": number, "world_size": count, "timeout": PATIENT_S, **where}),
-            "BEFORE": case.before.get(number, ""),
+            "BEFORE": PATIENCE + case.before.get(number, ""),
             "BETWEEN": case.between.get(number, ""),
             "ALLHANDS_TOKEN": "right" if case.slug == "not-authorised" else "",
         }

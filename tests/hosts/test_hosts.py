@@ -41,6 +41,8 @@ from allhands import session
 FORM = (
     ENTER
     + """
+from allhands.control import roll
+roll._TROUBLE_S = 20.0  # how long a rank with trouble of its own waits for a coordinator to tell it to
 if str(rank) in os.environ.get("ONLY", "01"):
     method, timeout = os.environ.get("METHOD"), float(os.environ["TIMEOUT"])
     say(outcome=attempt(dist.init_process_group, "gloo", method, timeout, size, rank))
