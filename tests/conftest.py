@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 
 import hypothesis
@@ -34,8 +36,8 @@ LONG = (
     "test_killed.py::test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline[gather]",
     "test_examples.py::test_demo_with_a_rank_that_is_killed[0]",
     "test_examples.py::test_demo_with_a_rank_that_raises[0]",
-    "test_rollcall.py::test_something_else_has_the_port[tcpstore-3]",
-    "test_rollcall.py::test_something_else_has_the_port[silent-3]",
+    "test_rollcall_places.py::test_something_else_has_the_port[tcpstore-3]",
+    "test_rollcall_places.py::test_something_else_has_the_port[silent-3]",
     "test_bootstrap.py::test_under_torchrun[static]",
     "test_lifecycle.py::test_an_exception_in_a_child_of_multiprocessing_reaches_peers[torch]",
 )
@@ -50,8 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """See orphans of killed processes too."""
+    """See orphans of killed processes too, and let every process that a test starts hear Ctrl-C and SIGHUP.
+
+    What a shell runs in the background ignores the one, what `nohup` runs the other; and so would all that it starts.
+    """
     leaks.adopt_orphans()
+    if threading.current_thread() is threading.main_thread():
+        for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, usual)
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,9 @@ __all__ = ["Snapshot", "adopt_orphans", "alive", "children", "end", "left_behind
 
 # <linux/prctl.h>; the standard library does not name it.
 PR_SET_CHILD_SUBREAPER = 36
-# How long a process may take to vanish after its test: enough for an exit handler, too short to hide a hang.
-PATIENCE_S = 2.0
+# How long a process may take to vanish after its test: enough for an exit handler on a machine that does much else,
+# too short to hide a hang. As long as the harness gives to what its ranks started.
+PATIENCE_S = 5.0
 # The state column of /proc/net/tcp for LISTEN.
 LISTEN = "0A"
 # A file in /dev/shm that says whose it is: what it is for, and the pid of who made it.
@@ -96,7 +97,7 @@ def segments() -> frozenset[str]:
 def _others(name: str) -> bool:
     """Tell whether ``name`` has the pid of a running process in it that is not below this one."""
     found = OWNED.match(name)
-    if found is None or not alive(int(found[1])):
+    if found is None or int(found[1]) == os.getpid() or not alive(int(found[1])):
         return False
     try:
         return os.getpid() not in {each.pid for each in psutil.Process(int(found[1])).parents()}

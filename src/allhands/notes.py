@@ -7,6 +7,7 @@ what ``allhands.board()`` is.) Imports nothing that is slow: the launcher makes 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import mmap
@@ -169,7 +170,8 @@ def board(pid: int | None = None) -> Board:
 def read(pid: int) -> Board:
     """Return what the process ``pid`` has on its board, without its help: it may hang or be stopped."""
     for entry in _find(pid):
-        return _parse_at(pid, entry)
+        with contextlib.suppress(FileNotFoundError):  # Closed meanwhile: it has ended.
+            return _parse_at(pid, entry)
     raise LookupError(f"process {pid} has no board: it uses no allhands group")
 
 
@@ -211,6 +213,11 @@ def _find(pid: int) -> list[str]:
                 except FileNotFoundError:
                     continue  # Closed meanwhile.
     except FileNotFoundError:
+        raise LookupError(f"there is no process {pid}") from None
+    except PermissionError:
+        # Another user's; or it ended meanwhile, of which the kernel says the same.
+        if os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
+            raise
         raise LookupError(f"there is no process {pid}") from None
     return found
 

@@ -13,8 +13,9 @@ from ranks.harness import launch, running
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# How soon survivors must know. The promise is one second.
-SOON_S = 1.0
+# How soon survivors must know. The promise is a second, and it takes some 50 ms; wider, because others use the machine
+# too. Far below the 20 s that a call waits where nobody tells it anything.
+SOON_S = 5.0
 
 INIT = """
 import allhands as dist
@@ -161,7 +162,8 @@ def test_destroy_waits_a_bounded_time_and_names_who_was_busy() -> None:
         INIT
         + """
 def compute():
-    time.sleep(2.5)
+    while not os.path.exists(left): time.sleep(0.05)
+left = os.environ["GATES"] + "/left.0"
 dist.all_reduce(x)
 if rank == 0:
     time.sleep(0.3)
@@ -171,17 +173,18 @@ if rank == 1:
 started = time.monotonic()
 dist.destroy_process_group()
 say(seconds=time.monotonic() - started)
+gate("left", 1)
 """,
         2,
         {"ALLHANDS_DESTROY_TIMEOUT": "1"},
     )
-    assert 0.9 < results[0]["seconds"] < 3.5
+    assert 0.9 < results[0]["seconds"] < 1 + SOON_S
     assert "rank 0 left the process group after 1 s although others were still busy" in results[0].stderr
     assert "rank 1" in results[0].stderr
     assert "at script.py:9 in compute" in results[0].stderr
     assert results[1]["blocked"]["ranks"] == [0]
     assert results[1]["blocked"]["slug"] in {"peer-lost", "coordinator-lost"}
-    assert results[1]["seconds"] < 3.0
+    assert results[1]["seconds"] < SOON_S
     assert results[1].complaints == ""
     assert [result.returncode for result in results] == [0, 0]
 
@@ -206,7 +209,7 @@ except dist.PeerLost:
         job.signal(1, signal.SIGKILL)
         result = job.results()[0]
     assert result["destroy"]["kind"] == ""
-    assert result["destroy"]["seconds"] < 1.5
+    assert result["destroy"]["seconds"] < SOON_S
     assert (result.returncode, result.complaints) == (0, "")
 
 
@@ -229,7 +232,7 @@ signal.signal(signal.SIGTERM, handler)
 def test_a_signal_in_a_collective_ends_it_promptly(number: signal.Signals) -> None:
     """A handler that destroys and exits runs although the rank waits inside a collective; its peer ends too."""
     script = (
-        HANDLER.replace("timeout=20", "timeout=4")
+        HANDLER
         + """
 signal.signal(signal.SIGINT, handler)
 gate("formed")
@@ -244,15 +247,15 @@ dist.destroy_process_group()
         sent = job.signal(1, number)
         results = job.results()
     assert results[1].returncode == 7
-    assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < 2 * SOON_S
+    assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < SOON_S
     assert results[0]["blocked"]["ranks"] == [1]
-    assert results[0]["blocked"]["over"] - sent < 2 * SOON_S
+    assert results[0]["blocked"]["over"] - sent < SOON_S
 
 
 def test_sigterm_in_a_collective_still_ends_in_good_order() -> None:
     """Whenever the handler gets to run, destroy and exit inside it work; nothing is left, and the peer is not hung."""
     script = (
-        HANDLER.replace("timeout=20", "timeout=2")
+        HANDLER.replace("timeout=20", "timeout=6")
         + """
 gate("formed")
 say(ready=True)
@@ -260,12 +263,13 @@ say(blocked=attempt(dist.recv, x, src=1 - rank))
 dist.destroy_process_group()
 """
     )
-    with running(script, 2) as job:
+    # The peer's call may last its 6 s, and destroy waits for it.
+    with running(script, 2, {"ALLHANDS_DESTROY_TIMEOUT": "20"}) as job:
         job.wait_for("ready")
         sent = job.signal(0, signal.SIGTERM)
         results = job.results()
     assert (results[0].returncode, results[0].complaints) == (7, "")
-    assert results[1]["blocked"]["over"] - sent < 5.0
+    assert results[1]["blocked"]["over"] - sent < 6 + SOON_S
     assert (results[1].returncode, results[1].complaints) == (0, "")
 
 
@@ -299,10 +303,10 @@ dist.destroy_process_group()
     assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < SOON_S
     assert not any("returned" in line for line in results[1].lines)
     # Where it waited its time for rank 0, it says what for; nothing else may stand there.
-    assert [line for line in results[1].stderr.splitlines() if "although others were still busy" not in line] == []
+    assert [line for line in results[1].complaints.splitlines() if "although others were still busy" not in line] == []
     found = results[0]["blocked"]
     assert (found["slug"], found["ranks"]) == ("peer-lost", [1])
-    assert found["over"] - sent < 3.0
+    assert found["over"] - sent < SOON_S
     assert (results[0].returncode, results[0].complaints) == (0, "")
 
 
@@ -313,14 +317,17 @@ def test_ctrl_c_reaches_all_and_leaves_nothing() -> None:
         + """
 gate("formed")
 say(ready=True)
-time.sleep(60)
+while True:
+    time.sleep(0.05)  # A signal that a process gets while it is stopped may come to any thread, and wakes only that.
 """
     )
     with running(script, 2) as job:
         job.wait_for("ready")
         time.sleep(0.2)
-        for entry in job.ranks:
-            os.killpg(entry.pid, signal.SIGINT)
+        # To both at once: one that hears of the other's end before its own signal comes would name that as the cause.
+        for each in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):
+            for entry in job.ranks:
+                os.killpg(entry.pid, each)
         results = job.results()
     for result in results:
         assert result.returncode in {-signal.SIGINT, 1}
@@ -413,7 +420,7 @@ if {how!r} == "kill":
         time.sleep(0.01)
     assert not leaks.alive(pid)
     assert result.returncode == (-signal.SIGKILL if how == "kill" else 0)
-    assert result.stderr == ""
+    assert result.complaints == ""
     if how == "thread":
         assert result["x"] == 1.0
 

@@ -211,3 +211,41 @@ def test_a_root_that_is_killed_after_it_left_its_data_is_named() -> None:
         assert result["found"]["slug"] == "peer-lost", result["found"]
         assert result["found"]["ranks"] == [1]
         assert result["found"]["seconds"] < MOST_S
+
+
+# A rank that is killed while the group's memory is handed out: as it says who it is, or with the memory in its hands.
+# The others go on only once it is gone.
+HANDING = {
+    "greets": "handing._Greeting = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+    "has it": "shm._pidfds = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+}
+HANDED = """
+import os, signal, time
+import allhands as dist
+from allhands.engines import handing, shm
+
+real = shm._pidfds
+def late(handover, number):
+    while os.path.exists(f"/proc/{{handover.pids[1]}}"):
+        time.sleep(0.01)
+    return real(handover, number)
+
+if rank == 1:
+    {dies}
+else:
+    shm._pidfds = late
+def meet():
+    dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
+    dist.barrier()
+say(found=attempt(meet))
+"""
+
+
+@pytest.mark.parametrize("moment", HANDING)
+def test_a_rank_that_is_killed_while_memory_is_handed_out_is_named(moment: str) -> None:
+    """Whoever notices that it is gone, before or after the coordinator tells, says peer-lost and blames that rank."""
+    results = harness.launch(HANDED.format(dies=HANDING[moment]), 3)
+    assert results[1].returncode == -signal.SIGKILL
+    for result in (results[0], results[2]):
+        assert result["found"]["slug"] == "peer-lost", result["found"]
+        assert result["found"]["ranks"] == [1]

@@ -14,8 +14,9 @@ from ranks.harness import Result, launch, running
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# How soon survivors must know. The promise is one second.
-SOON_S = 1.0
+# How soon survivors must know. The promise is a second, and it takes some 50 ms; wider, because others use the machine
+# too. Far below the 20 s that a call waits where nobody tells it anything.
+SOON_S = 5.0
 
 INIT = """
 import allhands as dist
@@ -91,7 +92,7 @@ else:
     assert [results[number].returncode for number in (0, 2)] == [0, 0]
     # torch itself writes a line about a monitored barrier; nothing else may stand there.
     noise = [
-        line for number in (0, 2) for line in results[number].stderr.splitlines() if "monitoredBarrier" not in line
+        line for number in (0, 2) for line in results[number].complaints.splitlines() if "monitoredBarrier" not in line
     ]
     assert noise == []
 
@@ -338,18 +339,16 @@ dist.destroy_process_group()
 def test_a_stopped_rank_is_silent_not_dead() -> None:
     """SIGSTOP shows as peer-silent at the timeout, never as peer-lost, with the same words on all; it may go on."""
     script = """
-import allhands as dist, torch, time
-dist.init_process_group("gloo", rank=rank, world_size=size, timeout=1.5)
+import allhands as dist, datetime, os, signal, torch
+dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
+dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1.5))
 gate("formed")
-say(ready=True)
 if rank == 1:
-    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGSTOP)  # before its call, however late it comes to it
 say(blocked=attempt(dist.all_reduce, torch.ones(3)))
 dist.destroy_process_group()
 """
     with running(script, 3) as job:
-        job.wait_for("ready")
-        job.signal(1, signal.SIGSTOP)
         job.wait_for("blocked", [0, 2])
         job.signal(1, signal.SIGCONT)
         results = job.results()
@@ -357,7 +356,7 @@ dist.destroy_process_group()
         assert (found["kind"], found["slug"], found["ranks"]) == ("PeerSilent", "peer-silent", [1])
         assert not found["certain"]
         assert "gone" not in found["text"]
-        assert 1.0 < found["seconds"] < 5.0
+        assert 1.0 < found["seconds"] < 1.5 + SOON_S
     assert len({found["text"] for found in failures(results, 0, 1, 2)}) == 1
     assert [result.returncode for result in results] == [0, 0, 0]
 
@@ -366,12 +365,12 @@ def test_a_late_rank_is_named_with_what_it_does() -> None:
     """A collective that times out names who did not come and the line it was at, alike on all ranks."""
     results = launch(
         """
-import allhands as dist, torch, time
+import allhands as dist, datetime, torch, time
 def elsewhere():
     while not dist.session.current().member.verdict:
         time.sleep(0.05)
-dist.init_process_group("gloo", rank=rank, world_size=size, timeout=1.5)
-gate("formed")
+dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
+dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1.5)) or gate("formed")
 if rank == 1:
     elsewhere()
 say(blocked=attempt(lambda: dist.all_reduce(torch.ones(3))))

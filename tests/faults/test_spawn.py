@@ -148,9 +148,13 @@ def sleep(rank, how):
         forked = os.fork()
         if forked == 0:
             time.sleep(1000)
-    print(json.dumps({"pids": [os.getpid(), below, *([forked] if how != "spawn" else [])]}), flush=True)
+    # One write, which the other rank's does not get into.
+    sys.stdout.write(json.dumps({"pids": [os.getpid(), below, *([forked] if how != "spawn" else [])]}) + "\\n")
+    sys.stdout.flush()
+    open(f"said{rank}", "w").close()
     if how == "killed" and rank == 0:
-        time.sleep(0.2)
+        while not os.path.exists("said1"):
+            time.sleep(0.01)
         os.kill(os.getpid(), 9)
     if how not in ("leaves", "killed"):
         time.sleep(1000)
@@ -210,7 +214,7 @@ def test_what_the_ranks_leave_is_ended(how: str, code: int) -> None:
     with program(SLEEPERS, how) as running:
         pids = [pid for pids in running.wait_for("pids", 2) for pid in pids]
         assert running.end() == code, running.err
-        assert gone(pids, 0.5)
+        assert gone(pids, 5)
         assert "left behind: pid" in running.err
 
 

@@ -321,11 +321,13 @@ def test_signals_end_everything(number: signal.Signals) -> None:
 
 def test_a_second_ctrl_c_kills() -> None:
     """Workers that ignore the first Ctrl-C are killed at the second, without waiting for --grace."""
-    source = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready')\ntime.sleep(100)"
+    source = (
+        "import signal, time\nsignal.signal(signal.SIGINT, lambda *_: print('deaf'))\nprint('ready')\ntime.sleep(100)"
+    )
     with running(source, "--grace", "60") as job:
         job.wait_for("ready", 2)
         job.send(signal.SIGINT)
-        time.sleep(0.3)
+        job.wait_for("deaf", 2)
         job.send(signal.SIGINT)
         ran = job.result()
     assert ran.code == 130

@@ -74,8 +74,11 @@ class Typed:
 
     def _wait(self, come: Callable[[], bool], what: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
-        while not come():
-            assert self.process.poll() is None, f"ended before it could {what}:\n{self.said}"
+        while True:
+            ended = self.process.poll() is not None  # Before the look: what it did last counts.
+            if come():
+                return
+            assert not ended, f"ended before it could {what}:\n{self.said}"
             assert time.monotonic() < end, f"did not {what}:\n{self.said}"
             time.sleep(0.05)
 

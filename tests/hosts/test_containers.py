@@ -64,4 +64,4 @@ def test_containers_that_share_a_network_share_memory() -> None:
     assert survivor.returncode == 0, survivor.stderr
     assert survivor["failed"]["slug"] == "peer-lost"
     assert "rank 1 (pod-1, pid 1)" in survivor["failed"]["text"]
-    assert survivor["seconds"] < 3
+    assert survivor["seconds"] < 10  # far below the timeout

@@ -18,9 +18,13 @@ pytestmark = pytest.mark.hosts
 
 PORT = 29500
 
-# A certain cause is told at once; everything else within the deadline and a second.
-AT_ONCE_S = 3.0
-GRACE_S = 1.0
+# A certain cause is told at once; everything else within the deadline and a second. Wider, because others use the
+# machine too, and far below the deadline where that is not to be waited for.
+AT_ONCE_S = 5.0
+GRACE_S = 3.0
+
+# How long ranks wait where the cause shows only by waiting: those that come must have come by then.
+WITHIN_S = 5
 
 # A host whose cable was pulled is given up by the kernel after about 8 s; twice that is a deadline, not a figure.
 CABLE_S = 16.0
@@ -37,6 +41,8 @@ from allhands import session
 FORM = (
     ENTER
     + """
+from allhands.control import roll
+roll._TROUBLE_S = 20.0  # how long a rank with trouble of its own waits for a coordinator to tell it to
 if str(rank) in os.environ.get("ONLY", "01"):
     method, timeout = os.environ.get("METHOD"), float(os.environ["TIMEOUT"])
     say(outcome=attempt(dist.init_process_group, "gloo", method, timeout, size, rank))
@@ -128,7 +134,7 @@ def test_a_dropped_port_is_filtered(network: Making) -> None:
         made.hosts[0].firewall(f"tcp dport {PORT} drop")
     else:
         made.hosts[1].lose(made.hosts[0])
-    first, second = form(made, [0, 1], 3)
+    first, second = form(made, [0, 1], WITHIN_S)
     assert (first["slug"], first["ranks"]) == ("missing-ranks", [1])
     assert (second["slug"], second["ranks"], second["certain"]) == ("connection-filtered", [0], False)
 
@@ -137,7 +143,7 @@ def test_a_rejected_port_is_refused(network: Making) -> None:
     """A firewall that says no: refused on the rank behind it, missing on rank 0."""
     made = network()
     made.hosts[0].firewall(f"tcp dport {PORT} reject")
-    first, second = form(made, [0, 1], 2)
+    first, second = form(made, [0, 1], WITHIN_S)
     assert (first["slug"], first["ranks"]) == ("missing-ranks", [1])
     assert (second["slug"], second["ranks"]) == ("connection-refused", [0])
 
@@ -155,7 +161,7 @@ def test_localhost_across_hosts_is_loopback(network: Making) -> None:
     made = network()
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     each = made.each([0, 1], {rank: {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in (0, 1)})
-    first, second = outcomes(launch(FORM, 2, {**env, "TIMEOUT": "2"}, each=each), at_most=2 + GRACE_S)
+    first, second = outcomes(launch(FORM, 2, {**env, "TIMEOUT": str(WITHIN_S)}, each=each), at_most=WITHIN_S + GRACE_S)
     assert (second["slug"], second["ranks"]) == ("loopback-advertised", [0])
     assert (first["slug"], first["ranks"]) == ("missing-ranks", [1])
     assert "listens on loopback only" in first["text"]
@@ -174,7 +180,7 @@ def test_a_name_that_is_loopback_at_home(network: Making) -> None:
 def test_rank_0_on_the_wrong_host(network: Making) -> None:
     """Rank 0 that was started where its address is not says so at once; the others find nothing at that address."""
     made = network()
-    first, second = form(made, [1, 0], 2)
+    first, second = form(made, [1, 0], WITHIN_S)
     assert (first["slug"], first["ranks"]) == ("address-not-local", [0])
     assert first["seconds"] < AT_ONCE_S
     assert (second["slug"], second["ranks"]) == ("connection-refused", [0])
@@ -199,7 +205,7 @@ def test_filtered_gloo_ports_end_by_the_deadline(network: Making) -> None:
     made = network()
     for host in made.hosts:
         host.firewall(f"tcp dport {PORT} accept", f"tcp sport {PORT} accept", "meta l4proto tcp drop")
-    for outcome in form(made, [0, 1], 2):
+    for outcome in form(made, [0, 1], WITHIN_S):
         assert outcome["slug"] == "engine-failed"
         assert outcome["hosts"] in ([made.hosts[0].ipv4], [made.hosts[1].ipv4])
 

@@ -98,8 +98,12 @@ def results(jobs: list[Running]) -> list[Ran]:
 def pids(job: Running, number: int) -> list[int]:
     """Wait for ``number`` workers of an agent; return their pids."""
     job.wait_for("here", number)
-    below = [int(pid) for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()]
-    return [pid for pid in below if b"allhands.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):  # One that ended meanwhile is no worker any more.
+            if b"allhands.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 # Jobs that go well -----------------------------------------------------------------------------------------------
@@ -110,7 +114,8 @@ def test_two_agents_train(network: Making) -> None:
     made = network()
     held: list[int] = []
     with agents(made, TRAINS, ranks=(1, 2)) as jobs:
-        while jobs[0].process.poll() is None:
+        deadline = time.monotonic() + 90
+        while jobs[0].process.poll() is None and time.monotonic() < deadline:
             held.append(_connections(made.hosts[0], PORT))
             time.sleep(0.1)
         first, second = results(jobs)
@@ -349,13 +354,17 @@ def test_a_name_that_comes_late(network: Making) -> None:
 # Failures --------------------------------------------------------------------------------------------------------
 
 
-def test_one_verdict(network: Making) -> None:
+def test_one_verdict(network: Making, tmp_path: Path) -> None:
     """A rank of node 1 is killed, started again with all others, and exits with 7: both agents name it and exit so."""
     made = network()
-    fails = """
+    # Rank 3 fails once all have spoken, and the first time once they have been counted.
+    fails = f"""
     first = os.environ['ALLHANDS_RESTART'] == '0'
+    here = {str(tmp_path)!r} + '/here-' + os.environ['ALLHANDS_RESTART'] + '-'
+    open(here + os.environ['RANK'], 'w').close()
     if os.environ['RANK'] == '3':
-        time.sleep(0.5)
+        while not all(os.path.exists(here + name) for name in ('0', '1', '2', *(['counted'] if first else []))):
+            time.sleep(0.01)
         os.kill(os.getpid(), 9) if first else sys.exit(7)
     time.sleep(600)
     """
@@ -363,6 +372,7 @@ def test_one_verdict(network: Making) -> None:
     options = ("--grace", "2", "--max-restarts", "3", "--restart-if", "signal,lost")
     with agents(made, source, *options) as jobs:
         workers = [pid for job in jobs for pid in pids(job, 2)]
+        (tmp_path / "here-0-counted").touch()
         first, second = results(jobs)
     assert (first.code, second.code) == (7, 7), first.err + second.err
     for ran in (first, second):

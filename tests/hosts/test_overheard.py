@@ -14,7 +14,7 @@ from ranks.harness import Result, launch
 pytestmark = pytest.mark.hosts
 
 # A deadline, not a figure: everyone is told about half a second after the calls.
-SOON_S = 5.0
+SOON_S = 10.0
 
 FORM = (
     ENTER
@@ -129,14 +129,14 @@ def calls():
         dist.barrier()
 say(outcome=attempt(calls))
 """,
-        timeout=3,
+        timeout=10,
     )
     for result in results:
         outcome = result["outcome"]
         if result.rank != 2:
             assert (outcome["slug"], outcome["ranks"], outcome["hosts"]) == (slug, [2], ["host-b"]), outcome
             assert words in outcome["text"]
-            assert outcome["seconds"] < 3 + SOON_S
+            assert outcome["seconds"] < 10 + SOON_S
 
 
 def test_a_skipped_call_across_hosts(network: Making) -> None:

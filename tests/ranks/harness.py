@@ -41,7 +41,7 @@ TESTS = Path(__file__).resolve().parents[1]
 PRELUDE = "from ranks.rankside import *\n"
 
 # Every rank of a test ends by itself long before this; a hang is a failure of the test, not of the machine.
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 
 # What a rank started (its coordinator) may outlive it by this much: it first tells the other ranks.
 AFTERLIFE_S = 5.0
@@ -391,6 +391,8 @@ class Nursery:
         found: list[dict[str, Any]] = []
         while True:
             ready, _, _ = select.select([self.process.stdout], [], [], 60.0 if block and not found else 0.0)
+            if not ready and block and not found:
+                raise RuntimeError("the nursery has not answered for a minute")
             if not ready:
                 return found
             data = os.read(self.process.stdout.fileno(), 65536)

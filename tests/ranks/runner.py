@@ -76,11 +76,13 @@ class Running:
     def wait_for(self, text: str, times: int = 1) -> str:
         """Wait until ``text`` is on the screen that often; return the screen."""
         deadline = time.monotonic() + DEADLINE_S
-        while (self.out + self.err).count(text) < times:
-            assert time.monotonic() < deadline, f"{text!r} did not come\n{self.out}\n{self.err}"
-            assert self.process.poll() is None, f"ended before {text!r} came\n{self.out}\n{self.err}"
+        while True:
+            ended = self.process.poll() is not None  # Before the look at the screen: its last words count.
+            if (screen := self.out + self.err).count(text) >= times:
+                return screen
+            assert not ended, f"ended before {text!r} came\n{screen}"
+            assert time.monotonic() < deadline, f"{text!r} did not come\n{screen}"
             time.sleep(0.01)
-        return self.out + self.err
 
     def send(self, number: int) -> None:
         """Send a signal to the agent."""

@@ -40,11 +40,13 @@ class Program:
     def wait_for(self, key: str, times: int = 1) -> list[Any]:
         """Wait until it has said ``key`` that often; return the values."""
         deadline = time.monotonic() + DEADLINE_S
-        while len(found := [said[key] for said in self.said() if key in said]) < times:
+        while True:
+            ended = self.process.poll() is not None  # Before the look at its words: the last ones count.
+            if len(found := [said[key] for said in self.said() if key in said]) >= times:
+                return found
+            assert not ended, f"ended before {key} came: {self.said()}\n{self.err}"
             assert time.monotonic() < deadline, f"{key} did not come: {self.said()}\n{self.err}"
-            assert self.process.poll() is None, f"ended before {key} came: {self.said()}\n{self.err}"
             time.sleep(0.01)
-        return found
 
     def end(self) -> int:
         """Wait for its end; return the exit status."""

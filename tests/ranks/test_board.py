@@ -84,7 +84,7 @@ if rank == 0:
     dist.all_gather_into_tensor(torch.empty(8, 3), torch.ones(4, 3))
 else:
     target = int(dist.distributed_c10d._get_default_store().get("pid").decode())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     states = lambda: [note.state for note in notes.read(target).under_way]
     while time.monotonic() < deadline and states() != ["running", "waiting"]:
         time.sleep(0.01)

@@ -8,6 +8,9 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
+# A deadline, not a figure: half a second of waiting, and what a busy machine adds; far below the group's own timeout.
+AT_ONCE_S = 5.0
+
 FORM = """
 from datetime import timedelta
 import torch
@@ -51,7 +54,7 @@ if rank not in {late}:
         assert "RuntimeError" in found["bases"]
         assert "in monitored_barrier at " in found["text"]
         assert f"rank {late[0]} is at rankside.py" in found["text"]
-        assert found["seconds"] < 1.5
+        assert found["seconds"] < AT_ONCE_S
         if len(late) > len(named):
             assert "1 more" in found["text"]
 
@@ -71,7 +74,7 @@ gate("over")
     for result in (results[0], results[2]):
         assert result["found"]["slug"] == "collective-timeout", result["found"]
         assert result["found"]["ranks"] == [1]
-        assert result["found"]["seconds"] < 2.5
+        assert result["found"]["seconds"] < AT_ONCE_S
 
 
 def test_subgroups_outsiders_and_wrong_timeouts() -> None:

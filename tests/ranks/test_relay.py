@@ -42,7 +42,7 @@ GLOO = {"ALLHANDS_ENGINE": "gloo"}
 BOTH = [pytest.param("shm", id="shm"), pytest.param("gloo", id="gloo")]
 
 # A deadline, not a figure: what is seen at once on an idle machine takes longer on a busy one.
-AT_ONCE_S = 3.0
+AT_ONCE_S = 5.0
 
 
 @pytest.fixture(autouse=True)
@@ -270,15 +270,17 @@ def test_ctrl_c_ends_a_wait_and_tells_the_others() -> None:
     with harness.running(
         FORM
         + """
-import time
+import os, time
 dist.barrier()
 say(ready=True)
 if rank == 2:
-    time.sleep(1.5)
+    while not os.path.exists(f"{os.environ['GATES']}/interrupted.1"):
+        time.sleep(0.01)
 try:
     dist.all_reduce(torch.ones(1000))
 except KeyboardInterrupt:
     say(interrupted=time.time())
+    gate("interrupted", 1)
     raise SystemExit(0)
 except dist.AllhandsError as problem:
     say(slug=problem.slug, ranks=list(problem.ranks), told=time.time())
@@ -289,7 +291,7 @@ except dist.AllhandsError as problem:
         time.sleep(0.3)
         sent = job.signal(1, signal.SIGINT)
         results = job.results()
-    assert results[1]["interrupted"] - sent < 1.0
+    assert results[1]["interrupted"] - sent < AT_ONCE_S
     for result in (results[0], results[2]):
         assert (result["slug"], result["ranks"]) == ("peer-failed", [1])
 

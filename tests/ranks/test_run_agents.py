@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -37,12 +38,14 @@ def agents(stack: ExitStack, source: str, *options: str, nodes: int) -> list[Run
     ]
 
 
-def test_four_agents() -> None:
+def test_four_agents(tmp_path: Path) -> None:
     """Four nodes are one job: every rank has its place, and the one that fails is named on each of them."""
-    source = """
+    source = f"""
     import os, sys, time
     print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["GROUP_RANK"])
-    time.sleep(0.3 if os.environ["RANK"] == "2" else 600)
+    open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").close()
+    while os.environ["RANK"] != "2" or len(os.listdir({str(tmp_path)!r})) < 4:
+        time.sleep(0.01)
     sys.exit(7)
     """
     with ExitStack() as stack:

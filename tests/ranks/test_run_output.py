@@ -81,7 +81,10 @@ def ranks_of(line: str) -> list[int]:
 def test_equal_lines_are_folded() -> None:
     """With --fold a line that all ranks print is shown once, with their ranks; lines of a rank stay in order."""
     source = """
-    import os
+    import os, time
+    open("here" + os.environ["RANK"], "w").close()
+    while not all(os.path.exists(f"here{rank}") for rank in range(4)):
+        time.sleep(0.01)
     print("same")
     print("mine", os.environ["RANK"])
     print("same")

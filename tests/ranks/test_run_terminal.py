@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -48,7 +49,10 @@ def seen(master: int, *texts: bytes) -> bytes:
     """Read from a terminal until all ``texts`` are on it."""
     found = b""
     deadline = time.monotonic() + 60
-    while not all(text in found for text in texts) and time.monotonic() < deadline:
+    while not all(text in found for text in texts):
+        ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
         found += os.read(master, 1000)
     return found
 
@@ -141,7 +145,13 @@ def test_children_of_the_shell_are_not_the_jobs() -> None:
 
 def test_ctrl_z_stops_the_workers_too() -> None:
     """SIGTSTP stops every worker; SIGCONT lets them go on, and the time in between is no hang."""
-    with running("import time\nprint('ready')\ntime.sleep(1)\n", "--hang-timeout", "0.5") as job:
+    source = """
+    import os, time
+    print("ready")
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    """
+    with running(source, "--hang-timeout", "0.5") as job:
         job.wait_for("ready", 2)
         job.send(signal.SIGTSTP)
         deadline = time.monotonic() + 20
@@ -150,7 +160,9 @@ def test_ctrl_z_stops_the_workers_too() -> None:
         while {psutil.Process(pid).status() for pid in (job.process.pid, *workers)} != {"stopped"}:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        time.sleep(1)  # longer than the timeout
         job.send(signal.SIGCONT)
+        (job.folder / "go").touch()
         assert job.result().code == 0
 
 
@@ -160,8 +172,10 @@ def test_a_signal_that_comes_at_once(number: int) -> None:
     with running("import time; time.sleep(600)", "--grace", "2") as job:
         children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
         # The guard, which is a fork of the agent, and a worker.
+        deadline = time.monotonic() + 60
         while len(workers := children.read_text().split()) < 2:
             assert job.process.poll() is None
+            assert time.monotonic() < deadline
         job.send(number)
         ran = job.result()
     assert ran.code == 128 + number, ran.err

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.usefixtures("nursery")
 
 SECRET, OTHER = "open-sesame-7391", "open-barley-1739"
 
-# How soon a certain cause must be known.
-AT_ONCE_S = 1.5
-# The deadline of ranks that wait for one that will never come; they may take a second more.
-TIMEOUT_S = 2.0
+# How soon a certain cause must be known; it takes some 0.2 s, and longer on a machine that does much else.
+AT_ONCE_S = 4.0
+# The deadline of ranks that wait for one that will never come, by which all others have come; and what they may take
+# more.
+TIMEOUT_S, GRACE_S = 6.0, 3.0
 
 INIT = """
 import logging, os, socket, struct, time
@@ -115,7 +116,7 @@ def test_a_rank_without_the_jobs_token_is_not_authorised(tokens: list[str], wher
     assert outcomes[1]["seconds"] < AT_ONCE_S
     assert why in outcomes[1]["text"]
     for other in (0, 2):
-        assert TIMEOUT_S - 0.5 < outcomes[other]["seconds"] < TIMEOUT_S + 1
+        assert TIMEOUT_S - 0.5 < outcomes[other]["seconds"] < TIMEOUT_S + GRACE_S
         assert "rank 1 did not have the job's token" in outcomes[other]["text"]
     silent_about_it(results, SECRET, OTHER)
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 import allhands
 from allhands import session
 from allhands.control.frames import MOST_BYTES
-from ranks.harness import Result, launch, running
+from ranks.harness import Result, free_port, launch, running
 
 # Long enough for a reply on a loaded machine, short enough to be waited out.
 SHORT = timedelta(milliseconds=150)
@@ -28,7 +28,9 @@ SHORT = timedelta(milliseconds=150)
 @pytest.fixture(scope="module")
 def member_store() -> Iterator[Any]:
     """Form a group of one, whose coordinator is a real process, and take its store."""
-    allhands.init_process_group("gloo", rank=0, world_size=1, timeout=timedelta(seconds=20))
+    # At an address of its own: processes with one parent, as those of pytest are, meet where none is given.
+    where = f"tcp://127.0.0.1:{free_port()}"
+    allhands.init_process_group("gloo", where, rank=0, world_size=1, timeout=timedelta(seconds=20))
     found = session.current()
     assert found is not None
     yield found.store
@@ -191,7 +193,7 @@ def test_a_key_that_does_not_come_is_a_store_error(store: Any, call: str, args: 
     started = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="key") as caught:
         getattr(store, call)(args)
-    assert SHORT.total_seconds() <= time.monotonic() - started < 3
+    assert SHORT.total_seconds() <= time.monotonic() - started < 10
     assert isinstance(caught.value, allhands.StoreTimeout)
     assert caught.value.slug == "store-timeout"
 
@@ -416,8 +418,8 @@ say(blocked=attempt(lambda: {call}))
         killed = job.signal(1, signal.SIGKILL)
         blocked = job.results()[0]["blocked"]
     assert (blocked["kind"], blocked["slug"], blocked["ranks"]) == ("PeerLost", "peer-lost", [1])
-    # At once is a second; this is a store's timeout of five minutes otherwise.
-    assert blocked["over"] - killed < 1
+    # At once is a second, and more on a busy machine; this is a store's timeout of five minutes otherwise.
+    assert blocked["over"] - killed < 5
 
 
 @pytest.mark.usefixtures("nursery")

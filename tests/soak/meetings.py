@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import faults.test_rollcall as rollcall
+from faults import rollcalls
 from ranks.certificates import made, tls
 from ranks.harness import Job, running
 from soak.laboratory import INTO_S, Around, Change, Fault, Fix, Site
@@ -32,7 +32,7 @@ def taken(name: str) -> Around:
 
     @contextlib.contextmanager
     def around(site: Site) -> Iterator[Mapping[str, str]]:
-        with rollcall.service(name) as (port, _):
+        with rollcalls.service(name) as (port, _):
             site.port = port
             yield {"METHOD": site.method}
 
@@ -53,7 +53,7 @@ def another_job(site: Site) -> Iterator[Mapping[str, str]]:
     """Run a job of the same library on the port for the length of the block; ours must not notice."""
     stop = site.folder / f"stop-{site.port}"
     ours = site.library == "allhands"
-    with running(rollcall.JOB if ours else LEFT, 2, {"WHERE": site.method, "STOP": str(stop)}) as first:
+    with running(rollcalls.JOB if ours else LEFT, 2, {"WHERE": site.method, "STOP": str(stop)}) as first:
         first.wait_for("formed")
         time.sleep(0.1)  # kernel start times are exact to 10 ms
         yield {}
@@ -107,7 +107,7 @@ TORCH_TLS = "if not ours and rank == {}:\n    os.environ['GLOO_DEVICE_TRANSPORT'
 def met(job: Job, site: Site) -> float:
     """Kill rank 0 when rank 1 has come to it and both wait for rank 2."""
     job.wait_for("ready")
-    rollcall.connected(job.ranks[1].pid, site.port)
+    rollcalls.connected(job.ranks[1].pid, site.port)
     time.sleep(INTO_S)
     return job.signal(0, signal.SIGKILL)
 

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 
-import faults.test_rollcall as rollcall
+from faults import rollcalls
 from ranks.harness import Job
 from soak.laboratory import INTO_S, Change, Fault, Fix, Site
 from soak.remedies import AGAIN, code
@@ -58,7 +58,7 @@ def store_apart(site: Site) -> Iterator[Mapping[str, str]]:
     if site.library == "allhands":
         yield {}
         return
-    with rollcall.service("tcpstore") as (port, pid):
+    with rollcalls.service("tcpstore") as (port, pid):
         yield {"STORE": str(port), "STORE_PID": str(pid)}
 
 

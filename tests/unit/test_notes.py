@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -38,3 +39,27 @@ def test_a_board_that_nobody_wrote() -> None:
         assert notes.parse(1, descriptor).notes == ()
     finally:
         os.close(descriptor)
+
+
+def refuse(*_: object) -> str:
+    """Say what the kernel says of another user's descriptors, and of those of a process that has just ended."""
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize(("there", "problem"), [(True, PermissionError), (False, LookupError)])
+def test_a_process_that_ends_while_its_board_is_looked_for(
+    there: bool, problem: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has ended has no board; only one that is still there is another user's."""
+    monkeypatch.setattr(os, "readlink", refuse)
+    monkeypatch.setattr(os.path, "exists", lambda _: there)
+    with pytest.raises(problem):
+        notes.read(os.getpid())
+    assert notes.owned(os.getpid()) is None
+
+
+def test_a_board_that_is_closed_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that is gone between finding and opening it is no board."""
+    monkeypatch.setattr(notes, "_find", lambda pid: [f"/proc/{pid}/fd/nothing"])
+    with pytest.raises(LookupError):
+        notes.read(os.getpid())

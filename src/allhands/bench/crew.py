@@ -264,8 +264,9 @@ class Crew:
                 process.wait()
         # mpirun's ranks are not our children: those that it left would run on.
         for pid in self._pids.values() if mpi else ():
-            if _ours(pid, str(self._folder)):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended since it was looked at
+                if _ours(pid, str(self._folder)):
+                    os.kill(pid, signal.SIGKILL)
         for connection in self._unread:
             connection.close()
         self._listener.close()
@@ -313,7 +314,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 def _ours(pid: int, folder: str) -> bool:
     """Tell whether ``pid`` is a rank of the crew whose folder this is: numbers are given out again."""
     try:
-        return folder in Path(f"/proc/{pid}/cmdline").read_text()
+        return folder.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

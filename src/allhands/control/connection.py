@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self.came_from = "unknown"
         self._local = local
         self._challenge: Challenge | None = None
-        self._proven = False
+        self._proven = self._disproved = False
         self._greeting = bytearray()
         self._splitter = Splitter(MOST_BEFORE_PROOF)
         self._transport: asyncio.Transport | None = None
@@ -176,6 +176,7 @@ class Connection(asyncio.Protocol):
         elif not self._proven:
             proof = decode_proof(frame).proof
             if not handshake.verify_member(self.opening, self._challenge, proof, self.coordinator.token):
+                self._disproved = True
                 self._refuse(_unproven(self, has_token=bool(self.coordinator.token)))
                 return
             self._proven = True
@@ -225,8 +226,10 @@ class Connection(asyncio.Protocol):
             return
         self.closed = True
         self._unwatch()
-        if self._challenge is not None and not self._proven:
-            # It failed the proof, or went because ours did not convince it: the tokens differ.
+        tokens = self._disproved or self.opening.has_token or bool(self.coordinator.token)
+        if self._challenge is not None and not self._proven and tokens:
+            # It failed the proof, or went because ours did not convince it: the tokens differ. Where nobody has one it
+            # was convinced, and merely ended or ran out of time.
             self.coordinator.turned_away(self)
         self.coordinator.went(self, self._how)
 

@@ -30,6 +30,13 @@ class Holder(NamedTuple):
 
 def holder(port: int) -> Holder | None:
     """Return who listens on TCP ``port`` on this host, or None where nobody does."""
+    found = _look(port)
+    # The system's tables are read one after the other while others change them: a socket that was opened in between
+    # has no process yet, and a line may be passed over. Whoever asks knows that the port is taken.
+    return found if found is not None and found.pid else _look(port) or found
+
+
+def _look(port: int) -> Holder | None:
     import psutil  # only on the error path: it costs 10 ms of start-up
 
     for entry in psutil.net_connections(kind="tcp"):

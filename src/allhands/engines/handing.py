@@ -143,12 +143,15 @@ class Handing:
                         guest.close()
                         continue
                     guest.settimeout(max(0.01, deadline - time.monotonic()))
-                    greeting = msgspec.msgpack.decode(guest.recv(256), type=_Greeting)
+                    greeting = _greeting(guest)
+                    if greeting is None:
+                        continue  # The coordinator tells of its end, if it was one of us.
                     guests[greeting.rank] = guest
                     pids[greeting.rank] = pid if greeting.namespace == own else 0
                 handover = Handover(size, nonce, pids, own)
                 for guest in guests.values():
-                    socket.send_fds(guest, [msgspec.msgpack.encode(handover)], [descriptor])
+                    with contextlib.suppress(ConnectionError):  # It has ended: nothing that the others wait for here.
+                        socket.send_fds(guest, [msgspec.msgpack.encode(handover)], [descriptor])
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -191,6 +194,18 @@ class Handing:
         if not descriptors:
             raise ConnectionError("the memory of the group was lost on its way")
         return descriptors[0], msgspec.msgpack.decode(body, type=Handover)
+
+
+def _greeting(guest: socket.socket) -> _Greeting | None:
+    """Return what ``guest`` says of itself; None, and its connection is closed, where it ended before it did."""
+    try:
+        return msgspec.msgpack.decode(guest.recv(256), type=_Greeting)
+    except (ConnectionError, msgspec.DecodeError):
+        guest.close()
+        return None
+    except BaseException:
+        guest.close()
+        raise
 
 
 def name_socket() -> str:

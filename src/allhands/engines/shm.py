@@ -237,8 +237,8 @@ def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[
     """
     handing = Handing(store, rank, ranks, check)
     descriptor, handover = handing.share("shm", _new_segment, timeout_s)
-    pidfds = _pidfds(handover, rank)
     try:
+        pidfds = _pidfds(handover, rank)
         segment = _core.Segment(descriptor, handover.size, rank, handover.nonce, pidfds)
     finally:
         os.close(descriptor)
@@ -313,9 +313,13 @@ def cores() -> int:
 
 def _pidfds(handover: Handover, rank: int) -> tuple[int, ...]:
     """Return a pidfd for each other rank; -1 where its number means nothing here (another pid namespace)."""
-    if handover.namespace != pid_namespace():
-        return (-1,) * len(handover.pids)
-    return tuple(-1 if number == rank or not pid else os.pidfd_open(pid) for number, pid in enumerate(handover.pids))
+    found = [-1] * len(handover.pids)
+    if handover.namespace == pid_namespace():
+        for number, pid in enumerate(handover.pids):
+            # One that ended since it fetched the memory: the coordinator tells of it.
+            with contextlib.suppress(ProcessLookupError):
+                found[number] = -1 if number == rank or not pid else os.pidfd_open(pid)
+    return tuple(found)
 
 
 def parts(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -45,6 +45,20 @@ def test_a_process_that_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert "another user" in str(found)
 
 
+@pytest.mark.parametrize("first", ["nothing", "no process"])
+def test_a_socket_that_was_opened_while_we_looked(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that do not fit each other, because they were read one after the other, are read once more."""
+    place = SimpleNamespace(ip="", port=4021)
+    looks = [
+        [] if first == "nothing" else [SimpleNamespace(status=psutil.CONN_LISTEN, laddr=place, pid=None)],
+        [SimpleNamespace(status=psutil.CONN_LISTEN, laddr=place, pid=os.getpid())],
+    ]
+    monkeypatch.setattr(psutil, "net_connections", lambda **_: looks.pop(0))
+    found = holder(4021)
+    assert found is not None
+    assert found.pid == os.getpid()
+
+
 def test_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that is gone before it can be asked for its name is still a holder."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=2**22 + 1)

@@ -418,13 +418,13 @@ def test_an_arrival_costs_the_same_however_many_are_here() -> None:
     """Deciding after each of 5,000 arrivals takes far less than it would if each decision looked at all ranks."""
     size = 5_000
     state = RollCall(OPENED)
-    started = time.perf_counter()
+    started = time.process_time()  # its own: others use the machine too
     for rank in range(size):
         assert isinstance(decide(1.0, state), Waits)
         state.arrive(arrival(rank, size, host=f"node-{rank // 8}"))
     assert isinstance(decide(1.0, state), Completed)
     # Looking at every rank each time is 12.5 million looks: more than ten times this.
-    assert time.perf_counter() - started < 3.0
+    assert time.process_time() - started < 3.0
 
 
 @pytest.mark.parametrize("nameless", [True, False])

@@ -122,7 +122,7 @@ def test_silent_server_costs_no_minute() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         start = time.monotonic()
         assert metadata.ask(f"127.0.0.1:{server.getsockname()[1]}", "instance/", deadline_s=0.05) is None
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
     assert metadata.DEADLINE_S < 1
 
 
@@ -133,7 +133,7 @@ def test_dribbling_server_costs_no_minute() -> None:
     def dribble(server: socket.socket) -> None:
         link, _ = server.accept()
         with link:
-            link.settimeout(1)
+            link.settimeout(10)
             while not done.wait(0.01):
                 try:
                     link.send(b"x")
@@ -145,7 +145,7 @@ def test_dribbling_server_costs_no_minute() -> None:
         thread.start()
         start = time.monotonic()
         assert metadata.ask(f"127.0.0.1:{server.getsockname()[1]}", "instance/", deadline_s=0.1) is None
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         done.set()
         thread.join()
 
