@@ -108,6 +108,23 @@ def test_a_world_of_one(how: str) -> None:
     worked(launch(HEAD + how + USE, 1))
 
 
+def test_worlds_of_one_beside_each_other() -> None:
+    """Programs that one shell started, each a world of its own with no address, do not meet."""
+    results = launch(
+        HEAD
+        + """
+dist.init_process_group("gloo", rank=0, world_size=1, timeout=20)
+gate("formed")
+say(size=dist.get_world_size())
+gate("said")
+dist.destroy_process_group()
+""",
+        2,
+    )
+    for result in results:
+        assert (result["size"], result.returncode) == (1, 0)
+
+
 def test_forming_and_ending_ten_times() -> None:
     """The same processes form and end groups one after another, at an address and at none, also with torch's end."""
     results = launch(

@@ -110,6 +110,9 @@ class _Call:
                 fix="set MASTER_ADDR and MASTER_PORT, or pass init_method='tcp://HOST:PORT'",
                 ranks=(world.rank,),
             )
+        if world.world_size == 1:
+            # Nobody has to find it, and other programs of the same shell may be worlds of one too.
+            return self._start()
         name = local_name(self.settings.job or world.job)
         return self._start(name) if world.rank == 0 else _Target(name, token=self.token)
 
