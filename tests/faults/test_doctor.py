@@ -45,6 +45,7 @@ def typed(*words: str, before: tuple[str, ...] = (), **env: str) -> dict[str, An
         timeout=60,
         env=harness.environment(env),
     )
+    assert done.stdout, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == report["exit_code"], done.stderr
     return report

@@ -195,11 +195,13 @@ if rank == 3:
     time.sleep(1.5)
 works = [dist.broadcast(torch.ones(4), 0, async_op=True) for _ in range(500)]
 [work.wait() for work in works]
-# Two threads in one group, and calls past allhands on some ranks.
-def both():
+# Two threads, and calls past allhands on some ranks. Each has a group: torch counts a Gloo group's calls with no lock,
+# so that two threads in one may get the same number, and wait for ever.
+twins = [inside, [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]]
+def each_in(group):
     for _ in range(20):
-        dist.all_reduce(torch.ones(8), group=inside)
-threads = [threading.Thread(target=both) for _ in range(2)]
+        dist.all_reduce(torch.ones(8), group=group)
+threads = [threading.Thread(target=each_in, args=(group,)) for group in twins]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 for turn in range(30):

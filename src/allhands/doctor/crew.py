@@ -93,7 +93,8 @@ def _outermost(found: list[Rank]) -> list[Rank]:
         pid = rank.seen.parent
         while pid > 1:
             above = by_pid.get(pid)
-            if above is not None and above.number == rank.number:
+            # A rank may also start a job of its own, with other variables.
+            if above is not None and (above.number, above.world_size) == (rank.number, rank.world_size):
                 return True
             seen = look(pid)
             if seen is None:
