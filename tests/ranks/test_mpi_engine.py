@@ -189,6 +189,8 @@ import torch, allhands as dist
 both = attempt(dist.init_process_group, "cpu:mpi,cuda:nccl", None, 20, size, rank)
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 say(both=both, pair=attempt(dist.new_group, [0, 1], backend="mpi"))
+# Whoever went now would be lost to those that still ask.
+gate("told")
 """,
         3,
     )
