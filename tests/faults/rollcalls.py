@@ -35,10 +35,10 @@ __all__ = [
 TIMEOUT_S, PATIENT_S = 6.0, 20.0
 
 # A cause that is certain is told within this, measured around init_process_group. It takes some 0.2 s.
-AT_ONCE_S = 5.0
+AT_ONCE_S = 3.0
 
 # One deadline, honoured: never exceeded by more. What is left to do then takes some 50 ms.
-GRACE_S = 3.0
+GRACE_S = 1.0
 
 SCRIPT = """
 import allhands as dist, json, os, torch

@@ -13,9 +13,8 @@ from ranks.harness import launch, running
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# How soon survivors must know. The promise is a second, and it takes some 50 ms; wider, because others use the machine
-# too. Far below the 20 s that a call waits where nobody tells it anything.
-SOON_S = 5.0
+# How soon survivors must know.
+SOON_S = 1.0
 
 INIT = """
 import allhands as dist
@@ -178,13 +177,13 @@ gate("left", 1)
         2,
         {"ALLHANDS_DESTROY_TIMEOUT": "1"},
     )
-    assert 0.9 < results[0]["seconds"] < 1 + SOON_S
+    assert 0.9 < results[0]["seconds"] < 3.5
     assert "rank 0 left the process group after 1 s although others were still busy" in results[0].stderr
     assert "rank 1" in results[0].stderr
     assert "at script.py:9 in compute" in results[0].stderr
     assert results[1]["blocked"]["ranks"] == [0]
     assert results[1]["blocked"]["slug"] in {"peer-lost", "coordinator-lost"}
-    assert results[1]["seconds"] < SOON_S
+    assert results[1]["seconds"] < 3.0
     assert results[1].complaints == ""
     assert [result.returncode for result in results] == [0, 0]
 
@@ -209,7 +208,7 @@ except dist.PeerLost:
         job.signal(1, signal.SIGKILL)
         result = job.results()[0]
     assert result["destroy"]["kind"] == ""
-    assert result["destroy"]["seconds"] < SOON_S
+    assert result["destroy"]["seconds"] < 1.5
     assert (result.returncode, result.complaints) == (0, "")
 
 
@@ -247,9 +246,9 @@ dist.destroy_process_group()
         sent = job.signal(1, number)
         results = job.results()
     assert results[1].returncode == 7
-    assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < SOON_S
+    assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < 2 * SOON_S
     assert results[0]["blocked"]["ranks"] == [1]
-    assert results[0]["blocked"]["over"] - sent < SOON_S
+    assert results[0]["blocked"]["over"] - sent < 2 * SOON_S
 
 
 def test_sigterm_in_a_collective_still_ends_in_good_order() -> None:
@@ -269,7 +268,7 @@ dist.destroy_process_group()
         sent = job.signal(0, signal.SIGTERM)
         results = job.results()
     assert (results[0].returncode, results[0].complaints) == (7, "")
-    assert results[1]["blocked"]["over"] - sent < 6 + SOON_S
+    assert results[1]["blocked"]["over"] - sent < 6 + 3 * SOON_S
     assert (results[1].returncode, results[1].complaints) == (0, "")
 
 
@@ -306,7 +305,7 @@ dist.destroy_process_group()
     assert [line for line in results[1].complaints.splitlines() if "although others were still busy" not in line] == []
     found = results[0]["blocked"]
     assert (found["slug"], found["ranks"]) == ("peer-lost", [1])
-    assert found["over"] - sent < SOON_S
+    assert found["over"] - sent < 3.0
     assert (results[0].returncode, results[0].complaints) == (0, "")
 
 

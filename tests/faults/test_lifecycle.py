@@ -14,9 +14,8 @@ from ranks.harness import Result, launch, running
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# How soon survivors must know. The promise is a second, and it takes some 50 ms; wider, because others use the machine
-# too. Far below the 20 s that a call waits where nobody tells it anything.
-SOON_S = 5.0
+# How soon survivors must know.
+SOON_S = 1.0
 
 INIT = """
 import allhands as dist
@@ -356,7 +355,7 @@ dist.destroy_process_group()
         assert (found["kind"], found["slug"], found["ranks"]) == ("PeerSilent", "peer-silent", [1])
         assert not found["certain"]
         assert "gone" not in found["text"]
-        assert 1.0 < found["seconds"] < 1.5 + SOON_S
+        assert 1.0 < found["seconds"] < 5.0
     assert len({found["text"] for found in failures(results, 0, 1, 2)}) == 1
     assert [result.returncode for result in results] == [0, 0, 0]
 

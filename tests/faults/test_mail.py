@@ -23,8 +23,6 @@ torch.set_num_threads(1)
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 """
 
-# The promise is a second; wider, because others use the machine too.
-SOON_S = 5.0
 
 # Forming a group may take longer than a test can wait for a message in vain.
 BRIEF = (
@@ -122,7 +120,7 @@ say(found=found, told=time.time())
     for result in (results[0], results[2]):
         assert result["found"]["slug"] == ("peer-failed" if how == "raise" else "peer-lost"), result["found"]
         assert result["found"]["ranks"] == [1]
-        assert result["told"] - fell < SOON_S
+        assert result["told"] - fell < 2.0
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_transfer() -> None:
@@ -150,7 +148,7 @@ say(found=found)
     for result in (results[0], results[2]):
         assert result["found"]["slug"] == "peer-lost", result["found"]
         assert result["found"]["ranks"] == [1]
-        assert result["found"]["over"] - at < SOON_S
+        assert result["found"]["over"] - at < 3.0
 
 
 def test_a_rank_that_does_not_send_is_named_with_what_it_does() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.rollcalls import AT_ONCE_S, GRACE_S, PATIENT_S, PLACES, TIMEOUT_S, alone, connected, place
+from faults.rollcalls import GRACE_S, PATIENT_S, PLACES, TIMEOUT_S, alone, connected, place
 from ranks.harness import Job, free_port, launch, running
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_in_the_roll_call_is_named(victim: int) -> None:
     found = result["failed"]
     if victim == 0:
         assert (found["slug"], found["ranks"]) == ("peer-lost", [0])
-        assert found["over"] - killed < AT_ONCE_S
+        assert found["over"] - killed < 1.0
     else:
         assert (found["slug"], found["ranks"]) == ("missing-ranks", [1, 2])
         assert "came and went away" in found["text"]
@@ -93,7 +93,7 @@ def test_ctrl_c_in_the_roll_call_ends_promptly() -> None:
             for entry in job.ranks:
                 os.killpg(entry.pid, each)
         results = job.results()
-    assert time.monotonic() - sent < AT_ONCE_S
+    assert time.monotonic() - sent < 2.0
     for result in results:
         assert result.returncode in {-signal.SIGINT, 1}
         assert "KeyboardInterrupt" in result.stderr

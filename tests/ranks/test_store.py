@@ -419,7 +419,7 @@ say(blocked=attempt(lambda: {call}))
         blocked = job.results()[0]["blocked"]
     assert (blocked["kind"], blocked["slug"], blocked["ranks"]) == ("PeerLost", "peer-lost", [1])
     # At once is a second, and more on a busy machine; this is a store's timeout of five minutes otherwise.
-    assert blocked["over"] - killed < 5
+    assert blocked["over"] - killed < 1
 
 
 @pytest.mark.usefixtures("nursery")
