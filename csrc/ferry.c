@@ -73,8 +73,18 @@ static int tell(struct ah_ferry *ferry, size_t data_bytes)
     struct ah_sheet *sheet = &ferry->sheets[ferry->rank];
     size_t bytes = data_bytes > 0 ? offsetof(struct ah_sheet, room) + data_bytes
                                   : offsetof(struct ah_record, text) + sheet->record.length;
-    int code = make_room(ferry, &ferry->told, ferry->ranks);
+    int code;
 
+    if (ferry->wall.pins) {
+        ferry->heard = 0;
+        ah_wall_tell(&ferry->wall, ferry->rank, ferry->sequence, sheet, bytes);
+        return AH_OK;
+    }
+    if (ferry->records.count == 0) /* many: all records are gathered when they are compared */
+        return AH_OK;
+    code = said(ferry, ferry->mpi->start(ferry->mpi, &ferry->records));
+    if (code == AH_OK)
+        code = make_room(ferry, &ferry->told, ferry->ranks);
     for (uint32_t turn = 1; code == AH_OK && turn < ferry->ranks; turn++) {
         int peer = (int)((ferry->rank + turn) % ferry->ranks);
 
@@ -93,7 +103,9 @@ int ah_ferry_open(struct ah_ferry *ferry)
         return -1;
     memset(ferry->sheets, 0, ferry->ranks * sizeof *ferry->sheets);
     memset(ferry->mine, 0, sizeof *ferry->mine);
-    return ferry->ranks > 1 && ferry->ranks <= AH_FERRY_FEW && prepare(ferry) != AH_OK ? -1 : 0;
+    if (ferry->wall.pins || ferry->ranks == 1 || ferry->ranks > AH_FERRY_FEW)
+        return 0;
+    return prepare(ferry) == AH_OK ? 0 : -1;
 }
 
 void ah_ferry_close(struct ah_ferry *ferry)
@@ -103,6 +115,7 @@ void ah_ferry_close(struct ah_ferry *ferry)
     ferry->under_way = 1; /* no further call */
     if (ferry->records.count > 0)
         ferry->mpi->release(ferry->mpi, &ferry->records);
+    ah_wall_close(&ferry->wall);
     free(ferry->records.handles);
     free(ferry->told.handles);
     free(ferry->coming.handles);
@@ -118,6 +131,35 @@ void ah_ferry_close(struct ah_ferry *ferry)
 
 /* Waiting ------------------------------------------------------------------------------------------------- */
 
+/* Tell whether everyone's record stands on the wall, and have read those that do. MPI moves data meanwhile; what it says
+ * of that is kept until records are compared, because data that does not fit is what records that differ explain. */
+static int look_at_wall(struct ah_ferry *ferry)
+{
+    struct ah_requests *data = ferry->coming.count > 0 ? &ferry->coming : &ferry->going;
+    int moved;
+
+    while (ferry->heard < ferry->ranks &&
+           (ferry->heard == ferry->rank ||
+            ah_wall_hear(&ferry->wall, ferry->heard, ferry->sequence, &ferry->sheets[ferry->heard])))
+        ferry->heard++;
+    if (ferry->heard == ferry->ranks)
+        return 1;
+    if (data->count > 0 && ferry->error == 0)
+        said(ferry, ferry->mpi->test(ferry->mpi, data, data->count, &moved));
+    else
+        ah_relax();
+    return 0;
+}
+
+/* Tell whether the first `count` are over; without requests, whether all records are there. */
+static int look(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t count, int *over)
+{
+    if (requests)
+        return said(ferry, ferry->mpi->test(ferry->mpi, requests, count, over));
+    *over = look_at_wall(ferry);
+    return AH_OK;
+}
+
 /* Give the core away until the first `count` are over. */
 static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t count)
 {
@@ -128,8 +170,8 @@ static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests,
         int over = 0;
 
         /* Several times: MPI moves a piece each time it is asked. */
-        for (uint32_t look = 0; look < ferry->burst; look++) {
-            if (said(ferry, ferry->mpi->test(ferry->mpi, requests, count, &over)) != AH_OK)
+        for (uint32_t time = 0; time < ferry->burst; time++) {
+            if (look(ferry, requests, count, &over) != AH_OK)
                 return AH_BROKEN;
             if (over)
                 return AH_OK;
@@ -153,12 +195,12 @@ static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests,
 
 static int await(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t count)
 {
-    if (count == 0)
+    if (requests && count == 0)
         return AH_OK;
     for (uint32_t spin = 0; spin <= ferry->spins; spin++) {
         int over = 0;
 
-        if (said(ferry, ferry->mpi->test(ferry->mpi, requests, count, &over)) != AH_OK)
+        if (look(ferry, requests, count, &over) != AH_OK)
             return AH_BROKEN;
         if (over)
             return AH_OK;
@@ -240,7 +282,6 @@ int ah_ferry_broadcast(struct ah_ferry *ferry, void *data, size_t bytes, uint32_
 int ah_ferry_depart(struct ah_ferry *ferry, const struct ah_trip *trip, int64_t timeout_ns)
 {
     struct ah_record *record;
-    int code;
 
     if (ferry->under_way)
         return AH_BROKEN;
@@ -260,10 +301,7 @@ int ah_ferry_depart(struct ah_ferry *ferry, const struct ah_trip *trip, int64_t 
     record->flags = trip->flags;
     if (atomic_load_explicit(&ferry->over, memory_order_acquire))
         return AH_ABORTED;
-    if (ferry->records.count == 0)
-        return AH_OK;
-    code = said(ferry, ferry->mpi->start(ferry->mpi, &ferry->records));
-    return code == AH_OK ? tell(ferry, trip->with) : code;
+    return tell(ferry, trip->with);
 }
 
 /* Comparing ----------------------------------------------------------------------------------------------- */
@@ -273,6 +311,10 @@ static int hear(struct ah_ferry *ferry)
     struct ah_requests gathered = {0};
     int code;
 
+    if (ferry->wall.pins) {
+        code = await(ferry, NULL, 0);
+        return code == AH_TIMEOUT && ferry->error != 0 ? AH_BROKEN : code;
+    }
     if (ferry->ranks <= AH_FERRY_FEW) {
         code = await(ferry, &ferry->records, ferry->records.count);
         if (code == AH_OK)
@@ -348,12 +390,14 @@ int ah_ferry_compare(struct ah_ferry *ferry, const struct ah_trip *trip)
         return code;
     switch (ah_records_compare(ferry->sheets, ferry->ranks, ferry->rank)) {
     case AH_ALIKE:
-        return AH_OK;
+        break;
     case AH_ALIKE_BUT_SIZES:
-        return compare_sizes(ferry, trip);
+        code = compare_sizes(ferry, trip);
+        break;
     default:
-        return AH_MISMATCH;
+        code = AH_MISMATCH;
     }
+    return code == AH_OK && ferry->error != 0 ? AH_BROKEN : code;
 }
 
 int ah_ferry_arrive(struct ah_ferry *ferry, int code)

@@ -8,6 +8,7 @@
 #include "collective.h"
 #include "mpi.h"
 #include "record.h"
+#include "wall.h"
 
 struct ah_ferry {
     struct ah_mpi *mpi;
@@ -21,9 +22,11 @@ struct ah_ferry {
     int error;        /* what MPI said, 0 for nothing */
     atomic_int over;  /* not 0: the group is over */
     int64_t deadline_ns;
+    uint32_t heard;          /* ranks whose record of this call was read from the wall: those below this one */
     struct ah_sheet *sheets; /* everyone's, ours among them */
     struct ah_sheet *mine;   /* ours once more, where MPI's own gathering wants it apart */
     int64_t *tables;         /* for each rank what it gives to and takes from each; NULL unless they were exchanged */
+    struct ah_wall wall;        /* where records are pinned up; else they are messages: */
     struct ah_requests records; /* receives of the records of few ranks, prepared once */
     struct ah_requests told;    /* our own record on its way to each of them */
     struct ah_requests coming;  /* data on its way to this rank */
@@ -46,7 +49,7 @@ struct ah_trip {
     uint32_t flags;
 };
 
-/* Returns 0, or -1 where there is no memory or MPI refuses (`error`). */
+/* Its wall, where it is to have one, is open already. Returns 0, or -1 where there is no memory or MPI refuses (`error`). */
 int ah_ferry_open(struct ah_ferry *ferry);
 
 /* Let go of what MPI has for this group. Frees nothing while something is left in the middle. */
@@ -75,7 +78,7 @@ int ah_ferry_finish(struct ah_ferry *ferry);
 /* End a call. After a bad end what was to come is taken back: nobody waits for it any more. */
 int ah_ferry_arrive(struct ah_ferry *ferry, int code);
 
-/* Up to so many ranks everyone writes to everyone; beyond, MPI's own trees make fewer messages. */
+/* Up to so many ranks without a wall everyone writes to everyone; beyond, MPI's own trees make fewer messages. */
 #define AH_FERRY_FEW 8
 
 #endif

@@ -149,15 +149,16 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     unsigned int rank, ranks, spins, burst;
     unsigned long long comm, byte;
+    int wall;
     PyObject *port, *made;
     struct ah_harbour *self;
     struct ah_ferry *ferry;
     int code;
 
-    if (!PyArg_ParseTuple(args, "OKKIIII:Ferry", &port, &comm, &byte, &rank, &ranks, &spins, &burst))
+    if (!PyArg_ParseTuple(args, "OKKIIIIi:Ferry", &port, &comm, &byte, &rank, &ranks, &spins, &burst, &wall))
         return NULL;
     if (!ah_as_mpi(port) || rank >= ranks || burst == 0) {
-        PyErr_SetString(PyExc_ValueError, "Ferry(port, comm, byte, rank, ranks, spins, burst)");
+        PyErr_SetString(PyExc_ValueError, "Ferry(port, comm, byte, rank, ranks, spins, burst, wall)");
         return NULL;
     }
     made = allocate(type, 0);
@@ -171,6 +172,11 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     ferry->pulse = ah_gate_pulse;
     ferry->context = self;
     self->port = Py_NewRef(port);
+    if (wall >= 0 && ah_wall_open(&ferry->wall, wall, ranks) != 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(made);
+        return NULL;
+    }
     Py_BEGIN_ALLOW_THREADS
     code = ah_ferry_open(ferry);
     Py_END_ALLOW_THREADS
@@ -194,6 +200,7 @@ static void unmake(PyObject *object)
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     ah_gate_close(&self->gate);
+    ah_wall_close(&self->ferry.wall);
     Py_XDECREF(self->port);
     release(object);
     Py_DECREF(type);
@@ -240,7 +247,7 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_methods, METHODS},
-    {Py_tp_doc, "Ferry(port, comm, byte, rank, ranks, spins, burst): one rank's end of a group over MPI."},
+    {Py_tp_doc, "Ferry(port, comm, byte, rank, ranks, spins, burst, wall): one rank's end of a group over MPI."},
     {0, NULL},
 };
 

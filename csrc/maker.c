@@ -9,6 +9,7 @@
 
 #include "reduce.h"
 #include "segment.h"
+#include "wall.h"
 
 PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -18,6 +19,15 @@ PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "In:segment_bytes", &ranks, &slot_bytes))
         return NULL;
     return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes));
+}
+
+PyObject *ah_py_wall_bytes(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int ranks;
+
+    if (!PyArg_ParseTuple(args, "I:wall_bytes", &ranks))
+        return NULL;
+    return PyLong_FromSize_t(ah_wall_bytes(ranks));
 }
 
 PyObject *ah_py_reducible(PyObject *Py_UNUSED(module), PyObject *args)

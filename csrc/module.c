@@ -65,6 +65,9 @@ static PyMethodDef methods[] = {
     {"segment_bytes", ah_py_segment_bytes, METH_VARARGS,
      "segment_bytes($module, ranks, slot_bytes, /)\n--\n\n"
      "Return how large the segment of a group is."},
+    {"wall_bytes", ah_py_wall_bytes, METH_VARARGS,
+     "wall_bytes($module, ranks, /)\n--\n\n"
+     "Return how large the wall of a group over MPI is."},
     {"reducible", ah_py_reducible, METH_VARARGS,
      "reducible($module, dtype, reduction, /)\n--\n\n"
      "Tell whether a reduction is defined on a dtype."},

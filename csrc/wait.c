@@ -24,15 +24,6 @@ int64_t ah_clock_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static _Atomic uint32_t *counter_of(struct ah_member *member, enum ah_counter counter)
 {
     switch (counter) {
@@ -142,7 +133,7 @@ int ah_await_word(struct ah_group *group, uint32_t rank, _Atomic uint32_t *word,
             ah_ring_waiters(group);
             let_go(group);
         }
-        relax();
+        ah_relax();
     }
     if (ah_has_reached(atomic_load_explicit(word, memory_order_acquire), want))
         return AH_OK;

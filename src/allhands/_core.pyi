@@ -36,6 +36,9 @@ def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, /) -> Non
     Raises OSError where there is not enough: found out here, and not by a signal in the middle of a copy.
     """
 
+def wall_bytes(ranks: int, /) -> int:
+    """Return how large the wall of a group over MPI is, where all its ranks are on one host."""
+
 def reducible(dtype: int, reduction: int, /) -> bool:
     """Tell whether a reduction is defined on a dtype."""
 
@@ -100,7 +103,11 @@ class Ferry:
     broken (`problem`). After a bad end no further call is taken.
     """
 
-    def __new__(cls, port: Port, comm: int, byte: int, rank: int, ranks: int, spins: int, burst: int, /) -> Self: ...
+    def __new__(
+        cls, port: Port, comm: int, byte: int, rank: int, ranks: int, spins: int, burst: int, wall: int, /
+    ) -> Self:
+        """``wall`` is the descriptor of `wall_bytes` shared zeros where records are told, -1 where MPI carries them."""
+
     def barrier(self, timeout_ns: int, /) -> int: ...
     def agree(self, kind: int, reduction: int, dtype: int, size: int, root: int, flags: int, timeout_ns: int, /) -> int:
         """A barrier that compares a call which is then done by other means, or refused."""

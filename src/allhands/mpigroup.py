@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from . import session as _session
+from .engines.mpi import wall
 from .engines.mpi.engine import Mpi
 from .engines.mpi.world import join
 from .processgroup import WideGroup
@@ -62,5 +64,14 @@ def form(
         alone=not everyone,
     )
     comm = world.communicator(store, rank, ranks, name, deadline=deadline, check=check)
-    engine = Mpi(world, comm, gloo, rank, ranks)
+    with _wall(store, rank, ranks, session, deadline) as descriptor:
+        engine = Mpi(world, comm, gloo, rank, ranks, descriptor)
     return MpiGroup(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=timeout)
+
+
+def _wall(
+    store: Store, rank: int, ranks: list[int], session: _session.Session, deadline: float
+) -> AbstractContextManager[int]:
+    if not session.one_host or len(ranks) == 1:
+        return nullcontext(-1)
+    return wall.fetch(store, rank, len(ranks), deadline - time.monotonic(), session.member.check)

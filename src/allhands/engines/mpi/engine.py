@@ -53,10 +53,11 @@ class Mpi(Relay):
     stays, no further call is taken, and the group must end.
     """
 
-    def __init__(self, world: World, comm: Any, gloo: Any, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, world: World, comm: Any, gloo: Any, rank: int, ranks: Sequence[int], wall: int) -> None:  # noqa: PLR0917  # all that makes a group
+        """``wall`` is a descriptor from `wall.fetch`, which stays the caller's; -1 where MPI carries the records."""
         handles = (world.handle(comm), world.handle(world.module.BYTE))
         spins = _SPINS if len(os.sched_getaffinity(0)) >= len(ranks) else 0
-        self.gate = self.ferry = _core.Ferry(world.lock, *handles, rank, len(ranks), spins, _BURST)
+        self.gate = self.ferry = _core.Ferry(world.lock, *handles, rank, len(ranks), spins, _BURST, wall)
         super().__init__(gloo, rank, ranks)
         self.world = world
         self.comm = comm
