@@ -88,7 +88,7 @@ static int copy_in(const struct task *task, size_t index)
         return code;
     ah_copy(to, from, own, 0);
     ah_copy(to + next, from + next, bytes - next, 0);
-    ah_post(group, AH_ARRIVED, ticket + 1);
+    ah_post_later(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
 
@@ -116,7 +116,7 @@ static int reduce_own(const struct task *task, size_t index)
         for (uint32_t rank = 0; rank < group->ranks; rank++)
             sources[rank] = (const unsigned char *)sources[rank] + some;
     }
-    ah_post(group, AH_REDUCED, ticket + 1);
+    ah_post_later(group, AH_REDUCED, ticket + 1);
     return AH_OK;
 }
 
@@ -137,7 +137,7 @@ static int copy_out(const struct task *task, size_t index)
             return code;
         ah_copy(to + own, ah_slot(group, rank, ticket) + own, next - own, 0);
     }
-    ah_post(group, AH_TAKEN, ticket + 1);
+    ah_post_later(group, AH_TAKEN, ticket + 1);
     return AH_OK;
 }
 

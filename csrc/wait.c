@@ -54,6 +54,12 @@ void ah_post(struct ah_group *group, enum ah_counter counter, uint32_t ticket)
         wake(self);
 }
 
+void ah_post_later(struct ah_group *group, enum ah_counter counter, uint32_t ticket)
+{
+    atomic_store_explicit(counter_of(&group->members[group->rank], counter), ticket, memory_order_release);
+    group->unrung = 1;
+}
+
 void ah_ring_waiters(struct ah_group *group)
 {
     struct ah_member *self = &group->members[group->rank];

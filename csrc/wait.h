@@ -10,6 +10,10 @@ enum ah_counter { AH_ARRIVED, AH_REDUCED, AH_TAKEN };
 /* Set one of our own counters and wake whoever sleeps on it. */
 void ah_post(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
+/* The same, but whoever sleeps is woken when we wait next, or end the call. For small chunks: looking whether someone sleeps
+ * waits until all that was stored before is seen by others (all_reduce of 1 MiB: 3% with 2 ranks, 5% with 4). */
+void ah_post_later(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
+
 /* Wait until `counter` of `rank` has reached `ticket`. */
 int ah_await(struct ah_group *group, uint32_t rank, enum ah_counter counter, uint32_t ticket);
 
