@@ -146,7 +146,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
 {
     struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket,
                         .table = ah_table_bytes(group)};
-    size_t slot = group->head->slot_bytes;
+    size_t slot = group->slot_bytes;
     size_t largest = ah_largest_part(group, stated(&task), in);
     int small = fits(&task), code;
 

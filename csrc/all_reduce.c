@@ -1,7 +1,8 @@
 /* all_reduce and reduce. Each chunk is cut into one slice for each rank: a rank copies in all slices but its own,
  * reduces its own from everyone's slots, and copies the others' results out. Up to three chunks are under way at
  * once. A small tensor goes in one piece instead: everyone reads everyone, with a single meeting; what fits beside the call
- * takes no slot. A tensor that lives in a window on every rank is reduced where it is.
+ * takes no slot. A tensor that lives in a window on every rank is reduced where it is. Large ones are shared between the
+ * hands of each rank, where it has some.
  *
  * No copy goes past the caches: all that is written was read just before, and writing round a cached line takes
  * longer (64 MiB, 2 ranks: 15.1 against 10.9 ms). */
@@ -10,6 +11,7 @@
 #include "card.h"
 #include "collective.h"
 #include "copy.h"
+#include "hands.h"
 #include "reduce.h"
 #include "wait.h"
 
@@ -141,10 +143,54 @@ static int copy_out(const struct task *task, size_t index)
     return AH_OK;
 }
 
+/* Move all chunks; the first one is copied in already where the pipeline has `begun`. */
+static int pipeline(const struct task *task, int begun)
+{
+    size_t chunks = ah_chunks(task->data.bytes, task->chunk);
+    int code = AH_OK;
+
+    for (size_t step = begun ? 1 : 0; code == AH_OK && step < chunks + 2; step++) {
+        if (step < chunks)
+            code = copy_in(task, step);
+        if (code == AH_OK && step >= 1 && step - 1 < chunks)
+            code = reduce_own(task, step - 1);
+        if (code == AH_OK && step >= 2)
+            code = copy_out(task, step - 2);
+    }
+    return code;
+}
+
+/* Where part `part` of `parts` begins in `bytes`: on a multiple of `unit`, but for the end of the last. */
+static size_t cut(size_t bytes, uint32_t part, uint32_t parts, size_t unit)
+{
+    size_t units = (bytes + unit - 1) / unit, each = (units + parts - 1) / parts;
+
+    return ah_min(part * each * unit, bytes);
+}
+
+/* The chunks of one hand, see ah_handwork. Those of the caller have begun. */
+static int some_chunks(struct ah_group *view, const void *job, uint32_t part, uint32_t parts)
+{
+    struct task task = *(const struct task *)job;
+    size_t low = cut(task.data.bytes, part, parts, AH_HAND_SLOT);
+    int code;
+
+    task.data.bytes = cut(task.data.bytes, part + 1, parts, AH_HAND_SLOT) - low;
+    task.data.data += low;
+    if (part > 0) {
+        task.group = view;
+        task.first = view->ticket;
+        task.chunk = view->slot_bytes;
+    }
+    code = pipeline(&task, part == 0);
+    view->ticket = task.first + (uint32_t)ah_chunks(task.data.bytes, task.chunk);
+    ah_ring_waiters(view);
+    return code;
+}
+
 /* Copy in the first chunk and meet. What begins again because others announced a window starts one ticket later. */
 static int in_chunks(struct task *task, int met)
 {
-    size_t chunks = ah_chunks(task->data.bytes, task->chunk);
     int code = copy_in(task, 0);
 
     if (code == AH_OK && !met) {
@@ -155,16 +201,11 @@ static int in_chunks(struct task *task, int met)
         task->first++;
         return in_chunks(task, 1);
     }
-    for (size_t step = 1; code == AH_OK && step < chunks + 2; step++) {
-        if (step < chunks)
-            code = copy_in(task, step);
-        if (code == AH_OK && step - 1 < chunks)
-            code = reduce_own(task, step - 1);
-        if (code == AH_OK && step >= 2)
-            code = copy_out(task, step - 2);
-    }
     if (code == AH_OK)
-        ah_finish(task->group, task->first + (uint32_t)chunks);
+        code = ah_share(task->group, some_chunks, task,
+                        task->data.bytes <= task->chunk ? 1 : ah_parts(task->group, task->data.bytes));
+    if (code == AH_OK)
+        ah_finish(task->group, task->group->ticket);
     return code;
 }
 
@@ -218,16 +259,38 @@ static int beside(const struct task *task)
     return AH_OK;
 }
 
-/* Everyone's tensor is at the same place of the same window: reduce our slice of all of them, a block at a time, and
- * store it to all of them. */
+/* What one hand reduces of our slice of everyone's tensors, a block at a time, and stores to all of them. */
+static int some_blocks(struct ah_group *view, const void *job, uint32_t part, uint32_t parts)
+{
+    const struct task *task = job;
+    const struct ah_group *group = task->group;
+    const struct ah_window *window = task->data.window;
+    size_t own = slice(task, group->rank, task->data.bytes), bytes = slice(task, group->rank + 1, task->data.bytes) - own;
+    size_t offset = ah_card_of(group, group->rank)->offset + own, size = ah_dtype_bytes(task->dtype);
+    size_t end = cut(bytes, part + 1, parts, SLICE_BYTES);
+    const void *sources[AH_MOST_RANKS];
+    alignas(64) unsigned char block[BLOCK_BYTES];
+
+    (void)view;
+    for (size_t at = cut(bytes, part, parts, SLICE_BYTES); at < end; at += sizeof block) {
+        size_t some = ah_min(sizeof block, end - at);
+
+        for (uint32_t rank = 0; rank < group->ranks; rank++)
+            sources[rank] = window->base + rank * window->stride + offset + at;
+        ah_reduce(task->dtype, task->reduction, block, sources, group->ranks, some / size);
+        for (uint32_t step = 0; step < group->ranks; step++) {
+            uint32_t rank = (group->rank + step) % group->ranks;
+
+            ah_copy(window->base + rank * window->stride + offset + at, block, some, 0);
+        }
+    }
+    return AH_OK;
+}
+
+/* Everyone's tensor is at the same place of the same window: reduce our slice of all of them where they are. */
 static int in_window(struct task *task)
 {
     struct ah_group *group = task->group;
-    const struct ah_window *window = task->data.window;
-    size_t own = slice(task, group->rank, task->data.bytes), next = slice(task, group->rank + 1, task->data.bytes);
-    size_t offset = ah_card_of(group, group->rank)->offset, size = ah_dtype_bytes(task->dtype);
-    const void *sources[AH_MOST_RANKS];
-    alignas(64) unsigned char block[BLOCK_BYTES];
     int code;
 
     ah_post(group, AH_ARRIVED, task->first + 1);
@@ -238,18 +301,8 @@ static int in_window(struct task *task)
         task->first++;
         return in_chunks(task, 1);
     }
-    for (size_t at = own; at < next; at += sizeof block) {
-        size_t bytes = ah_min(sizeof block, next - at);
-
-        for (uint32_t rank = 0; rank < group->ranks; rank++)
-            sources[rank] = window->base + rank * window->stride + offset + at;
-        ah_reduce(task->dtype, task->reduction, block, sources, group->ranks, bytes / size);
-        for (uint32_t step = 0; step < group->ranks; step++) {
-            uint32_t rank = (group->rank + step) % group->ranks;
-
-            ah_copy(window->base + rank * window->stride + offset + at, block, bytes, 0);
-        }
-    }
+    if ((code = ah_share(group, some_blocks, task, ah_parts(group, task->data.bytes))) != AH_OK)
+        return code;
     group->direct++;
     ah_post(group, AH_REDUCED, task->first + 1);
     if ((code = ah_await_all(group, AH_REDUCED, task->first + 1)) == AH_OK)
@@ -263,7 +316,7 @@ static int in_window(struct task *task)
  * meetings cost more than that (21.0 against 17.7 ms). */
 static size_t chunk_of(const struct ah_group *group, size_t bytes)
 {
-    size_t slot = group->head->slot_bytes;
+    size_t slot = group->slot_bytes;
     size_t whole = group->ranks == 2 ? WHOLE_OF_TWO : group->ranks <= FEW_RANKS ? WHOLE_OF_FEW : slot;
     size_t chunk = group->ranks > FEW_RANKS ? AH_CHUNK_BYTES : FEW_CHUNK;
 
@@ -281,7 +334,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
         .chunk = chunk_of(group, data.bytes),
         .wants = wants,
     };
-    int one_shot = data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->head->slot_bytes, code;
+    int one_shot = data.bytes * group->ranks <= ONE_SHOT_BYTES && data.bytes <= group->slot_bytes, code;
 
     if (!ah_reducible(task.dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
         return AH_BROKEN;

@@ -202,7 +202,7 @@ static int through_slots(struct task *task)
 static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
 {
     struct ah_group *group = task->group;
-    size_t slot = group->head->slot_bytes;
+    size_t slot = group->slot_bytes;
     uint32_t bytes = fits(task), theirs = AH_LONG;
     int code;
 

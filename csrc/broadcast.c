@@ -115,7 +115,7 @@ int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, ui
 {
     const struct ah_call call = {.count = data.bytes, .kind = AH_BROADCAST, .dtype = (uint16_t)dtype, .root = (int16_t)root};
     struct task task = {.group = group, .data = data, .root = root, .first = group->ticket};
-    size_t slot = group->head->slot_bytes;
+    size_t slot = group->slot_bytes;
     /* In two halves at least, so that copying in and copying out overlap. */
     size_t chunk = data.bytes <= AH_CHUNK_BYTES / 4 ? slot : ah_min(slot, AH_CHUNK_BYTES / 2);
     size_t chunks = ah_chunks(data.bytes, chunk);

@@ -14,6 +14,7 @@
 #include "board.h"
 #include "card.h"
 #include "collective.h"
+#include "hands.h"
 #include "rail.h"
 #include "reduce.h"
 #include "window.h"
@@ -131,6 +132,13 @@ static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t 
 static PyObject *depart(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     ah_depart(&self->group);
+    /* Where a call runs in spite of that, the hands go with the segment. */
+    if (PyThread_acquire_lock(self->gate.turn, NOWAIT_LOCK)) {
+        Py_BEGIN_ALLOW_THREADS
+        ah_dismiss(&self->group);
+        Py_END_ALLOW_THREADS
+        PyThread_release_lock(self->gate.turn);
+    }
     Py_RETURN_NONE;
 }
 
@@ -255,6 +263,8 @@ static void unmake(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
+    /* No call runs any more, and hands have no use for the interpreter's lock. */
+    ah_dismiss(&self->group);
     if (self->memory)
         munmap(self->memory, self->bytes);
     free(self->pids);

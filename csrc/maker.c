@@ -13,12 +13,12 @@
 
 PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned int ranks;
+    unsigned int ranks, hands = 0;
     Py_ssize_t slot_bytes;
 
-    if (!PyArg_ParseTuple(args, "In:segment_bytes", &ranks, &slot_bytes))
+    if (!PyArg_ParseTuple(args, "In|I:segment_bytes", &ranks, &slot_bytes, &hands))
         return NULL;
-    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes));
+    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes, hands));
 }
 
 PyObject *ah_py_wall_bytes(PyObject *Py_UNUSED(module), PyObject *args)
@@ -41,24 +41,24 @@ PyObject *ah_py_reducible(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned int ranks;
+    unsigned int ranks, hands = 0;
     Py_ssize_t slot_bytes, nonce_bytes;
     const char *nonce;
     size_t bytes;
     void *memory;
     int fd, code;
 
-    if (!PyArg_ParseTuple(args, "iIny#:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes))
+    if (!PyArg_ParseTuple(args, "iIny#|I:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes, &hands))
         return NULL;
-    if (nonce_bytes != 16 || ranks == 0) {
-        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes and at least one rank");
+    if (nonce_bytes != 16 || ranks == 0 || hands > AH_MOST_HANDS) {
+        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes, at least one rank, and no more hands than MOST_HANDS");
         return NULL;
     }
-    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes);
+    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes, hands);
     memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return PyErr_SetFromErrno(PyExc_OSError);
-    ah_segment_format(memory, ranks, (size_t)slot_bytes, (const unsigned char *)nonce);
+    ah_segment_format(memory, ranks, (size_t)slot_bytes, hands, (const unsigned char *)nonce);
     /* Give every page now: running out of memory is found out here, not by a signal in the middle of a copy. */
     Py_BEGIN_ALLOW_THREADS
     code = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;

@@ -63,7 +63,7 @@ static PyMethodDef methods[] = {
      "peer_credentials($module, fd, /)\n--\n\n"
      "Return (pid, uid, gid) of the process at the other end of the Unix socket fd."},
     {"segment_bytes", ah_py_segment_bytes, METH_VARARGS,
-     "segment_bytes($module, ranks, slot_bytes, /)\n--\n\n"
+     "segment_bytes($module, ranks, slot_bytes, hands=0, /)\n--\n\n"
      "Return how large the segment of a group is."},
     {"wall_bytes", ah_py_wall_bytes, METH_VARARGS,
      "wall_bytes($module, ranks, /)\n--\n\n"
@@ -75,7 +75,7 @@ static PyMethodDef methods[] = {
      "reduce($module, dtype, reduction, out, sources, bytes, /)\n--\n\n"
      "Reduce memory at several addresses into one."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
-     "segment_format($module, fd, ranks, slot_bytes, nonce, /)\n--\n\n"
+     "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},
     {"board_bytes", board_bytes, METH_NOARGS,
      "board_bytes($module, /)\n--\n\n"
@@ -98,6 +98,8 @@ static int fill(PyObject *module)
         add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
         add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
         add(module, "Intake", ah_intake_type()) != 0)
+        return -1;
+    if (PyModule_AddIntConstant(module, "MOST_HANDS", AH_MOST_HANDS) != 0)
         return -1;
     return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
 }

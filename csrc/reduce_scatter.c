@@ -83,7 +83,7 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
         .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = (uint16_t)reduction, .dtype = (uint16_t)dtype, .root = -1};
     struct task task = {
         .group = group, .in = in, .out = out, .dtype = dtype & ~AH_COMPLEX, .reduction = reduction, .first = group->ticket};
-    size_t slot = group->head->slot_bytes, chunks;
+    size_t slot = group->slot_bytes, chunks;
     int code;
 
     if (!ah_reducible(task.dtype, reduction) || group->ranks > AH_MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)

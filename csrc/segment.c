@@ -7,7 +7,7 @@
 #define PAGE 4096u
 
 static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
-static const uint32_t VERSION = 2;
+static const uint32_t VERSION = 3;
 
 static size_t pages(size_t bytes)
 {
@@ -29,20 +29,30 @@ static size_t mail_offset(uint32_t ranks, size_t slot_bytes)
     return slots_offset(ranks) + (size_t)ranks * AH_DEPTH * (pages(slot_bytes) + PAGE);
 }
 
-size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes)
+static size_t hands_offset(uint32_t ranks, size_t slot_bytes)
 {
-    return mail_offset(ranks, slot_bytes) + ah_inbox_bytes(ranks);
+    return mail_offset(ranks, slot_bytes) + pages(ah_inbox_bytes(ranks));
 }
 
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, const unsigned char nonce[16])
+static size_t hand_bytes(uint32_t ranks)
+{
+    return pages(ranks * sizeof(struct ah_member)) + ranks * AH_DEPTH * (AH_HAND_SLOT + PAGE);
+}
+
+size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t hands)
+{
+    return hands_offset(ranks, slot_bytes) + hands * hand_bytes(ranks);
+}
+
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, const unsigned char nonce[16])
 {
     struct ah_header *head = memory;
 
     head->version = VERSION;
     head->ranks = ranks;
+    head->hands = hands;
     head->slot_bytes = slot_bytes;
-    head->slot_stride = pages(slot_bytes) + PAGE;
-    head->total_bytes = ah_segment_bytes(ranks, slot_bytes);
+    head->total_bytes = ah_segment_bytes(ranks, slot_bytes, hands);
     memcpy(head->nonce, nonce, sizeof head->nonce);
     head->magic = MAGIC;
 }
@@ -54,7 +64,8 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
 
     if (bytes < sizeof *head || head->magic != MAGIC || head->version != VERSION || rank >= head->ranks)
         return AH_BROKEN;
-    if (head->total_bytes != bytes || bytes != ah_segment_bytes(head->ranks, head->slot_bytes))
+    if (head->hands > AH_MOST_HANDS || head->total_bytes != bytes ||
+        bytes != ah_segment_bytes(head->ranks, head->slot_bytes, head->hands))
         return AH_BROKEN;
     if (memcmp(head->nonce, nonce, sizeof head->nonce) != 0)
         return AH_BROKEN;
@@ -63,9 +74,27 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
     group->members = (struct ah_member *)((unsigned char *)memory + pages(sizeof *head));
     group->sheets = (unsigned char *)memory + sheets_offset(head->ranks);
     group->slots = (unsigned char *)memory + slots_offset(head->ranks);
+    group->slot_bytes = head->slot_bytes;
+    group->slot_stride = pages(head->slot_bytes) + PAGE;
     group->mail = (unsigned char *)memory + mail_offset(head->ranks, head->slot_bytes);
     group->rank = rank;
     group->ranks = head->ranks;
     group->pidfds = pidfds;
     return AH_OK;
+}
+
+void ah_segment_hand(const struct ah_group *group, uint32_t hand, struct ah_group *view)
+{
+    const struct ah_header *head = group->head;
+    unsigned char *own = (unsigned char *)group->head + hands_offset(head->ranks, head->slot_bytes) + hand * hand_bytes(head->ranks);
+
+    memset(view, 0, sizeof *view);
+    view->head = group->head;
+    view->members = (struct ah_member *)own;
+    view->slots = own + pages(head->ranks * sizeof(struct ah_member));
+    view->slot_bytes = AH_HAND_SLOT;
+    view->slot_stride = AH_HAND_SLOT + PAGE;
+    view->rank = group->rank;
+    view->ranks = group->ranks;
+    view->pidfds = group->pidfds;
 }

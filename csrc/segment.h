@@ -1,6 +1,6 @@
 /* The shared segment of one group on one host: its layout, and a process's view of it.
  *
- *   header | member 0 … member n-1 | sheets of each | slots of each | mail (inbox.h)
+ *   header | member 0 … member n-1 | sheets of each | slots of each | mail (inbox.h) | members and slots of each hand (hands.h)
  *
  * A member writes only its own part (but for `waiters`), everyone reads all of it. Data moves in chunks that
  * carry a running number, the ticket; every rank takes the same tickets in the same order, because every rank
@@ -25,6 +25,12 @@
 
 /* Copy in, reduce and copy out of three chunks go on at a time; one more lets a fast rank begin the next. */
 #define AH_DEPTH 4
+
+/* Threads of a rank beside the one that calls, at most: more gain little where memory is the limit. */
+#define AH_MOST_HANDS 3
+
+/* A slot of a hand: a chunk of all_reduce. */
+#define AH_HAND_SLOT ((size_t)64 << 10)
 
 /* Calls of a rank that stand in its cards, so how far a rank that waits for nobody can be ahead: where ranks outnumber
  * cores, so many calls are made between two changes of who has the core. */
@@ -82,8 +88,8 @@ struct ah_header {
     uint64_t magic;
     uint32_t version;
     uint32_t ranks;
-    uint64_t slot_bytes;  /* of one slot, without padding */
-    uint64_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
+    uint32_t hands; /* of each rank */
+    uint64_t slot_bytes; /* of one slot, without padding */
     uint64_t total_bytes;
     unsigned char nonce[16];
     /* Not 0 once the group is over: an ah_code, and above its 8 bits the rank it is about. The first one stands,
@@ -111,11 +117,15 @@ struct ah_window {
     const struct ah_window *next;
 };
 
+struct ah_hands;
+
 struct ah_group {
     struct ah_header *head;
     struct ah_member *members;
     unsigned char *sheets;
     unsigned char *slots;
+    size_t slot_bytes;
+    size_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
     unsigned char *mail;
     uint32_t rank;
     uint32_t ranks;
@@ -138,6 +148,7 @@ struct ah_group {
     uint32_t windows_made;
     unsigned long long direct;  /* calls that were done in a window */
     unsigned long long reached; /* calls that were done by reading the others' memory */
+    struct ah_hands *hands;     /* NULL before the first call that they help with */
     /* Called now and then while waiting; not 0 breaks the call off, and the group with it. */
     int (*pulse)(void *context);
     /* Called once, before a wait that may be long; NULL where there is nothing to let go of. */
@@ -145,21 +156,24 @@ struct ah_group {
     void *context;
 };
 
-/* Bytes of a segment for `ranks` members with slots of `slot_bytes`. */
-size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes);
+/* Bytes of a segment for `ranks` members with slots of `slot_bytes`, each with so many hands. */
+size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t hands);
 
 /* Write the header and zero the members; the memory is `ah_segment_bytes` of fresh, zeroed pages. */
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, const unsigned char nonce[16]);
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, const unsigned char nonce[16]);
 
 /* Look at a mapped segment as `rank`; AH_BROKEN where it is not what it says. `pidfds` stays the caller's. */
 int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t rank,
                     const unsigned char nonce[16], int *pidfds);
 
+/* The group as hand number `hand` of our rank sees it: it ends with the group, and has members and slots of its own. */
+void ah_segment_hand(const struct ah_group *group, uint32_t hand, struct ah_group *view);
+
 static inline unsigned char *ah_slot(const struct ah_group *group, uint32_t rank, uint32_t ticket)
 {
     size_t index = (size_t)rank * AH_DEPTH + ticket % AH_DEPTH;
 
-    return group->slots + index * group->head->slot_stride;
+    return group->slots + index * group->slot_stride;
 }
 
 #endif

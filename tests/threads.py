@@ -15,14 +15,18 @@ __all__ = ["place", "places", "segments", "together"]
 
 @contextmanager
 def segments(
-    ranks: int, slot: int, pidfds: tuple[int, ...] | None = None, pids: tuple[int, ...] | None = None
+    ranks: int,
+    slot: int,
+    pidfds: tuple[int, ...] | None = None,
+    pids: tuple[int, ...] | None = None,
+    hands: int = 0,
 ) -> Iterator[list[_core.Segment]]:
     """Yield one view for each rank of a fresh segment. With ``pids`` large tensors are read from those processes."""
-    size, nonce = _core.segment_bytes(ranks, slot), os.urandom(16)
+    size, nonce = _core.segment_bytes(ranks, slot, hands), os.urandom(16)
     descriptor = os.memfd_create("test")
     try:
         os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce)
+        _core.segment_format(descriptor, ranks, slot, nonce, hands)
         views = [_core.Segment(descriptor, size, rank, nonce, pidfds or (-1,) * ranks) for rank in range(ranks)]
     finally:
         os.close(descriptor)

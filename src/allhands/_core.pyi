@@ -27,10 +27,10 @@ def peer_credentials(fd: int, /) -> tuple[int, int, int]:
     kernel. A pid of 0 means that the peer is in a pid namespace that cannot be seen from here. Raises OSError.
     """
 
-def segment_bytes(ranks: int, slot_bytes: int, /) -> int:
-    """Return how large the segment of a group is."""
+def segment_bytes(ranks: int, slot_bytes: int, hands: int = 0, /) -> int:
+    """Return how large the segment of a group is whose ranks have ``hands`` each."""
 
-def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, /) -> None:
+def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, hands: int = 0, /) -> None:
     """Make ``fd``, a file of `segment_bytes` zeros, the segment of a group, and give it all its memory.
 
     Raises OSError where there is not enough: found out here, and not by a signal in the middle of a copy.
@@ -48,6 +48,7 @@ def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size:
     ``out`` may be one of the sources. The interpreter runs on meanwhile. Whoever gives addresses keeps the memory.
     """
 
+MOST_HANDS: int
 MOST_RANKS: int
 
 def board_bytes() -> int:

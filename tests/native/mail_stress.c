@@ -99,13 +99,13 @@ int main(void)
     static struct worker workers[RANKS][WORKERS];
     const unsigned char nonce[16] = {1};
     int pidfds[RANKS] = {-1, -1, -1};
-    size_t bytes = ah_segment_bytes(RANKS, 4096);
+    size_t bytes = ah_segment_bytes(RANKS, 4096, 0);
     pthread_t servers[RANKS], threads[RANKS][WORKERS];
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 
     if (memory == MAP_FAILED)
         fail("no memory");
-    ah_segment_format(memory, RANKS, 4096, nonce);
+    ah_segment_format(memory, RANKS, 4096, 0, nonce);
     for (uint32_t rank = 0; rank < RANKS; rank++) {
         if (ah_segment_open(&ranks[rank].group, memory, bytes, rank, nonce, pidfds) != AH_OK)
             fail("not a segment");

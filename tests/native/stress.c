@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include "collective.h"
+#include "hands.h"
 #include "reduce.h"
 #include "wait.h"
 
@@ -31,6 +32,7 @@ struct run {
     unsigned seed, operations, last; /* `last`: the operation at which the ending comes */
     enum ending ending;
     uint32_t odd; /* who brings it about */
+    uint32_t hands;
 };
 
 struct rank {
@@ -191,6 +193,43 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
     return code;
 }
 
+/* Enough for every hand to have a part, and not a multiple of anything. */
+#define LARGE_ELEMENTS ((size_t)(AH_MOST_HANDS + 1) * (1 << 18) + 4099)
+#define LARGE_TURNS 3
+
+/* Tensors that all hands of all ranks share, one after the other. */
+static void *lift(void *given)
+{
+    struct rank *rank = given;
+    struct run *run = rank->run;
+    int pidfds[MOST_RANKS] = {-1, -1, -1, -1, -1};
+    float *data = malloc(LARGE_ELEMENTS * sizeof *data);
+    struct ah_group group;
+
+    if (!data || ah_segment_open(&group, run->memory, run->bytes, rank->number, NONCE, pidfds) != AH_OK)
+        fail(rank, 0, "not a segment");
+    group.yields = 5;
+    for (unsigned turn = 0; rank->code == AH_OK && turn < LARGE_TURNS; turn++) {
+        /* Fewer hands have a part each time. */
+        size_t count = LARGE_ELEMENTS >> turn;
+
+        for (size_t at = 0; at < count; at++)
+            data[at] = (float)value(turn, rank->number, 0, at);
+        if (run->ending == ABORT && turn == run->last && rank->number == run->odd)
+            ah_end(&group, AH_ABORTED, rank->number);
+        rank->code = ah_all_reduce(&group, (struct ah_part){.data = (unsigned char *)data, .bytes = count * sizeof *data}, AH_F32,
+                                   AH_SUM, LIMIT_NS);
+        for (size_t at = 0; rank->code == AH_OK && at < count; at += 61) {
+            if (data[at] != (float)reduced(turn, run->ranks, 0, at, AH_SUM))
+                fail(rank, turn, "the result of many hands is not the model's");
+        }
+    }
+    rank->culprit = group.culprit;
+    ah_dismiss(&group);
+    free(data);
+    return NULL;
+}
+
 static void *work(void *given)
 {
     struct rank *rank = given;
@@ -219,6 +258,7 @@ static void *work(void *given)
         rank->code = operate(rank, &group, operation, &choice, &use);
     }
     rank->culprit = group.culprit;
+    ah_dismiss(&group);
     for (uint32_t each = 0; each < MOST_RANKS; each++) {
         free(use.in[each]);
         free(use.out[each]);
@@ -235,11 +275,11 @@ static void stress(struct run *run)
     struct ah_group look;
     int pidfds[MOST_RANKS] = {0};
 
-    run->bytes = ah_segment_bytes(run->ranks, SLOT_BYTES);
+    run->bytes = ah_segment_bytes(run->ranks, SLOT_BYTES, run->hands);
     run->memory = mmap(NULL, run->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (run->memory == MAP_FAILED)
         exit(2);
-    ah_segment_format(run->memory, run->ranks, SLOT_BYTES, NONCE);
+    ah_segment_format(run->memory, run->ranks, SLOT_BYTES, run->hands, NONCE);
     ah_segment_open(&look, run->memory, run->bytes, 0, NONCE, pidfds);
     for (uint32_t number = 0; number < run->ranks; number++) {
         struct ah_member *member = &look.members[number];
@@ -254,7 +294,7 @@ static void stress(struct run *run)
     }
     for (uint32_t number = 0; number < run->ranks; number++) {
         ranks[number] = (struct rank){.run = run, .number = number};
-        pthread_create(&threads[number], NULL, work, &ranks[number]);
+        pthread_create(&threads[number], NULL, run->hands ? lift : work, &ranks[number]);
     }
     for (uint32_t number = 0; number < run->ranks; number++)
         pthread_join(threads[number], NULL);
@@ -283,6 +323,13 @@ int main(int argc, char **argv)
         run.odd = (seed + turn) % run.ranks;
         stress(&run);
         done += run.ending == TO_THE_END ? run.operations : run.last;
+    }
+    for (unsigned turn = 0; turn < 2 * AH_MOST_HANDS; turn++) {
+        struct run run = {.ranks = 2 + turn % 2, .seed = seed + turn, .hands = 1 + turn % AH_MOST_HANDS, .last = turn % LARGE_TURNS};
+
+        run.ending = turn < AH_MOST_HANDS ? TO_THE_END : ABORT;
+        run.odd = turn % run.ranks;
+        stress(&run);
     }
     printf("%u operations from seed %u, each with 1 to %d ranks: no difference\n", done, seed, MOST_RANKS);
     return 0;

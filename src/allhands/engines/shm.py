@@ -260,15 +260,23 @@ def _slot_bytes() -> int:
     return wanted * 1024
 
 
+def _hands(ranks: int) -> int:
+    """Return how many threads each rank has beside the one that calls: as many as there are cores left for."""
+    wanted = settings.read().hands
+    if wanted >= 0:
+        return min(wanted, _core.MOST_HANDS)
+    return max(0, min(_core.MOST_HANDS, cores() // ranks - 1)) if ranks > 1 else 0
+
+
 def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
-    slot = _slot_bytes()
-    size = _core.segment_bytes(ranks, slot)
+    slot, hands = _slot_bytes(), _hands(ranks)
+    size = _core.segment_bytes(ranks, slot, hands)
     what = f"the shared memory of a group of {ranks}"
     require_room(size, what)
     descriptor = os.memfd_create("allhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce)
+        _core.segment_format(descriptor, ranks, slot, nonce, hands)
     except OSError as problem:
         os.close(descriptor)
         raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
