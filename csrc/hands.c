@@ -116,7 +116,8 @@ static void brief(const struct ah_group *group, struct ah_group *view)
     view->culprit = group->culprit;
 }
 
-/* Wait until all hands are done. A handler that raised ends the group, so that they are done soon. */
+/* Wait until all hands are done: by the deadline, or soon after the group's end, which each of them looks at. A handler that
+ * raised ends the group. */
 static int await(struct ah_group *group, struct ah_hands *all)
 {
     int code = AH_OK;
@@ -148,7 +149,7 @@ int ah_share(struct ah_group *group, ah_handwork work, const void *job, uint32_t
 
     if (parts > 1 && !all)
         all = group->hands = gather(group);
-    if (parts > 1 && !all)
+    if (parts > 1 && (!all || all->owner != getpid()))
         return AH_BROKEN;
     if (parts > 1) {
         pthread_mutex_lock(&all->lock);
