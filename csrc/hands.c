@@ -145,26 +145,26 @@ static int await(struct ah_group *group, struct ah_hands *all)
 int ah_share(struct ah_group *group, ah_handwork work, const void *job, uint32_t parts)
 {
     struct ah_hands *all = group->hands;
-    int code, waited = AH_OK;
+    int code, waited;
 
-    if (parts > 1 && !all)
+    if (parts == 1)
+        return work(group, job, 0, 1);
+    if (!all)
         all = group->hands = gather(group);
-    if (parts > 1 && (!all || all->owner != getpid()))
+    if (!all || all->owner != getpid())
         return AH_BROKEN;
-    if (parts > 1) {
-        pthread_mutex_lock(&all->lock);
-        all->work = work;
-        all->job = job;
-        all->parts = parts;
-        all->left = 0;
-        for (uint32_t part = 1; part < parts; part++) {
-            brief(group, &all->hands[part - 1].view);
-            all->left += all->hands[part - 1].started != 0;
-        }
-        all->turn++;
-        pthread_cond_broadcast(&all->asked);
-        pthread_mutex_unlock(&all->lock);
+    pthread_mutex_lock(&all->lock);
+    all->work = work;
+    all->job = job;
+    all->parts = parts;
+    all->left = 0;
+    for (uint32_t part = 1; part < parts; part++) {
+        brief(group, &all->hands[part - 1].view);
+        all->left += all->hands[part - 1].started != 0;
     }
+    all->turn++;
+    pthread_cond_broadcast(&all->asked);
+    pthread_mutex_unlock(&all->lock);
     code = work(group, job, 0, parts);
     for (uint32_t part = 1; part < parts; part++) {
         struct hand *hand = &all->hands[part - 1];
@@ -172,8 +172,7 @@ int ah_share(struct ah_group *group, ah_handwork work, const void *job, uint32_t
         if (!hand->started)
             hand->code = work(&hand->view, job, part, parts);
     }
-    if (parts > 1)
-        waited = await(group, all);
+    waited = await(group, all);
     if (code == AH_OK)
         code = waited;
     for (uint32_t part = 1; part < parts && code == AH_OK; part++) {

@@ -194,7 +194,7 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
 }
 
 /* Enough for every hand to have a part, and not a multiple of anything. */
-#define LARGE_ELEMENTS ((size_t)(AH_MOST_HANDS + 1) * (1 << 18) + 4099)
+#define LARGE_ELEMENTS ((size_t)(AH_MOST_HANDS + 1) * (1 << 16) + 4099)
 #define LARGE_TURNS 3
 
 /* Tensors that all hands of all ranks share, one after the other. */

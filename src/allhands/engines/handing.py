@@ -20,7 +20,17 @@ from ..control import credentials
 from ..diagnosis import Diagnosis
 from ..errors import AllhandsError, error, fail
 
-__all__ = ["Apart", "Handing", "Handover", "connect", "name_socket", "no_room", "pid_namespace", "require_room"]
+__all__ = [
+    "Apart",
+    "Handing",
+    "Handover",
+    "allocate",
+    "connect",
+    "name_socket",
+    "no_room",
+    "pid_namespace",
+    "require_room",
+]
 
 # How often to look whether the group is over while waiting for a rank to fetch the memory.
 _LOOK_S = 0.1
@@ -96,6 +106,18 @@ def no_room(size: int, what: str, why: str) -> AllhandsError:
         fix="free memory, or raise the memory limit of the container or cgroup",
         ranks=(0,),
     )
+
+
+def allocate(name: str, size: int, what: str) -> int:
+    """Return a file without a path that has all its ``size`` bytes; raise shm-too-small where there is no room."""
+    require_room(size, what)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as problem:
+        os.close(descriptor)
+        raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
+    return descriptor
 
 
 class Handing:

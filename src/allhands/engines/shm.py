@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import ReduceOp, Store
 
 from .. import _core, settings
 from ..errors import fail
-from .handing import Handing, Handover, no_room, pid_namespace, require_room
+from .handing import Handing, Handover, allocate, no_room, pid_namespace, require_room
 
 __all__ = [
     "BESIDE",
@@ -285,15 +285,7 @@ def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
 
 def _new_window(ranks: int, _: bytes, stride: int) -> tuple[int, int]:
     size = stride * ranks
-    what = f"a shared tensor of {ranks} ranks"
-    require_room(size, what)
-    descriptor = os.memfd_create("allhands-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as problem:
-        os.close(descriptor)
-        raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
-    return descriptor, size
+    return allocate("allhands-window", size, f"a shared tensor of {ranks} ranks"), size
 
 
 def _close(pidfds: tuple[int, ...]) -> None:

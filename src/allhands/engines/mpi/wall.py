@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch.distributed.distributed_c10d import Store
 
 from ... import _core
-from ..handing import Apart, Handing
+from ..handing import Apart, Handing, allocate
 
 __all__ = ["fetch"]
 
@@ -37,6 +37,4 @@ def fetch(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable
 
 def _new_wall(ranks: int, _: bytes) -> tuple[int, int]:
     size = _core.wall_bytes(ranks)
-    descriptor = os.memfd_create("allhands-wall", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(descriptor, 0, size)
-    return descriptor, size
+    return allocate("allhands-wall", size, f"what {ranks} ranks over MPI call"), size
