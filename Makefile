@@ -105,7 +105,7 @@ test-sanitize: setup
 	  csrc/*.c -lm -o $(SANITIZE)/allhands/_core.abi3.so
 	$(SANITIZED) $(BIN)/python -c 'import allhands._core as core; assert "sanitize" in core.__file__'
 	$(SANITIZED) $(BIN)/python -m pytest -q -p no:cacheprovider \
-	  tests/unit/test_card.py tests/unit/test_core.py tests/unit/test_cross.py tests/unit/test_ferry.py tests/unit/test_hands.py \
+	  tests/unit/test_bundle.py tests/unit/test_card.py tests/unit/test_core.py tests/unit/test_cross.py tests/unit/test_ferry.py tests/unit/test_hands.py \
 	  tests/unit/test_mail.py \
 	  tests/unit/test_segment.py tests/unit/test_program.py tests/unit/test_reach.py
 

@@ -5,6 +5,8 @@
 
 #include <stdlib.h>
 
+#include "bundle.h"
+
 int ah_as_part(PyObject *address, PyObject *bytes, struct ah_part *part)
 {
     void *data = PyLong_AsVoidPtr(address);
@@ -37,6 +39,30 @@ int ah_as_parts(uint32_t ranks, PyObject *given, struct ah_part **parts)
             return -1;
         }
     }
+    return 0;
+}
+
+int ah_as_bundle(PyObject *given, struct ah_bundle *bundle)
+{
+    Py_ssize_t size = PyTuple_Check(given) ? PyTuple_Size(given) : 0;
+
+    if (size == 0 || size % 2 != 0) {
+        PyErr_SetString(PyExc_ValueError, "some tensors: (address, bytes) * number");
+        return -1;
+    }
+    if (ah_bundle_make(bundle, (size_t)size / 2) != 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t index = 0; index < bundle->number; index++) {
+        PyObject *address = PyTuple_GetItem(given, 2 * (Py_ssize_t)index), *bytes = PyTuple_GetItem(given, 2 * (Py_ssize_t)index + 1);
+
+        if (ah_as_part(address, bytes, &bundle->parts[index]) != 0) {
+            ah_bundle_free(bundle);
+            return -1;
+        }
+    }
+    ah_bundle_count(bundle);
     return 0;
 }
 

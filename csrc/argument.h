@@ -17,4 +17,7 @@ int ah_as_part(PyObject *address, PyObject *bytes, struct ah_part *part);
 /* Parts come as a tuple: address, bytes, address, bytes … The caller frees them. None gives NULL. */
 int ah_as_parts(uint32_t ranks, PyObject *given, struct ah_part **parts);
 
+/* Tensors that are taken as one, in the same form. The caller frees the bundle. */
+int ah_as_bundle(PyObject *given, struct ah_bundle *bundle);
+
 #endif

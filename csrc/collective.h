@@ -30,12 +30,23 @@ struct ah_part {
     const struct ah_window *window; /* where it lives, NULL for ordinary memory */
 };
 
+/* Tensors of one type that are taken as one, as if they lay side by side; see bundle.h. */
+struct ah_bundle {
+    struct ah_part *parts;
+    size_t *ends;  /* of each: its bytes and those of all before it */
+    size_t number; /* at least one */
+};
+
 int ah_barrier(struct ah_group *group, int64_t timeout_ns);
 
 /* A barrier that compares `call`, which is then done by other means; its sequence is filled in. */
 int ah_agree(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns);
 
 int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns);
+
+/* The same for tensors that are reduced as one. Other ranks have tensors of the same sizes, in the same order. */
+int ah_all_reduce_bundle(struct ah_group *group, struct ah_bundle bundle, uint32_t dtype, uint32_t reduction,
+                         int64_t timeout_ns);
 
 /* The result is in `data` of the root; that of the others stays as it is. */
 int ah_reduce_to(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, uint32_t root,

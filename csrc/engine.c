@@ -36,6 +36,8 @@ static int collect(struct ah_group *group, const struct ah_move *move)
     case AH_BARRIER:
         return ah_barrier(group, move->limit_ns);
     case AH_ALL_REDUCE:
+        if (move->bundle.number)
+            return ah_all_reduce_bundle(group, move->bundle, move->dtype, move->reduction, move->limit_ns);
         return ah_all_reduce(group, move->data, move->dtype, move->reduction, move->limit_ns);
     case AH_REDUCE:
         return ah_reduce_to(group, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
@@ -62,7 +64,7 @@ static int move(void *mover, struct ah_move *move)
     struct ah_segment *self = mover;
     int code;
 
-    if (move->kind == AH_ALL_REDUCE)
+    if (move->kind == AH_ALL_REDUCE && !move->bundle.number)
         ah_find_window(&self->group, &move->data);
     if (move->note)
         self->group.now_ns = move->note->started_ns;
@@ -279,6 +281,7 @@ static PyMethodDef METHODS[] = {
     AH_MOVE(barrier, "barrier(timeout_ns) -> code"),
     METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
     AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(all_reduce_bundle, "all_reduce_bundle(tensors, dtype, reduction, timeout_ns) -> code"),
     METHOD(cross, "cross(address, bytes, dtype, reduction, fd, first, ranks, timeout_ns) -> code"),
     AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
     AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),

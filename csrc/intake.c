@@ -6,6 +6,7 @@
 
 #include "intake.h"
 
+#include "bundle.h"
 #include "copy.h"
 #include "way.h"
 
@@ -19,6 +20,7 @@ struct intake {
     PyObject *way, *parameters, *came, *complete;
     PyObject *of;           /* tuple: the number of each parameter's bucket */
     PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes */
+    PyObject *likes;        /* tuple: a tensor of the shape and type that each is to have, None: whatever comes */
     PyObject *end;          /* weak reference to what is called when backward is over; NULL outside of a pass */
     PyObject *books[BOOKS]; /* lists, one number for each parameter, LEFT one for each bucket */
     PyObject *grad, *requires_grad;
@@ -191,15 +193,17 @@ static PyObject *rest(PyObject *object, PyObject *Py_UNUSED(none))
 static PyObject *arrange(PyObject *object, PyObject *args)
 {
     struct intake *self = (struct intake *)object;
-    PyObject *of, *views;
+    PyObject *of, *views, *likes;
 
-    if (!PyArg_ParseTuple(args, "O!O!:arrange", &PyTuple_Type, &of, &PyTuple_Type, &views))
+    if (!PyArg_ParseTuple(args, "O!O!O!:arrange", &PyTuple_Type, &of, &PyTuple_Type, &views, &PyTuple_Type, &likes))
         return NULL;
     forget(self);
     Py_XDECREF(self->of);
     Py_XDECREF(self->views);
+    Py_XDECREF(self->likes);
     self->of = Py_NewRef(of);
     self->views = Py_NewRef(views);
+    self->likes = Py_NewRef(likes);
     Py_RETURN_NONE;
 }
 
@@ -219,6 +223,54 @@ static PyObject *lie(PyObject *object, PyObject *Py_UNUSED(none))
             Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
+}
+
+/* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
+static int can_stay(struct intake *self, PyObject *parameter, PyObject *gradient, PyObject *like, struct ah_part *part)
+{
+    PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
+    struct ah_plain from, to;
+    int plain = trained == Py_True && is_movable(self, gradient, like, &from, &to);
+
+    Py_XDECREF(trained);
+    PyErr_Clear();
+    if (plain)
+        *part = from.part;
+    return plain;
+}
+
+static PyObject *gather(PyObject *object, PyObject *order)
+{
+    struct intake *self = (struct intake *)object;
+    Py_ssize_t number = PyTuple_Check(order) ? PyTuple_Size(order) : 0;
+    struct ah_bundle bundle = {0};
+    PyObject *found = NULL;
+    int plain = number > 0;
+
+    if (plain && (ah_bundle_make(&bundle, (size_t)number) != 0 || !(found = PyList_New(number)))) {
+        ah_bundle_free(&bundle);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    for (Py_ssize_t place = 0; plain && place < number; place++) {
+        Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GetItem(order, place));
+        PyObject *parameter = PyErr_Occurred() ? NULL : PyTuple_GetItem(self->parameters, index);
+        PyObject *like = parameter ? PyTuple_GetItem(self->likes, index) : NULL;
+        PyObject *gradient = like ? PyObject_GetAttr(parameter, self->grad) : NULL;
+
+        if (!gradient) {
+            Py_DECREF(found);
+            ah_bundle_free(&bundle);
+            return NULL;
+        }
+        plain = can_stay(self, parameter, gradient, like, &bundle.parts[place]);
+        PyList_SetItem(found, place, gradient);
+    }
+    plain = plain && ah_bundle_is_apart(&bundle);
+    ah_bundle_free(&bundle);
+    if (plain)
+        return found;
+    Py_XDECREF(found);
+    Py_RETURN_NONE;
 }
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
@@ -242,9 +294,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->complete = Py_NewRef(complete);
     self->of = PyTuple_New(0);
     self->views = PyTuple_New(0);
+    self->likes = PyTuple_New(0);
     self->grad = PyUnicode_InternFromString("grad");
     self->requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (!self->of || !self->views || !self->grad || !self->requires_grad) {
+    if (!self->of || !self->views || !self->likes || !self->grad || !self->requires_grad) {
         Py_DECREF(made);
         return NULL;
     }
@@ -264,6 +317,7 @@ static void unmake(PyObject *object)
     Py_XDECREF(self->complete);
     Py_XDECREF(self->of);
     Py_XDECREF(self->views);
+    Py_XDECREF(self->likes);
     Py_XDECREF(self->grad);
     Py_XDECREF(self->requires_grad);
     release(object);
@@ -274,8 +328,9 @@ static PyMethodDef METHODS[] = {
     {"came", (PyCFunction)(void (*)(void))came, METH_FASTCALL, "came($self, index, parameter, /)\n--\n\nNote that a gradient is there."},
     {"begin", begin, METH_VARARGS, "begin($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
     {"rest", rest, METH_NOARGS, "rest($self, /)\n--\n\nLeave everything to Python."},
-    {"arrange", arrange, METH_VARARGS, "arrange($self, of, views, /)\n--\n\nSay where gradients are to lie."},
+    {"arrange", arrange, METH_VARARGS, "arrange($self, of, views, likes, /)\n--\n\nSay where gradients are to lie."},
     {"lie", lie, METH_NOARGS, "lie($self, /)\n--\n\nMove what does not lie where it is to lie; tell whether all does now."},
+    {"gather", gather, METH_O, "gather($self, order, /)\n--\n\nReturn gradients that can be reduced where they lie, or None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -5,6 +5,8 @@
 
 #include <errno.h>
 
+#include "argument.h"
+#include "bundle.h"
 #include "engine.h"
 #include "harbour.h"
 #include "intake.h"
@@ -52,6 +54,18 @@ static PyObject *board_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(no
     return PyLong_FromSize_t(ah_board_bytes());
 }
 
+static PyObject *apart(PyObject *Py_UNUSED(module), PyObject *tensors)
+{
+    struct ah_bundle bundle;
+    int found;
+
+    if (ah_as_bundle(tensors, &bundle) != 0)
+        return NULL;
+    found = ah_bundle_is_apart(&bundle);
+    ah_bundle_free(&bundle);
+    return PyBool_FromLong(found);
+}
+
 static PyMethodDef methods[] = {
     {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
      "set_parent_death_signal($module, signal, /)\n--\n\n"
@@ -74,6 +88,9 @@ static PyMethodDef methods[] = {
     {"reduce", ah_py_reduce, METH_VARARGS,
      "reduce($module, dtype, reduction, out, sources, bytes, /)\n--\n\n"
      "Reduce memory at several addresses into one."},
+    {"apart", apart, METH_O,
+     "apart($module, tensors, /)\n--\n\n"
+     "Tell whether no two of some tensors share memory."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
      "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},

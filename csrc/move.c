@@ -7,9 +7,10 @@
 #include <string.h>
 
 #include "argument.h"
+#include "bundle.h"
 #include "gate.h"
 
-/* Take one argument apart. What comes in parts ('i', 'o') is left, and bytes ('b') were taken with their address. */
+/* Take one argument apart. What comes in parts ('i', 'o', 'l') is left, and bytes ('b') were taken with their address. */
 static int take(char what, PyObject *const *arg, struct ah_move *move)
 {
     switch (what) {
@@ -31,7 +32,7 @@ static int take(char what, PyObject *const *arg, struct ah_move *move)
 /* Do an operation whose arguments are what `takes` says: a letter for each, see `take`. */
 static PyObject *ask(struct ah_gated *self, enum ah_kind kind, const char *takes, PyObject *const *args, Py_ssize_t n)
 {
-    const char *in_place = strchr(takes, 'i'), *out_place = strchr(takes, 'o');
+    const char *in_place = strchr(takes, 'i'), *out_place = strchr(takes, 'o'), *bundle_place = strchr(takes, 'l');
     struct ah_part *in = NULL, *out = NULL;
     struct ah_move move = {.kind = kind};
     PyObject *result = NULL;
@@ -44,13 +45,15 @@ static PyObject *ask(struct ah_gated *self, enum ah_kind kind, const char *takes
     }
     /* Parts come last, because they have to be freed. */
     if ((!in_place || ah_as_parts(self->gate.size, args[in_place - takes], &in) == 0) &&
-        (!out_place || ah_as_parts(self->gate.size, args[out_place - takes], &out) == 0)) {
+        (!out_place || ah_as_parts(self->gate.size, args[out_place - takes], &out) == 0) &&
+        (!bundle_place || ah_as_bundle(args[bundle_place - takes], &move.bundle) == 0)) {
         move.in = in;
         move.out = out;
         result = ah_gate_ended(self->gate.move(self, &move));
     }
     free(in);
     free(out);
+    ah_bundle_free(&move.bundle);
     return result;
 }
 
@@ -62,6 +65,7 @@ static PyObject *ask(struct ah_gated *self, enum ah_kind kind, const char *takes
 
 METHOD(barrier, AH_BARRIER, "t")
 METHOD(all_reduce, AH_ALL_REDUCE, "abdxt")
+METHOD(all_reduce_bundle, AH_ALL_REDUCE, "ldxt")
 METHOD(reduce, AH_REDUCE, "abdxrt")
 METHOD(broadcast, AH_BROADCAST, "abdrt")
 METHOD(all_gather, AH_ALL_GATHER, "abodt")

@@ -13,6 +13,7 @@ struct ah_move {
     enum ah_kind kind;
     struct ah_part data;
     const struct ah_part *in, *out; /* a part for each rank; NULL where a rank gives or gets none */
+    struct ah_bundle bundle;        /* in the place of `data`, where it has tensors */
     uint32_t dtype, reduction, root;
     int64_t limit_ns;
     const struct ah_note *note; /* of a call on the short way, NULL for any other */
@@ -23,6 +24,7 @@ struct ah_move {
 
 PyObject *ah_move_barrier(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *ah_move_all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t n);
+PyObject *ah_move_all_reduce_bundle(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *ah_move_reduce(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *ah_move_broadcast(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *ah_move_all_gather(PyObject *object, PyObject *const *args, Py_ssize_t n);

@@ -11,6 +11,7 @@
 #include <structmember.h>
 
 #include "call.h"
+#include "bundle.h"
 #include "mail.h"
 #include "reduce.h"
 
@@ -80,11 +81,41 @@ static int barrier(struct ah_quick_call *call)
     return ah_call_move(call, NULL, -1, &(struct ah_move){.kind = AH_BARRIER});
 }
 
+/* Several tensors of one type, reduced as one. */
+static int all_reduce_bundle(struct ah_quick_call *call)
+{
+    struct ah_move move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
+    PyObject *given = call->given[OUT];
+    Py_ssize_t number = given && PyList_Check(given) ? PyList_Size(given) : 0;
+    struct ah_plain first = {0}, each;
+    int code = call->segment && number && ah_bundle_make(&move.bundle, (size_t)number) == 0 ? DONE : NOT_OURS;
+
+    for (Py_ssize_t index = 0; code == DONE && index < number; index++) {
+        if (ah_look(call->way, PyList_GetItem(given, index), &each) != 0 || (index > 0 && each.dtype != first.dtype))
+            code = NOT_OURS;
+        else
+            move.bundle.parts[index] = each.part;
+        if (index == 0)
+            first = each;
+    }
+    if (code == DONE && (!ah_reducible(first.dtype, move.reduction) || !ah_bundle_is_apart(&move.bundle)))
+        code = NOT_OURS;
+    if (code == DONE) {
+        ah_bundle_count(&move.bundle);
+        first.part.bytes = move.bundle.ends[number - 1];
+        code = ah_call_move(call, &first, -1, &move);
+    }
+    ah_bundle_free(&move.bundle);
+    return code;
+}
+
 static int all_reduce(struct ah_quick_call *call)
 {
     struct ah_move move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
     struct ah_plain tensor;
 
+    if (!call->whole)
+        return all_reduce_bundle(call);
     if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0 ||
         !ah_reducible(tensor.dtype, move.reduction))
         return NOT_OURS;

@@ -48,6 +48,9 @@ def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size:
     ``out`` may be one of the sources. The interpreter runs on meanwhile. Whoever gives addresses keeps the memory.
     """
 
+def apart(tensors: tuple[int, ...], /) -> bool:
+    """Tell whether no two of ``tensors``, each given as address and bytes, share memory."""
+
 MOST_HANDS: int
 MOST_RANKS: int
 
@@ -217,11 +220,17 @@ class Intake:
     def rest(self) -> None:
         """Leave everything to ``came`` until the next `begin`."""
 
-    def arrange(self, of: tuple[int, ...], views: tuple[Any, ...], /) -> None:
-        """Say in which bucket each parameter is, and where its gradient is to lie (None: it stays where it is)."""
+    def arrange(self, of: tuple[int, ...], views: tuple[Any, ...], likes: tuple[Any, ...], /) -> None:
+        """Say in which bucket each parameter is, and where its gradient is to lie (None: it stays where it is).
+
+        ``likes`` are tensors of the shape and type that each gradient has in its bucket, None for a sparse one.
+        """
 
     def lie(self) -> bool:
         """Move the gradients that do not lie where they are to lie; tell whether all do now."""
+
+    def gather(self, order: tuple[int, ...], /) -> list[Any] | None:
+        """Return the gradients of parameters by their numbers; None where one cannot be reduced where it lies."""
 
 class Segment:
     """One rank's view of a group's shared memory. One call at a time; the interpreter runs on meanwhile.
@@ -236,6 +245,9 @@ class Segment:
         """A barrier that compares a call which is then done by other means."""
 
     def all_reduce(self, address: int, size: int, dtype: int, reduction: int, timeout_ns: int, /) -> int: ...
+    def all_reduce_bundle(self, tensors: tuple[int, ...], dtype: int, reduction: int, timeout_ns: int, /) -> int:
+        """Reduce several tensors of one type as one. They are `apart`, and of the same sizes on every rank."""
+
     def cross(
         self,
         address: int,

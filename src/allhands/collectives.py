@@ -303,9 +303,10 @@ class P2POp(dist.P2POp):
         super().__init__(_torchs(op), *args, **kw)
 
 
-def guarded(name: str) -> Callable[..., Any]:
-    """Return torch's function ``name`` with its failures explained."""
-    function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
+def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return torch's function ``name``, or ``function`` in its place, with its failures explained."""
+    if function is None:
+        function = headcount.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     if name.startswith("new_"):
         function = choice.new_group(function)
     beside = _beside(function)
@@ -364,12 +365,13 @@ _PEERS = {"src": _PEER, "dst": _PEER, "group_src": _GROUP_PEER, "group_dst": _GR
 _ONE = {"tensor": _OUT, **_PEERS}
 
 # Those that have a short way through our own groups: which operation of the core each is, whether it has one tensor
-# where the core has one for each rank, and what its own parameters are.
+# where the core has one for each rank or any number of them, and what its own parameters are.
 _SHORT: dict[str, tuple[str, bool, dict[str, int]]] = {
     "all_gather": ("all_gather", False, {"tensor_list": _OUT, "tensor": _IN}),
     "all_gather_into_tensor": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
     "all_gather_single": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
-    "all_reduce": ("all_reduce", False, _ONE),
+    "all_reduce": ("all_reduce", True, _ONE),
+    "all_reduce_coalesced": ("all_reduce", False, {"tensors": _OUT}),
     "all_to_all": ("all_to_all", False, {"output_tensor_list": _OUT, "input_tensor_list": _IN}),
     "all_to_all_single": ("all_to_all", True, {"output": _OUT, "input": _IN}),
     "barrier": ("barrier", False, {}),
@@ -405,13 +407,16 @@ def way() -> _core.Way:
     )
 
 
-def quick(name: str) -> Any:
-    """Return `guarded` for ``name`` with the short way of our own groups before it, for a caller that waits."""
-    function = getattr(dist, name)
+def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
+    """Return `guarded` with the short way of our own groups before it, for a caller that waits.
+
+    A ``function`` in the place of torch's has parameters of the same names.
+    """
+    function = function or getattr(dist, name)
     kind, whole, own = _SHORT[name]
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
-    made = _core.Quick(way(), guarded(name), name, names, roles, shm.KINDS.index(kind), whole)
+    made = _core.Quick(way(), guarded(name, function), name, names, roles, shm.KINDS.index(kind), whole)
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 

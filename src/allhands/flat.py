@@ -12,7 +12,7 @@ from . import _torch
 from .engines import shm
 from .errors import fail
 
-__all__ = ["HOST", "Flat", "Flats", "dense", "when_ready"]
+__all__ = ["HOST", "Flat", "Flats", "dense", "spread", "when_ready"]
 
 HOST = torch.device("cpu")
 
@@ -20,6 +20,15 @@ HOST = torch.device("cpu")
 def dense(*tensors: torch.Tensor) -> bool:
     """Tell whether ``tensors`` are ordinary ones; those of a GPU go through the memory of the host."""
     return all(tensor.layout is torch.strided for tensor in tensors)
+
+
+def spread(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the address of each tensor, and how many bytes lie between its first element and the end of its last."""
+    found: list[int] = []
+    for tensor in tensors:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        found += [tensor.data_ptr(), (last + 1) * tensor.element_size() if tensor.numel() else 0]
+    return tuple(found)
 
 
 class Flats:

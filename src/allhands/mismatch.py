@@ -248,4 +248,7 @@ def _call(call: tuple[int, ...]) -> str:
         words.append(f"by {shm.REDUCTION_NAMES[reduction]}")
     if root >= 0:
         words.append(f"with root {root}")
+    elif root < -1:
+        # The core's digest of their sizes: where nothing else differs, this does.
+        words.append(f"of several tensors (digest of their sizes: {-root})")
     return " ".join(words)

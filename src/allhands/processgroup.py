@@ -6,6 +6,7 @@ those of a GPU by way of the host's memory. Sparse tensors are left to Gloo.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from . import _torch, choice, ending, lifecycle
+from . import _core, _torch, choice, ending, lifecycle
 from . import session as _session
 from .engines import rails, shm
 from .engines.handing import Apart
 from .engines.relay import Relay
-from .flat import Flat, Flats
+from .flat import Flat, Flats, spread
 from .flat import dense as _dense
 from .hostgroup import HostGroup, Via
 from .widegroup import Wide
@@ -98,7 +99,7 @@ class Group(HostGroup):
         return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce several tensors to everyone."""
+        """Reduce several tensors to everyone, those of one type that follow each other as one."""
         return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceCoalescedOptions())
 
     def _reduce_each(self, name: str, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -107,12 +108,21 @@ class Group(HostGroup):
         via = self._via(tensors)
 
         def run() -> None:
-            for tensor in tensors:
-                dtype, reduction, factor = self._reduction(name, tensor, opts.reduceOp)
-                with Flat(tensor, factor=factor, device=via.device) as flat:
-                    self._call(via.core.all_reduce, *flat.place, dtype, reduction)
+            for _, alike in itertools.groupby(tensors, key=lambda tensor: tensor.dtype):
+                self._reduce_alike(name, list(alike), opts.reduceOp, via)
 
         return self._do(name, run, tensors, opts, via)
+
+    def _reduce_alike(self, name: str, tensors: list[torch.Tensor], op: Any, via: Via) -> None:
+        """Reduce tensors of one type to everyone."""
+        dtype, reduction, factor = self._reduction(name, tensors[0], op)
+        if len(tensors) > 1 and isinstance(via.core, _core.Segment) and _core.apart(spread(tensors)):
+            with Flats(tensors, factor=factor, device=via.device) as flats:
+                self._call(via.core.all_reduce_bundle, flats.places, dtype, reduction)
+            return
+        for tensor in tensors:
+            with Flat(tensor, factor=factor, device=via.device) as flat:
+                self._call(via.core.all_reduce, *flat.place, dtype, reduction)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce to the root."""

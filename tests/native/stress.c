@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "bundle.h"
 #include "collective.h"
 #include "hands.h"
 #include "reduce.h"
@@ -101,6 +102,30 @@ struct buffers {
     unsigned char *in[MOST_RANKS], *out[MOST_RANKS], *want;
 };
 
+#define MOST_PIECES 6
+
+/* An all_reduce of one tensor as several, which every rank cuts at the same places; some are empty. */
+static int reduce_in_pieces(struct ah_group *group, struct ah_part whole, uint32_t dtype, uint32_t reduction, unsigned *choice)
+{
+    size_t width = ah_dtype_bytes(dtype), left = whole.bytes / width, number = 1 + next(choice) % MOST_PIECES;
+    struct ah_bundle bundle;
+    int code;
+
+    if (ah_bundle_make(&bundle, number) != 0)
+        return AH_BROKEN;
+    for (size_t piece = 0; piece < number; piece++) {
+        size_t some = piece == number - 1 ? left : next(choice) % (left + 1);
+
+        bundle.parts[piece] = (struct ah_part){.data = whole.data, .bytes = some * width};
+        whole.data += some * width;
+        left -= some;
+    }
+    ah_bundle_count(&bundle);
+    code = ah_bundle_is_apart(&bundle) ? ah_all_reduce_bundle(group, bundle, dtype, reduction, LIMIT_NS) : AH_BROKEN;
+    ah_bundle_free(&bundle);
+    return code;
+}
+
 /* One operation of the kind, on sizes that every rank can tell from the same numbers. */
 static int operate(struct rank *rank, struct ah_group *group, unsigned operation, unsigned *choice, struct buffers *use)
 {
@@ -140,7 +165,7 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
     case AH_BARRIER:
         return ah_barrier(group, LIMIT_NS);
     case AH_ALL_REDUCE:
-        code = ah_all_reduce(group, in[0], dtype, reduction, LIMIT_NS);
+        code = reduce_in_pieces(group, in[0], dtype, reduction, choice);
         break;
     case AH_REDUCE:
         code = ah_reduce_to(group, in[0], dtype, reduction, root, LIMIT_NS);

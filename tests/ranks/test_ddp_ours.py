@@ -308,7 +308,7 @@ def test_no_room_in_shared_memory() -> None:
     dist.init_process_group("allhands", rank=rank, world_size=size, timeout=30)
     # The kernel gives no file of this process more than 64 KiB now, as on a machine whose memory is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    ddp = dist.DistributedDataParallel(torch.nn.Linear(300, 300))
+    ddp = dist.DistributedDataParallel(torch.nn.Linear(300, 300), gradient_as_bucket_view=True)
     torch.manual_seed(rank)
     ddp(torch.randn(4, 300)).sum().backward()
     parts = [torch.empty(300, 300) for _ in range(size)]

@@ -37,9 +37,9 @@ class _Learner:
         self.works = who != "single" or rank == 0
         self._lockstep = who == "lockstep"
         self._model, self._batch = build(model)
-        # Views of the buckets for both classes: each at its best.
+        # Each at its best: torch's with views of its buckets, ours as it comes.
         if who == "allhands":
-            self._model = allhands.DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+            self._model = allhands.DistributedDataParallel(self._model)
         elif who in {"torch", "gloo"}:
             group = gloo if who == "gloo" else None
             self._model = TorchDDP(self._model, process_group=group, gradient_as_bucket_view=True)

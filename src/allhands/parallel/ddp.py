@@ -29,7 +29,7 @@ class DistributedDataParallel(Module, Joinable):
 
     The arguments, methods and state dict are those of `torch.nn.parallel.DistributedDataParallel`; docs/architecture.md
     lists what differs. All ranks of the group make it and make the same passes. It works on any backend; on allhands'
-    own the buckets lie in shared memory.
+    own gradients are averaged where they lie, or with ``gradient_as_bucket_view`` in shared memory.
 
     Raises parameters-differ where ranks wrap different modules, unused-parameters (from backward, on every rank) where
     a parameter got no gradient, module-changed where parameters came or went, and what ends a group.

@@ -10,7 +10,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ import torch.distributed as dist
 from .. import _core, _torch, collectives
 from ..errors import AllhandsError
 from . import faults, lacking, transfer
+from .backward import End, Pass
 from .bucket import FIRST_BYTES
+from .bundle import tie
 from .gradbucket import GradBucket
 from .reduction import Averager, all_reduce, broadcast
 from .storage import Bucket, Storage
@@ -28,34 +29,6 @@ __all__ = ["Reducer"]
 
 # torch's: large enough for the engine's full speed, small enough for several in a model that is worth distributing.
 _CAP_BYTES = 25 << 20
-
-
-@dataclass(slots=True)
-class _Pass:
-    """One backward pass as far as it has come."""
-
-    counts: list[int]
-    left: list[int]
-    # What is called at its end. The engine alone holds it: once it is gone without a call, an exception ended the pass.
-    end: weakref.ref[_End] | None = None
-    opened: bool = False
-    # Whether the core takes its gradients (see `Reducer._hand_over`).
-    handed: bool = False
-    # Buckets that have all their gradients and no incomplete one before them, and how many of those are on their way.
-    ready: int = 0
-    launched: int = 0
-    waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-
-
-class _End:
-    """The callback at the end of a backward pass."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self) -> None:
-        self._reducer.finish()
 
 
 class Reducer:
@@ -105,6 +78,10 @@ class Reducer:
         # How often each gradient comes in a pass; a static graph's first pass counts.
         self._needed = [1] * len(self.parameters)
         self._lock = threading.RLock()
+        # Whether gradients may be reduced where they lie. Not views of a bucket, and not those that are to stay as they
+        # are where nobody used a parameter, which is known only afterwards.
+        plain = not (views or find_unused or any(sparse)) and all(each.is_cpu for each in self.parameters)
+        self._may_stay = plain and self.averager.can_bundle()
         self._storage = Storage(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
         self.buckets: list[Bucket] = []
@@ -129,17 +106,19 @@ class Reducer:
                 # It lies where another gradient may lie from now on.
                 parameter.grad = parameter.grad.clone()
         self._order = order
-        self.buckets = self._storage.arrange(order)
+        self.buckets = self._storage.arrange(order, spare=self._in_place)
         self._of = {
             slot.position: (number, slot) for number, bucket in enumerate(self.buckets) for slot in bucket.slots
         }
-        nowhere = [None] * len(self.parameters)
-        views = [self._of[index][1].view for index in range(len(self.parameters))] if self.views else nowhere
-        self._intake.arrange(tuple(self._of[index][0] for index in range(len(self.parameters))), tuple(views))
+        places = [self._of[index] for index in range(len(self.parameters))]
+        likes = tuple(slot.view for _, slot in places)
+        views = likes if self.views else (None,) * len(likes)
+        self._intake.arrange(tuple(number for number, _ in places), views, likes)
         self._trained = []
         # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
         marked = self.buckets[-1].marked
         self._marker = marked[-1] if marked is not None and not self.find_unused else None
+        self._bundles = tie(self.buckets, self._marker, together=not self._beside) if self._may_stay else []
 
     def rebuild(self) -> bool:
         """Arrange the buckets in the order in which gradients came, once. All ranks call this at the same time."""
@@ -168,7 +147,7 @@ class Reducer:
                 for bucket in self.buckets
             ]
             self._trained = trained
-        self._now = _Pass([0] * len(self.parameters), self._left.copy(), opened=self.always)
+        self._now = Pass([0] * len(self.parameters), self._left.copy(), opened=self.always)
         self._intake.rest()
 
     # Gradients come ------------------------------------------------------------------------------------------------
@@ -217,7 +196,7 @@ class Reducer:
         if self._is_broken():
             self._reset()
         if self._now.end is None:
-            end = _End(self)
+            end = End(self.finish)
             self._now.end = weakref.ref(end)
             _torch.queue_callback(end)
 
@@ -307,7 +286,7 @@ class Reducer:
     @property
     def _in_one(self) -> bool:
         """Whether all buckets are reduced together: they lie side by side, and go at the end of backward anyway."""
-        return not self._beside and self.averager.hook is None and bool(self._storage.wholes)
+        return not (self._beside or self._in_place) and self.averager.hook is None and bool(self._storage.wholes)
 
     def _reduce_all(self, missing: int, *, lie: bool) -> list[torch.Tensor]:
         """Average all buckets in as few calls as there are types; ``lie`` says that the gradients are there."""
@@ -328,30 +307,46 @@ class Reducer:
             raise
         return results
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether gradients are reduced where they lie."""
+        return self._may_stay and not self.static and self.averager.hook is None
+
     def _reduce_rest(self, missing: int) -> list[torch.Tensor]:
-        """Let the buckets go that have not gone yet, and wait for all."""
-        for number in range(self._now.launched, len(self.buckets)):
+        """Let go what has not gone yet, and wait for all; return the results of buckets."""
+        for number in range(self._now.launched, len(self._bundles if self._in_place else self.buckets)):
             self._launch(number, missing=missing)
         return [wait() for wait in self._now.waits]
 
     @torch.no_grad()
     def _launch(self, number: int, missing: int = 0) -> None:
-        bucket, now = self.buckets[number], self._now
-        last = number == len(self.buckets) - 1
+        now, in_place = self._now, self._in_place
+        last = number == len(self._bundles if in_place else self.buckets) - 1
         now.launched = number + 1
-        buffer = transfer.fill(bucket, self.names, self.rank)
-        marked = None
+        start = self._ready_bundle(number) if in_place else self._ready_bucket(number, last=last)
         if last and self._mark is not None:
-            marked = bucket.marked
             self._mark.fill_(missing)
-        gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
-        made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
         try:
-            now.waits.append(self.averager.start(made, marked, self.divisor, wait=last or not self._beside))
+            now.waits.append(start(self.divisor, wait=last or not self._beside))
         except AllhandsError:
             # The group is over, and whatever is called next says why.
             now.ready = now.launched = 0
             raise
+
+    def _ready_bundle(self, number: int) -> Callable[..., Callable[[], Any]]:
+        """Return what averages gradients where they lie."""
+        found = self._bundles[number].gather(self._intake, self.names, self.rank)
+        self._now.moved += found.moved
+        return functools.partial(self.averager.start_bundle, found.tensors)
+
+    def _ready_bucket(self, number: int, *, last: bool) -> Callable[..., Callable[[], Any]]:
+        """Fill a bucket, and return what averages it."""
+        bucket = self.buckets[number]
+        buffer = transfer.fill(bucket, self.names, self.rank)
+        marked = bucket.marked if last and self._mark is not None else None
+        gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
+        made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
+        return functools.partial(self.averager.start, made, marked)
 
     @property
     def _mark(self) -> torch.Tensor | None:
@@ -392,13 +387,16 @@ class Reducer:
         fatal = 0 if self.find_unused or learns else len(missing)
         # Moved by the core, unless something is unusual about one of them.
         lie = self.views and not now.launched and self._intake.lie()
-        in_one = self._in_one
+        in_place, in_one = self._in_place, self._in_one
         results = self._reduce_all(fatal, lie=lie) if in_one else self._reduce_rest(fatal)
         if not (self.find_unused or learns):
             self._tell_missing(missing, self._mark)
         elif learns or not self.static:
             self._agree_on_used()
-        if not (lie and in_one):
+        if in_place:
+            with torch.no_grad():
+                transfer.give(now.moved, views=False)
+        elif not (lie and in_one):
             with torch.no_grad():
                 for bucket, result in zip(self.buckets, results, strict=True):
                     transfer.hand_out(bucket, result, self._unused_now, views=self.views)
@@ -445,12 +443,16 @@ class Reducer:
     @torch.no_grad()
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass with zeros, and keep nothing of them."""
-        waits: list[Callable[[], torch.Tensor]] = []
+        waits: list[Callable[[], Any]] = []
         mark = None
+        for number, bundle in enumerate(self._bundles if self._in_place else ()):
+            zeros = bundle.zeros()
+            mark = zeros[-1].view(-1)
+            waits.append(self.averager.start_bundle(zeros, self.divisor, wait=number == len(self._bundles) - 1))
         for whole in self._storage.wholes if self._in_one else ():
             mark = torch.zeros_like(whole)
             self.averager.average(mark, self.divisor)
-        for number, bucket in enumerate(self.buckets if not self._in_one else ()):
+        for number, bucket in enumerate(self.buckets if not (self._in_one or self._in_place) else ()):
             last = number == len(self.buckets) - 1
             parameters = [slot.parameter for slot in bucket.slots]
             marked, buffer, parts = transfer.zeros(bucket)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import collectives
+from .. import _core, collectives
 from ..engines import shm
 from ..hostgroup import HostGroup
 from .gradbucket import GradBucket
 
-__all__ = ["Averager", "all_reduce", "broadcast"]
+__all__ = ["Averager", "all_reduce", "all_reduce_bundle", "broadcast"]
 
 
 @functools.cache
@@ -26,6 +26,27 @@ def _function(name: str) -> Any:
 def all_reduce(tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Any:
     """Reduce ``tensor`` over ``group``; with ``later`` return the Work."""
     return _function("all_reduce")(tensor, op, group, later)
+
+
+def all_reduce_bundle(tensors: list[torch.Tensor], group: Any, op: Any, *, later: bool = False) -> Any:
+    """Reduce ``tensors``, which are of one type and of the same sizes on every rank, as one; ``later`` as above."""
+    return _together()(tensors, op, group, later)
+
+
+def _coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool) -> Any:
+    """Do what torch's function does, which warns of its end each time and hides the Work."""
+    opts = dist.AllreduceCoalescedOptions()
+    opts.reduceOp, opts.asyncOp = op, async_op
+    work = group.allreduce_coalesced(tensors, opts)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+@functools.cache
+def _together() -> Any:
+    return collectives.quick("all_reduce_coalesced", _coalesced)
 
 
 def broadcast(tensor: torch.Tensor, group: Any, source: int = 0) -> None:
@@ -57,6 +78,10 @@ class Averager:
         all_reduce(lacks, self.group, dist.ReduceOp.MAX)
         return not bool(lacks)
 
+    def can_bundle(self) -> bool:
+        """Tell whether tensors of the group can be reduced together wherever they lie."""
+        return isinstance(self.group, HostGroup) and isinstance(self.group.engine.segment, _core.Segment)
+
     def start(
         self, bucket: GradBucket, marked: torch.Tensor | None, divisor: float | None, *, wait: bool
     ) -> Callable[[], torch.Tensor]:
@@ -84,6 +109,16 @@ class Averager:
             return buffer
 
         return done
+
+    def start_bundle(self, tensors: list[torch.Tensor], divisor: float | None, *, wait: bool) -> Callable[[], Any]:
+        """Begin to average ``tensors``, all of one type, where they lie; return what waits for it. Else as `start`."""
+        if self.size == 1 and divisor is None:
+            return lambda: None
+        op = self._divided(tensors[0], divisor)
+        for tensor in tensors[1:] if op != dist.ReduceOp.AVG else ():
+            self._divided(tensor, divisor)
+        work = all_reduce_bundle(tensors, self.group, op, later=not wait)
+        return work.wait if work is not None else lambda: None
 
     def average(self, tensor: torch.Tensor, divisor: float | None) -> None:
         """Average ``tensor``, which is dense, and wait for it; ``divisor`` as for `start`."""

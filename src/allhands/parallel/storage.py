@@ -52,13 +52,20 @@ class Storage:
             for each, alone in zip(parameters, sparse, strict=True)
         ]
         self._memory: dict[Any, torch.Tensor] = {}
+        self._spare = False
         self.in_segment = False
         # All buckets of a type, with the mark of the last one, as one tensor; the type of the last bucket is the last.
         # None where sparse gradients stand between.
         self.wholes: list[torch.Tensor] = []
 
-    def arrange(self, order: Sequence[int]) -> list[Bucket]:
-        """Return the buckets for gradients that come in ``order``. What lay in the former ones is lost."""
+    def arrange(self, order: Sequence[int], *, spare: bool = False) -> list[Bucket]:
+        """Return the buckets for gradients that come in ``order``. What lay in the former ones is lost.
+
+        ``spare`` ones are for exceptions: ordinary memory, which costs nothing until something is written to it.
+        """
+        if self._spare and not spare:
+            self._memory.clear()
+        self._spare = spare
         buckets = assign(self._items, order, self._caps_bytes)
         places = dict(place(self._items, buckets))
         needs: dict[Any, int] = {}
@@ -79,7 +86,7 @@ class Storage:
         dtype, device = kind
         # Spare lines, so that an order that wastes more of them fits too.
         numel += 16 * len(self._items)
-        if device.type == "cpu" and isinstance(self._group, HostGroup):
+        if device.type == "cpu" and isinstance(self._group, HostGroup) and not self._spare:
             try:
                 made = shared.empty(numel, dtype=dtype, group=self._group)
             except ResourceError:

@@ -10,7 +10,7 @@ from .. import _torch
 from . import faults
 from .storage import Bucket, Slot
 
-__all__ = ["fill", "hand_out", "settle", "zeros"]
+__all__ = ["fill", "give", "hand_out", "lay", "settle", "zeros"]
 
 # Gradients below this wait for their bucket: copying many in one call costs less, and their memory is none to speak of.
 _LEAST_BYTES = 1 << 16
@@ -37,11 +37,19 @@ def fill(bucket: Bucket, names: Sequence[str], rank: int) -> torch.Tensor:
 
     Raises module-changed, with the name and ``rank``, where one does not fit.
     """
+    if bucket.flat is None:
+        return _sparse(bucket.slots[0])
+    lay(bucket.slots, names, rank)
+    return bucket.flat
+
+
+def lay(slots: Sequence[Slot], names: Sequence[str], rank: int) -> None:
+    """Copy gradients to their places in buckets; raises as `fill` does."""
     targets, sources = [], []
-    for slot in bucket.slots:
+    for slot in slots:
         gradient = slot.parameter.grad
         if slot.view is None:
-            return _sparse(slot)
+            raise ValueError("a sparse gradient has no place in a bucket")
         if gradient is None:
             slot.view.zero_()
         elif gradient is not slot.view:
@@ -50,9 +58,6 @@ def fill(bucket: Bucket, names: Sequence[str], rank: int) -> torch.Tensor:
             targets.append(slot.view)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
     _torch.foreach_copy(targets, sources)
-    if bucket.flat is None:
-        raise ValueError("a bucket of dense gradients has memory")
-    return bucket.flat
 
 
 def hand_out(bucket: Bucket, result: torch.Tensor, unused: frozenset[int], *, views: bool) -> None:
@@ -66,10 +71,15 @@ def hand_out(bucket: Bucket, result: torch.Tensor, unused: frozenset[int], *, vi
         return
     if result.data_ptr() != bucket.flat.data_ptr():
         bucket.flat.copy_(result.view(-1))
+    give([slot for slot in bucket.slots if slot.position not in unused], views=views)
+
+
+def give(slots: Sequence[Slot], *, views: bool) -> None:
+    """Give parameters the averages that lie in their places in buckets; ``views`` as for `hand_out`."""
     targets, sources = [], []
-    for slot in bucket.slots:
+    for slot in slots:
         parameter, view = slot.parameter, slot.view
-        if view is None or slot.position in unused or not parameter.requires_grad:
+        if view is None or not parameter.requires_grad:
             continue
         gradient = parameter.grad
         if gradient is view:

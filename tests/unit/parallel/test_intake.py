@@ -27,7 +27,7 @@ class _Books:
         self.intake = _core.Intake(
             collectives.way(), tuple(self.parameters), self.left_to_python.append, self._complete
         )
-        self.intake.arrange((0, 0, 1), tuple(self.views) if views else (None,) * 3)
+        self.intake.arrange((0, 0, 1), tuple(self.views) if views else (None,) * 3, tuple(self.views))
         self.end: _End | None = _End()
         self.counts, self.left, self.used, self.needed = [0] * 3, [2, 1], [0] * 3, [1] * 3
 
@@ -123,3 +123,49 @@ def test_what_came_otherwise_is_moved_at_the_end() -> None:
     assert books.intake.lie()
     assert books.memory.tolist() == [1, 1, 1, 1, 1, 1, 2, 2, 2]
     assert all(each.grad is view for each, view in zip(books.parameters, books.views, strict=True))
+
+
+def test_gradients_that_can_stay_are_gathered() -> None:
+    """In the order that was asked for, and as they are."""
+    books = _Books(views=False)
+    for parameter in books.parameters:
+        parameter.grad = torch.ones(3)
+    found = books.intake.gather((2, 0))
+    assert found is not None
+    assert [id(each) for each in found] == [id(books.parameters[index].grad) for index in (2, 0)]
+
+
+@pytest.mark.parametrize("odd", ["none", "strides", "shape", "derived", "frozen", "sparse", "shared", "overlapping"])
+def test_gradients_that_cannot_stay_are_left_to_python(odd: str) -> None:
+    """One is enough: it is not there, lies in another order, is computed from, or shares memory with another one."""
+    books = _Books(views=False)
+    flat = torch.ones(8)
+    gradients = {
+        "strides": torch.ones(6)[::2],
+        "shape": torch.ones(4),
+        "derived": torch.ones(3, requires_grad=True),
+        "sparse": torch.ones(3).to_sparse(),
+        "shared": flat[:3],
+        "overlapping": flat[2:5],
+    }
+    books.parameters[0].grad = flat[:3]
+    books.parameters[1].grad = torch.ones(3)
+    if odd == "shape":
+        books.parameters[1].data = torch.zeros(4)
+        books.parameters[1].grad = gradients[odd]
+    elif odd != "none":
+        books.parameters[1].grad = gradients.get(odd, torch.ones(3))
+    else:
+        books.parameters[1].grad = None
+    books.parameters[1].requires_grad_(odd != "frozen")
+    assert books.intake.gather((0, 1)) is None
+
+
+def test_only_parameters_can_be_gathered() -> None:
+    """A number beyond the last one is an error of the caller, and so is no number at all."""
+    books = _Books(views=False)
+    books.parameters[0].grad = torch.ones(3)
+    with pytest.raises(IndexError):
+        books.intake.gather((0, 7))
+    with pytest.raises(TypeError):
+        books.intake.gather(("no number",))  # type: ignore[arg-type]

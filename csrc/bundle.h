@@ -1,0 +1,30 @@
+/* A bundle: tensors of one type that an operation takes as one, as if they lay side by side. */
+#ifndef ALLHANDS_BUNDLE_H
+#define ALLHANDS_BUNDLE_H
+
+#include "collective.h"
+
+/* Make room for `number` tensors, whose parts the caller writes and then counts. 0, or -1 where there is no memory. */
+int ah_bundle_make(struct ah_bundle *bundle, size_t number);
+
+void ah_bundle_free(struct ah_bundle *bundle);
+
+/* Note where each tensor ends. */
+void ah_bundle_count(struct ah_bundle *bundle);
+
+/* Whether no two tensors share memory. Those that do must be taken one after the other. */
+int ah_bundle_is_apart(const struct ah_bundle *bundle);
+
+/* What ranks compare of the sizes beside their sum, in the place of a call's root: -1 for a single tensor, else less. */
+int16_t ah_bundle_digest(const struct ah_bundle *bundle);
+
+/* Where the byte `at` lies, which must be there; `span` is set to how many bytes lie there side by side. */
+unsigned char *ah_bundle_place(const struct ah_bundle *bundle, size_t at, size_t *span);
+
+/* Copy `bytes` from `at` on to memory in one piece. */
+void ah_bundle_get(const struct ah_bundle *bundle, size_t at, unsigned char *to, size_t bytes);
+
+/* Copy them from there. */
+void ah_bundle_put(const struct ah_bundle *bundle, size_t at, const unsigned char *from, size_t bytes);
+
+#endif

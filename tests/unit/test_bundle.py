@@ -1,0 +1,87 @@
+"""Several tensors that the C core reduces as one, with threads as ranks: so they also run under sanitizers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allhands import _core
+from threads import place, places, segments, together
+
+LIMIT_NS = 20_000_000_000
+SLOT = 64 * 1024
+DTYPES = {"u1": 1, "i8": 8, "f2": 10, "f4": 12, "f8": 13}
+SUM, MISMATCH = 1, 4
+
+
+@pytest.mark.parametrize(("ranks", "hands"), [(1, 0), (2, 0), (5, 0), (2, 3)])
+def test_any_sizes_of_any_type(ranks: int, hands: int) -> None:
+    """From nothing to many chunks, from one tensor to many; each is in memory of its own, with a guard behind it."""
+    with segments(ranks, SLOT, hands=hands) as views:
+
+        def work(rank: int) -> None:
+            choose = random.Random(11)  # noqa: S311  # the same choices on every rank
+            for step in range(60):
+                kind = choose.choice([*DTYPES])
+                sizes = [choose.choice([0, 1, 7, 300, 9001, 200_000]) for _ in range(choose.randint(1, 12))]
+                made = np.random.default_rng(step)
+                everyone = [[made.integers(0, 4, size + 1).astype(kind) for size in sizes] for _ in range(ranks)]
+                mine = [each.copy() for each in everyone[rank]]
+                told = views[rank].all_reduce_bundle(places([each[:-1] for each in mine]), DTYPES[kind], SUM, LIMIT_NS)
+                assert told == 0, (step, kind, sizes)
+                for index, each in enumerate(mine):
+                    assert np.array_equal(each[:-1], sum(given[index][:-1] for given in everyone)), (step, index)
+                    assert each[-1] == everyone[rank][index][-1], (step, index)
+
+        together(ranks, work)
+
+
+def test_one_tensor_is_the_same_call_as_alone() -> None:
+    """A rank may give it either way."""
+    data = [np.ones(5000, "f4") for _ in range(2)]
+    with segments(2, SLOT) as views:
+
+        def work(rank: int) -> None:
+            if rank:
+                assert views[1].all_reduce(*place(data[1]), DTYPES["f4"], SUM, LIMIT_NS) == 0
+            else:
+                assert views[0].all_reduce_bundle(place(data[0]), DTYPES["f4"], SUM, LIMIT_NS) == 0
+
+        together(2, work)
+    assert all((each == 2).all() for each in data)
+
+
+@pytest.mark.parametrize("sizes", [(20, 10), (10, 10, 10), (30,), (10, 20, 0), (31, 10)])
+def test_other_sizes_are_a_mismatch(sizes: tuple[int, ...]) -> None:
+    """Also those that are as much together: values would be added to those of other tensors."""
+    codes = [0, 0]
+    with segments(2, SLOT) as views:
+
+        def work(rank: int) -> None:
+            data = [np.ones(size, "f4") for size in (sizes if rank else (10, 20))]
+            codes[rank] = views[rank].all_reduce_bundle(places(data), DTYPES["f4"], SUM, LIMIT_NS)
+
+        together(2, work)
+        assert codes == [MISMATCH] * 2
+        assert views[0].call(0)[5] < -1
+
+
+def test_who_shares_memory_is_found() -> None:
+    """In whatever order they stand; those that touch, and those without bytes, share none."""
+    data = np.zeros(100, "u1")
+    assert _core.apart(places([data[50:], data[:50], data[20:20]]))
+    assert not _core.apart(places([data[50:], data[:10], data[49:50], data[40:60]]))
+    assert not _core.apart(places([data, data]))
+    assert not _core.apart(places([data, data[20:20], data[99:]]))
+
+
+@pytest.mark.parametrize("bad", [(), (1,), (0, 0, 0), ("x", 0), (0, "x"), (0, 0, 0, "x"), [0, 0]])
+def test_what_is_no_list_of_tensors_is_refused(bad: Any) -> None:
+    """None at all, half of one, and what is no number; what was taken apart by then is freed once."""
+    with segments(1, SLOT) as views, pytest.raises((TypeError, ValueError)):
+        views[0].all_reduce_bundle(bad, DTYPES["f4"], SUM, LIMIT_NS)
+    with pytest.raises((TypeError, ValueError)):
+        _core.apart(bad)
