@@ -102,13 +102,14 @@ static void reduce_some(const struct task *task, size_t at, const unsigned char 
                         size_t bytes)
 {
     uint32_t ranks = task->group->ranks;
+    size_t block = result ? BLOCK_BYTES : bytes;
     const void *sources[AH_MOST_RANKS];
 
     for (size_t done = 0, some; done < bytes; done += some) {
         size_t span;
         unsigned char *mine = ah_bundle_place(&task->bundle, at + done, &span);
 
-        some = ah_min(ah_min(span, BLOCK_BYTES), bytes - done);
+        some = ah_min(ah_min(span, block), bytes - done);
         for (uint32_t rank = 0; rank < ranks; rank++)
             sources[rank] = given[rank] ? given[rank] + done : mine;
         /* To our own first, which is in the cache, and copied from there: 2 to 4% faster than the other way round. */

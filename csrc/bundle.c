@@ -2,8 +2,6 @@
 
 #include <stdlib.h>
 
-#include "copy.h"
-
 int ah_bundle_make(struct ah_bundle *bundle, size_t number)
 {
     bundle->parts = calloc(number, sizeof *bundle->parts);
@@ -69,7 +67,7 @@ int16_t ah_bundle_digest(const struct ah_bundle *bundle)
     return (int16_t)(-2 - (int)(mixed >> 50));
 }
 
-unsigned char *ah_bundle_place(const struct ah_bundle *bundle, size_t at, size_t *span)
+size_t ah_bundle_find(const struct ah_bundle *bundle, size_t at)
 {
     size_t low = 0, high = bundle->number - 1;
 
@@ -82,26 +80,5 @@ unsigned char *ah_bundle_place(const struct ah_bundle *bundle, size_t at, size_t
         else
             low = middle + 1;
     }
-    *span = bundle->ends[low] - at;
-    return bundle->parts[low].data + (bundle->parts[low].bytes - *span);
-}
-
-void ah_bundle_get(const struct ah_bundle *bundle, size_t at, unsigned char *to, size_t bytes)
-{
-    for (size_t some, span; bytes > 0; at += some, to += some, bytes -= some) {
-        const unsigned char *from = ah_bundle_place(bundle, at, &span);
-
-        some = ah_min(span, bytes);
-        ah_copy(to, from, some, 0);
-    }
-}
-
-void ah_bundle_put(const struct ah_bundle *bundle, size_t at, const unsigned char *from, size_t bytes)
-{
-    for (size_t some, span; bytes > 0; at += some, from += some, bytes -= some) {
-        unsigned char *to = ah_bundle_place(bundle, at, &span);
-
-        some = ah_min(span, bytes);
-        ah_copy(to, from, some, 0);
-    }
+    return low;
 }

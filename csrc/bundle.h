@@ -3,6 +3,7 @@
 #define ALLHANDS_BUNDLE_H
 
 #include "collective.h"
+#include "copy.h"
 
 /* Make room for `number` tensors, whose parts the caller writes and then counts. 0, or -1 where there is no memory. */
 int ah_bundle_make(struct ah_bundle *bundle, size_t number);
@@ -18,13 +19,40 @@ int ah_bundle_is_apart(const struct ah_bundle *bundle);
 /* What ranks compare of the sizes beside their sum, in the place of a call's root: -1 for a single tensor, else less. */
 int16_t ah_bundle_digest(const struct ah_bundle *bundle);
 
+/* The number of the tensor that has the byte `at`, which must be there. */
+size_t ah_bundle_find(const struct ah_bundle *bundle, size_t at);
+
+/* Here, so that a tensor alone, the usual case, costs nothing more than its address. */
+
 /* Where the byte `at` lies, which must be there; `span` is set to how many bytes lie there side by side. */
-unsigned char *ah_bundle_place(const struct ah_bundle *bundle, size_t at, size_t *span);
+static inline unsigned char *ah_bundle_place(const struct ah_bundle *bundle, size_t at, size_t *span)
+{
+    size_t index = bundle->number == 1 ? 0 : ah_bundle_find(bundle, at);
+
+    *span = bundle->ends[index] - at;
+    return bundle->parts[index].data + (bundle->parts[index].bytes - *span);
+}
 
 /* Copy `bytes` from `at` on to memory in one piece. */
-void ah_bundle_get(const struct ah_bundle *bundle, size_t at, unsigned char *to, size_t bytes);
+static inline void ah_bundle_get(const struct ah_bundle *bundle, size_t at, unsigned char *to, size_t bytes)
+{
+    for (size_t some, span; bytes > 0; at += some, to += some, bytes -= some) {
+        const unsigned char *from = ah_bundle_place(bundle, at, &span);
+
+        some = ah_min(span, bytes);
+        ah_copy(to, from, some, 0);
+    }
+}
 
 /* Copy them from there. */
-void ah_bundle_put(const struct ah_bundle *bundle, size_t at, const unsigned char *from, size_t bytes);
+static inline void ah_bundle_put(const struct ah_bundle *bundle, size_t at, const unsigned char *from, size_t bytes)
+{
+    for (size_t some, span; bytes > 0; at += some, from += some, bytes -= some) {
+        unsigned char *to = ah_bundle_place(bundle, at, &span);
+
+        some = ah_min(span, bytes);
+        ah_copy(to, from, some, 0);
+    }
+}
 
 #endif
