@@ -12,7 +12,7 @@ from . import _torch
 from .engines import shm
 from .errors import fail
 
-__all__ = ["HOST", "Flat", "Flats", "dense", "spread", "when_ready"]
+__all__ = ["HOST", "Flat", "Flats", "dense", "extents", "when_ready"]
 
 HOST = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.layout is torch.strided for tensor in tensors)
 
 
-def spread(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def extents(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the address of each tensor, and how many bytes lie between its first element and the end of its last."""
     found: list[int] = []
     for tensor in tensors:

@@ -21,7 +21,7 @@ from . import session as _session
 from .engines import rails, shm
 from .engines.handing import Apart
 from .engines.relay import Relay
-from .flat import Flat, Flats, spread
+from .flat import Flat, Flats, extents
 from .flat import dense as _dense
 from .hostgroup import HostGroup, Via
 from .widegroup import Wide
@@ -116,7 +116,7 @@ class Group(HostGroup):
     def _reduce_alike(self, name: str, tensors: list[torch.Tensor], op: Any, via: Via) -> None:
         """Reduce tensors of one type to everyone."""
         dtype, reduction, factor = self._reduction(name, tensors[0], op)
-        if len(tensors) > 1 and isinstance(via.core, _core.Segment) and _core.apart(spread(tensors)):
+        if len(tensors) > 1 and isinstance(via.core, _core.Segment) and _core.apart(extents(tensors)):
             with Flats(tensors, factor=factor, device=via.device) as flats:
                 self._call(via.core.all_reduce_bundle, flats.places, dtype, reduction)
             return

@@ -165,9 +165,7 @@ def check_a_frozen_parameter_keeps_its_gradient():
 
 def check_a_hook_finds_buckets_in_the_segment():
     ddp = dist.DistributedDataParallel(Net())
-    buffers = []
     def hook(state, bucket):
-        buffers.append(bucket.buffer())
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     ddp.register_comm_hook(None, hook)
     for _ in range(3):

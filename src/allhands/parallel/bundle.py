@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from ..flat import spread
+from ..flat import extents
 from . import transfer
 from .storage import Bucket, Slot
 
@@ -37,8 +37,8 @@ class Bundle(NamedTuple):
         found: list[torch.Tensor] | None = intake.gather(self.order)
         moved: list[Slot] = []
         if found is None:
-            staying = {slot.position: slot.parameter.grad for slot in self.slots if _can_stay(slot)}
-            if staying and not _core.apart(spread([each for each in staying.values() if each is not None])):
+            staying = {slot.position: each for slot in self.slots if (each := _staying(slot)) is not None}
+            if staying and not _core.apart(extents([*staying.values()])):
                 staying = {}
             moved = [slot for slot in self.slots if slot.position not in staying]
             transfer.lay(moved, names, rank)
@@ -68,16 +68,17 @@ def tie(buckets: Sequence[Bucket], mark: torch.Tensor | None, *, together: bool)
     return tied
 
 
-def _can_stay(slot: Slot) -> bool:
-    """Tell whether a gradient is in memory as it would be in its bucket, and nobody else has a say in its values."""
+def _staying(slot: Slot) -> torch.Tensor | None:
+    """Return a gradient that is in memory as it would be in its bucket, and in whose values nobody else has a say."""
     gradient, view = slot.parameter.grad, slot.view
     if gradient is None or view is None or type(gradient) is not torch.Tensor or not slot.parameter.requires_grad:
-        return False
+        return None
     if gradient.layout is not torch.strided or not gradient.is_cpu or gradient.requires_grad:
-        return False
+        return None
     if gradient.is_conj() or gradient.is_neg():
-        return False
-    return (gradient.dtype, gradient.shape, gradient.stride()) == (view.dtype, view.shape, view.stride())
+        return None
+    alike = (gradient.dtype, gradient.shape, gradient.stride()) == (view.dtype, view.shape, view.stride())
+    return gradient if alike else None
 
 
 def _line(tensor: torch.Tensor | None) -> torch.Tensor:
