@@ -109,10 +109,14 @@ def _main() -> int:
     script = Path(sys.argv[1])
     number = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
     os.environ["RANKNO"] = number
+    # Before the fork: whoever finds the rank's pid reads them.
+    printed = {
+        descriptor: os.open(script.with_name(f"{number}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for descriptor, name in ((1, "out"), (2, "err"))
+    }
     pid = os.fork()
     if not pid:
-        for descriptor, name in ((1, "out"), (2, "err")):
-            opened = os.open(script.with_name(f"{number}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for descriptor, opened in printed.items():
             os.dup2(opened, descriptor)
         os.execv(sys.executable, [sys.executable, str(script)])  # noqa: S606  # the rank, in this process
     new = script.with_name(f"{number}.new")
