@@ -64,6 +64,26 @@ for count in (3, 100_003):
 
 
 @ENGINES
+def test_several_gpu_tensors_as_one(engine: str) -> None:
+    """all_reduce_coalesced sums each tensor, contiguous or not, waited for at once or later."""
+    run(
+        """
+for count in (3, 100_003):
+    whole = torch.full((count,), rank + 1.0, device="cuda")
+    grid = torch.zeros(count, 2, device="cuda")
+    grid[:, 1] = rank + 2.0
+    several = [whole, grid[:, 1]]
+    dist.all_reduce_coalesced(several)
+    assert all(each.is_cuda for each in several)
+    assert whole.eq(3).all() and grid[:, 1].eq(5).all() and grid[:, 0].eq(0).all()
+    dist.all_reduce_coalesced(several, op=dist.ReduceOp.MAX, async_op=True).wait()
+    assert whole.eq(3).all() and grid[:, 1].eq(5).all()
+""",
+        engine,
+    )
+
+
+@ENGINES
 def test_a_call_waits_for_the_stream_that_it_was_issued_on(engine: str) -> None:
     """A kernel that is still to run on the caller's stream is waited for; afterwards every stream sees the sum."""
     run(
