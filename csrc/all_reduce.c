@@ -14,6 +14,7 @@
 #include "copy.h"
 #include "hands.h"
 #include "reduce.h"
+#include "slot.h"
 #include "wait.h"
 
 /* All ranks' data together: below this, reading everything costs less than a second meeting. */
@@ -25,12 +26,8 @@
 /* Up to so many ranks, small chunks are faster than large ones. */
 #define FEW_RANKS 4
 
-/* What two ranks, and a few, move in one chunk: there a second meeting gains nothing. */
-#define WHOLE_OF_TWO ((size_t)512 << 10)
-#define WHOLE_OF_FEW ((size_t)128 << 10)
-
 /* Their chunks. */
-#define FEW_CHUNK ((size_t)64 << 10)
+#define FEW_CHUNK ((size_t)128 << 10)
 
 /* What is reduced at a time: it stays in the first-level cache until it is stored everywhere. */
 #define BLOCK_BYTES ((size_t)16 << 10)
@@ -79,19 +76,27 @@ static size_t slice(const struct task *task, uint32_t rank, size_t bytes)
     return ah_min(rank * each, bytes);
 }
 
+/* Where the chunk of `rank` stands. */
+static unsigned char *place(const struct task *task, uint32_t rank, uint32_t ticket)
+{
+    size_t bytes = ah_min(task->chunk, task->bytes);
+
+    return ah_slot_at(task->group, rank, ticket, bytes, bytes);
+}
+
 static int copy_in(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
     size_t at = task->at + index * task->chunk, bytes = ah_span(task->bytes, task->chunk, index);
     size_t own = slice(task, group->rank, bytes), next = slice(task, group->rank + 1, bytes);
-    unsigned char *to = ah_slot(group, group->rank, ticket);
+    unsigned char *to = place(task, group->rank, ticket);
     int code = ah_await_slot(group, ticket);
 
     if (code != AH_OK)
         return code;
-    ah_bundle_get(&task->bundle, at, to, own);
-    ah_bundle_get(&task->bundle, at + next, to + next, bytes - next);
+    ah_bundle_get(&task->bundle, at, group, to, own);
+    ah_bundle_get(&task->bundle, at + next, group, to + next, bytes - next);
     ah_post_later(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
@@ -116,7 +121,7 @@ static void reduce_some(const struct task *task, size_t at, const unsigned char 
         ah_reduce(task->dtype, task->reduction, task->wants ? mine : result + done, sources, ranks,
                   some / ah_dtype_bytes(task->dtype));
         if (task->wants && result)
-            ah_copy(result + done, mine, some, 0);
+            ah_fill(task->group, result + done, mine, some);
     }
 }
 
@@ -132,8 +137,8 @@ static int reduce_own(const struct task *task, size_t index)
     if (code != AH_OK)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++)
-        sources[rank] = rank == group->rank ? NULL : ah_slot(group, rank, ticket) + own;
-    reduce_some(task, at + own, sources, ah_slot(group, group->rank, ticket) + own, next - own);
+        sources[rank] = rank == group->rank ? NULL : place(task, rank, ticket) + own;
+    reduce_some(task, at + own, sources, place(task, group->rank, ticket) + own, next - own);
     ah_post_later(group, AH_REDUCED, ticket + 1);
     return AH_OK;
 }
@@ -152,7 +157,7 @@ static int copy_out(const struct task *task, size_t index)
 
         if (code != AH_OK)
             return code;
-        ah_bundle_put(&task->bundle, at + own, ah_slot(group, rank, ticket) + own, next - own);
+        ah_bundle_put(&task->bundle, at + own, place(task, rank, ticket) + own, next - own);
     }
     ah_post_later(group, AH_TAKEN, ticket + 1);
     return AH_OK;
@@ -232,13 +237,13 @@ static int in_one_shot(const struct task *task)
 
     if (code != AH_OK)
         return code;
-    ah_bundle_get(&task->bundle, 0, ah_slot(group, group->rank, task->first), task->bytes);
+    ah_bundle_get(&task->bundle, 0, group, place(task, group->rank, task->first), task->bytes);
     ah_post(group, AH_ARRIVED, task->first + 1);
     ah_publish(group);
     if ((code = ah_meet(group)) != AH_OK)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++)
-        sources[rank] = ah_slot(group, rank, task->first);
+        sources[rank] = place(task, rank, task->first);
     if (task->wants)
         reduce_some(task, 0, sources, NULL, task->bytes);
     ah_finish(group, task->first + 1);
@@ -252,7 +257,7 @@ static int beside(const struct task *task)
     const unsigned char *sources[AH_MOST_RANKS];
     int code;
 
-    ah_bundle_get(&task->bundle, 0, ah_beside(group, group->rank, task->bytes), task->bytes);
+    ah_bundle_get(&task->bundle, 0, group, ah_beside(group, group->rank, task->bytes), task->bytes);
     ah_publish(group);
     if (!task->wants) {
         ah_leave(group);
@@ -319,16 +324,15 @@ static int in_window(struct task *task)
 }
 
 /* The bytes of a chunk, out of `bytes`. Few ranks copy in, reduce and copy out in chunks so small that all of it stays in the
- * second-level cache, whichever pages the system gave (2 ranks, 256 MiB: 52 to 55 ms in every run, where chunks of 128 KiB took
- * 51 ms in some and 65 ms in others, and 256 KiB up to 81 ms; 4 ranks on 2 cores, 64 MiB: 29.6 against 31.9 ms). With 8 ranks the
- * meetings cost more than that (21.0 against 17.7 ms). */
+ * second-level cache (2 ranks, 256 MiB: 30 ms, against 35 in chunks of 64 KiB and 31 in 256 KiB; 4 ranks on 2 cores, 64 MiB: 20 ms,
+ * 21 and 27). With 8 ranks the meetings cost more than that (21.0 against 17.7 ms), and up to a slot goes in one piece. */
 static size_t chunk_of(const struct ah_group *group, size_t bytes)
 {
     size_t slot = group->slot_bytes;
-    size_t whole = group->ranks == 2 ? WHOLE_OF_TWO : group->ranks <= FEW_RANKS ? WHOLE_OF_FEW : slot;
-    size_t chunk = group->ranks > FEW_RANKS ? AH_CHUNK_BYTES : FEW_CHUNK;
 
-    return bytes <= ah_min(slot, whole) ? slot : ah_min(slot, chunk);
+    if (group->ranks <= FEW_RANKS)
+        return ah_min(slot, FEW_CHUNK);
+    return bytes <= slot ? slot : ah_min(slot, AH_CHUNK_BYTES);
 }
 
 static int run(struct ah_group *group, struct ah_call *call, struct ah_bundle bundle, int wants, int64_t timeout_ns)

@@ -5,7 +5,7 @@
  * A member writes only its own part (but for `waiters`), everyone reads all of it. Data moves in chunks that
  * carry a running number, the ticket; every rank takes the same tickets in the same order, because every rank
  * makes the same calls (they are compared before data is touched). Chunk t of a member stands in its slot
- * t % AH_DEPTH. Three counters per member say how far it is:
+ * t % AH_DEPTH, at a place that goes round in it (slot.h). Three counters per member say how far it is:
  *
  *   arrived   its chunks below this ticket stand in its slots
  *   reduced   its part of the chunks below this ticket is reduced (reductions only)
@@ -90,6 +90,7 @@ struct ah_header {
     uint32_t ranks;
     uint32_t hands; /* of each rank */
     uint64_t slot_bytes; /* of one slot, without padding */
+    uint64_t ring_bytes; /* of all its slots, how much a rank goes round in */
     uint64_t total_bytes;
     unsigned char nonce[16];
     /* Not 0 once the group is over: an ah_code, and above its 8 bits the rank it is about. The first one stands,
@@ -119,6 +120,14 @@ struct ah_window {
 
 struct ah_hands;
 
+/* How this rank writes to its slots; see slot.h. */
+struct ah_store {
+    int past;          /* past the caches */
+    uint32_t turn;     /* how often it was done */
+    uint32_t alike;    /* how often running the other way was better */
+    uint64_t ticks[2]; /* what each way took last, for as many bytes */
+};
+
 struct ah_group {
     struct ah_header *head;
     struct ah_member *members;
@@ -126,6 +135,8 @@ struct ah_group {
     unsigned char *slots;
     size_t slot_bytes;
     size_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
+    size_t ring_bytes;
+    struct ah_store store;
     unsigned char *mail;
     uint32_t rank;
     uint32_t ranks;
