@@ -115,11 +115,12 @@ BUILD := build/threads
 PLAIN = $(shell grep -LE '"engine.h"|<Python.h>' csrc/*.c)
 test-threads: $(CORE) $(wildcard tests/native/*.c)
 	@mkdir -p $(BUILD)
-	@set -e; for program in stress mail_stress; do \
+	@set -e; for program in slot stress mail_stress; do \
 	  echo "$$program, with -fsanitize=thread"; \
 	  $(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -Wno-tsan -fsanitize=thread -Icsrc tests/native/$$program.c $(PLAIN) \
 	    -lm -lpthread -o $(BUILD)/$$program; \
 	done
+	$(BUILD)/slot
 	$(BUILD)/stress 1 5000
 	$(BUILD)/mail_stress
 

@@ -4,6 +4,7 @@
 #include "copy.h"
 #include "reach.h"
 #include "sizes.h"
+#include "slot.h"
 #include "wait.h"
 
 struct task {
@@ -13,7 +14,7 @@ struct task {
     int32_t root;
     int staged; /* all goes through the slots, whatever its size */
     uint32_t first;
-    size_t table, chunk;
+    size_t chunk;
 };
 
 /* What we state for each rank; NULL: our part, for all. */
@@ -33,10 +34,10 @@ static int give(const struct task *task, size_t index)
         return code;
     if (index == 0 && !task->staged) {
         ah_state_parts(group, ticket, stated(task), task->in);
-        read = ah_reaches(group, ah_largest_part(group, stated(task), task->in));
+        read = ah_reaches(group, ah_largest_part(group, stated(task), task->in), 1);
     }
     if (!read)
-        ah_copy(ah_slot(group, group->rank, ticket) + task->table, task->in.data + index * task->chunk, bytes, 0);
+        ah_fill(group, ah_parts_at(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
@@ -50,7 +51,7 @@ static int take(const struct task *task, size_t index)
         uint32_t rank = (group->rank + step) % group->ranks;
         const struct ah_part *out = &task->out[rank];
         size_t at = index * task->chunk, bytes = ah_span(out->bytes, task->chunk, index);
-        const unsigned char *from = rank == group->rank ? task->in.data + at : ah_slot(group, rank, ticket) + task->table;
+        const unsigned char *from = rank == group->rank ? task->in.data + at : ah_parts_at(group, rank, ticket);
         int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
 
         if (code != AH_OK)
@@ -120,9 +121,9 @@ static int through_slots(struct task *task)
     if (code != AH_OK)
         return code;
     chunks = ah_chunks(ah_largest(group), task->chunk);
-    if (ah_someone_reaches(group)) {
+    if (ah_someone_reaches(group, 1)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        code = ah_reaches(group, ah_largest(group), 1) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
         task->first++;
         task->staged = 1;
         if (code == AH_UNREACHED)
@@ -144,16 +145,15 @@ static int through_slots(struct task *task)
 static int run(struct ah_group *group, const struct ah_call *call, struct ah_part in, const struct ah_part *out,
                int64_t timeout_ns)
 {
-    struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket,
-                        .table = ah_table_bytes(group)};
-    size_t slot = group->slot_bytes;
+    struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket};
+    size_t slot = group->slot_bytes, table = ah_table_bytes(group);
     size_t largest = ah_largest_part(group, stated(&task), in);
     int small = fits(&task), code;
 
-    if (slot <= task.table)
+    if (slot <= table)
         return AH_BROKEN;
     /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
-    task.chunk = ah_min(slot - task.table, AH_CHUNK_BYTES);
+    task.chunk = ah_min(slot - table, AH_PARTS_BYTES);
     if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, largest, timeout_ns)) != AH_OK)
         return code;
     if (small)

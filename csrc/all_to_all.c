@@ -4,6 +4,7 @@
 #include "copy.h"
 #include "reach.h"
 #include "sizes.h"
+#include "slot.h"
 #include "wait.h"
 
 struct task {
@@ -14,26 +15,26 @@ struct task {
     int32_t root;
     int staged; /* all goes through the slots, whatever its size */
     uint32_t first;
-    size_t table, piece;
+    size_t piece;
 };
 
 static int give(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
-    unsigned char *to = ah_slot(group, group->rank, ticket) + task->table;
+    unsigned char *to = ah_parts_at(group, group->rank, ticket);
     int code = ah_await_slot(group, ticket), read = 0;
 
     if (code != AH_OK)
         return code;
     if (index == 0 && !task->staged) {
         ah_state_parts(group, ticket, task->in, task->only);
-        read = ah_reaches(group, ah_largest_part(group, task->in, task->only));
+        read = ah_reaches(group, ah_largest_part(group, task->in, task->only), 0);
     }
     for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
-            ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece,
-                    ah_span(task->in[rank].bytes, task->piece, index), 0);
+            ah_fill(group, to + rank * task->piece, task->in[rank].data + index * task->piece,
+                    ah_span(task->in[rank].bytes, task->piece, index));
     }
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
@@ -44,7 +45,7 @@ static int take_from(const struct task *task, size_t index, uint32_t rank, struc
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
     size_t at = index * task->piece;
-    const unsigned char *from = ah_slot(group, rank, ticket) + task->table + group->rank * task->piece;
+    const unsigned char *from = ah_parts_at(group, rank, ticket) + group->rank * task->piece;
     int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
 
     if (code != AH_OK)
@@ -178,9 +179,9 @@ static int through_slots(struct task *task)
     if (code != AH_OK)
         return code;
     chunks = ah_chunks(ah_largest(group), task->piece);
-    if (ah_someone_reaches(group)) {
+    if (ah_someone_reaches(group, 0)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        code = ah_reaches(group, ah_largest(group), 0) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
         task->first++;
         task->staged = 1;
         if (code == AH_UNREACHED)
@@ -202,15 +203,14 @@ static int through_slots(struct task *task)
 static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
 {
     struct ah_group *group = task->group;
-    size_t slot = group->slot_bytes;
+    size_t slot = group->slot_bytes, table = ah_table_bytes(group);
     uint32_t bytes = fits(task), theirs = AH_LONG;
     int code;
 
     task->first = group->ticket;
-    task->table = ah_table_bytes(group);
-    if (slot < task->table + group->ranks * AH_LINE)
+    if (slot < table + group->ranks * AH_LINE)
         return AH_BROKEN;
-    task->piece = ah_min(slot - task->table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
+    task->piece = ah_min(slot - table, AH_PARTS_BYTES) / group->ranks / AH_LINE * AH_LINE;
     if ((code = ah_begin(group, call, bytes, ah_largest_part(group, task->in, task->only), timeout_ns)) != AH_OK)
         return code;
     if (bytes != AH_LONG)

@@ -46,9 +46,9 @@ PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
     const char *nonce;
     size_t bytes;
     void *memory;
-    int fd, code;
+    int fd, code, swift = ah_is_swift();
 
-    if (!PyArg_ParseTuple(args, "iIny#|I:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes, &hands))
+    if (!PyArg_ParseTuple(args, "iIny#|Ip:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes, &hands, &swift))
         return NULL;
     if (nonce_bytes != 16 || ranks == 0 || hands > AH_MOST_HANDS) {
         PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes, at least one rank, and no more hands than MOST_HANDS");
@@ -58,7 +58,7 @@ PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
     memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return PyErr_SetFromErrno(PyExc_OSError);
-    ah_segment_format(memory, ranks, (size_t)slot_bytes, hands, (const unsigned char *)nonce);
+    ah_segment_format(memory, ranks, (size_t)slot_bytes, hands, swift, (const unsigned char *)nonce);
     /* Give every page now: running out of memory is found out here, not by a signal in the middle of a copy. */
     Py_BEGIN_ALLOW_THREADS
     code = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;

@@ -92,7 +92,7 @@ static PyMethodDef methods[] = {
      "apart($module, tensors, /)\n--\n\n"
      "Tell whether no two of some tensors share memory."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
-     "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, /)\n--\n\n"
+     "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, swift=<of the processor>, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},
     {"board_bytes", board_bytes, METH_NOARGS,
      "board_bytes($module, /)\n--\n\n"

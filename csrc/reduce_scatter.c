@@ -4,6 +4,7 @@
 #include "collective.h"
 #include "copy.h"
 #include "reduce.h"
+#include "slot.h"
 #include "wait.h"
 
 struct task {
@@ -14,11 +15,19 @@ struct task {
     size_t piece;
 };
 
+/* Where the pieces of `rank` for everyone stand. */
+static unsigned char *place(const struct task *task, uint32_t rank, uint32_t ticket)
+{
+    size_t bytes = task->group->ranks * task->piece;
+
+    return ah_slot_at(task->group, rank, ticket, bytes, bytes);
+}
+
 static int give(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
-    unsigned char *to = ah_slot(group, group->rank, ticket);
+    unsigned char *to = place(task, group->rank, ticket);
     size_t bytes = ah_span(task->out.bytes, task->piece, index);
     int code = ah_await_slot(group, ticket);
 
@@ -26,7 +35,7 @@ static int give(const struct task *task, size_t index)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
         if (rank != group->rank)
-            ah_copy(to + rank * task->piece, task->in[rank].data + index * task->piece, bytes, 0);
+            ah_fill(group, to + rank * task->piece, task->in[rank].data + index * task->piece, bytes);
     }
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
@@ -47,7 +56,7 @@ static int reduce_own(const struct task *task, size_t index)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++)
         sources[rank] = rank == group->rank ? task->in[rank].data + at
-                                            : ah_slot(group, rank, ticket) + group->rank * task->piece;
+                                            : place(task, rank, ticket) + group->rank * task->piece;
     ah_reduce(task->dtype, task->reduction, task->out.data + at, sources, group->ranks,
               bytes / ah_dtype_bytes(task->dtype));
     ah_post(group, AH_TAKEN, ticket + 1);
@@ -92,6 +101,7 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
     task.piece = slot / group->ranks / AH_LINE * AH_LINE;
     if (out.bytes > task.piece && slot > AH_CHUNK_BYTES)
         task.piece = AH_CHUNK_BYTES / group->ranks / AH_LINE * AH_LINE;
+    task.piece = ah_min(task.piece, (out.bytes + AH_LINE - 1) / AH_LINE * AH_LINE);
     chunks = ah_chunks(out.bytes, task.piece);
     code = ah_begin(group, &call, 0, 0, timeout_ns);
     if (code == AH_OK && out.bytes * group->ranks <= AH_SHEET_BYTES)

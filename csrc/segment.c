@@ -58,7 +58,17 @@ static size_t ring_bytes(uint32_t ranks)
     return 4 * (second > 0 ? (size_t)second : SECOND_LEVEL) / ranks;
 }
 
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, const unsigned char nonce[16])
+int ah_is_swift(void)
+{
+    /* What a core's second-level cache drives out goes to a third level here that others write and read as fast as their own. */
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd") != 0;
+#else
+    return 0;
+#endif
+}
+
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, int swift, const unsigned char nonce[16])
 {
     struct ah_header *head = memory;
 
@@ -67,6 +77,7 @@ void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t
     head->hands = hands;
     head->slot_bytes = slot_bytes;
     head->ring_bytes = ring_bytes(ranks);
+    head->swift = swift != 0;
     head->total_bytes = ah_segment_bytes(ranks, slot_bytes, hands);
     memcpy(head->nonce, nonce, sizeof head->nonce);
     head->magic = MAGIC;
@@ -92,6 +103,7 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
     group->slot_bytes = head->slot_bytes;
     group->slot_stride = pages(head->slot_bytes) + PAGE;
     group->ring_bytes = head->ring_bytes;
+    group->swift = head->swift != 0;
     group->mail = (unsigned char *)memory + mail_offset(head->ranks, head->slot_bytes);
     group->rank = rank;
     group->ranks = head->ranks;

@@ -91,6 +91,7 @@ struct ah_header {
     uint32_t hands; /* of each rank */
     uint64_t slot_bytes; /* of one slot, without padding */
     uint64_t ring_bytes; /* of all its slots, how much a rank goes round in */
+    uint32_t swift;      /* not 0: its slots are faster than the kernel's copy, see reach.h */
     uint64_t total_bytes;
     unsigned char nonce[16];
     /* Not 0 once the group is over: an ah_code, and above its 8 bits the rank it is about. The first one stands,
@@ -136,6 +137,7 @@ struct ah_group {
     size_t slot_bytes;
     size_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
     size_t ring_bytes;
+    int swift;
     struct ah_store store;
     unsigned char *mail;
     uint32_t rank;
@@ -170,8 +172,11 @@ struct ah_group {
 /* Bytes of a segment for `ranks` members with slots of `slot_bytes`, each with so many hands. */
 size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t hands);
 
+/* Whether slots are swift on this processor, see reach.h. */
+int ah_is_swift(void);
+
 /* Write the header and zero the members; the memory is `ah_segment_bytes` of fresh, zeroed pages. */
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, const unsigned char nonce[16]);
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, int swift, const unsigned char nonce[16]);
 
 /* Look at a mapped segment as `rank`; AH_BROKEN where it is not what it says. `pidfds` stays the caller's. */
 int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t rank,

@@ -2,6 +2,7 @@
 
 #include "card.h"
 #include "reach.h"
+#include "slot.h"
 
 struct stated {
     uint64_t bytes, address;
@@ -10,6 +11,19 @@ struct stated {
 size_t ah_table_bytes(const struct ah_group *group)
 {
     return (group->ranks * sizeof(struct stated) + AH_LINE - 1) / AH_LINE * AH_LINE;
+}
+
+/* From one table to the next: nobody knows yet what the others move, and this is good for 4 KiB to 1 MiB. */
+#define STEP_BYTES ((size_t)64 << 10)
+
+static unsigned char *table_at(const struct ah_group *group, uint32_t rank, uint32_t ticket)
+{
+    return ah_slot_at(group, rank, ticket, STEP_BYTES + ah_table_bytes(group), ah_table_bytes(group) + AH_PARTS_BYTES);
+}
+
+unsigned char *ah_parts_at(const struct ah_group *group, uint32_t rank, uint32_t ticket)
+{
+    return table_at(group, rank, ticket) + ah_table_bytes(group);
 }
 
 size_t ah_largest_part(const struct ah_group *group, const struct ah_part *parts, struct ah_part same)
@@ -23,7 +37,7 @@ size_t ah_largest_part(const struct ah_group *group, const struct ah_part *parts
 
 void ah_state_parts(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same)
 {
-    struct stated *table = (struct stated *)ah_slot(group, group->rank, first);
+    struct stated *table = (struct stated *)table_at(group, group->rank, first);
 
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
         struct ah_part part = parts ? parts[rank] : same;
@@ -46,10 +60,10 @@ size_t ah_largest(const struct ah_group *group)
     return largest;
 }
 
-int ah_someone_reaches(const struct ah_group *group)
+int ah_someone_reaches(const struct ah_group *group, int all)
 {
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        if (ah_reaches(group, largest_of(group, rank)))
+        if (ah_reaches(group, largest_of(group, rank), all))
             return 1;
     }
     return 0;
@@ -58,7 +72,7 @@ int ah_someone_reaches(const struct ah_group *group)
 /* What `from` stated for `to`. */
 static const struct stated *stated(const struct ah_group *group, uint32_t first, uint32_t from, uint32_t to)
 {
-    return (const struct stated *)ah_slot(group, from, first) + to;
+    return (const struct stated *)table_at(group, from, first) + to;
 }
 
 uint64_t ah_stated_address(const struct ah_group *group, uint32_t first, uint32_t rank)

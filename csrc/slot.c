@@ -21,17 +21,16 @@
 
 unsigned char *ah_slot_at(const struct ah_group *group, uint32_t rank, uint32_t ticket, size_t step, size_t bytes)
 {
-    size_t each = (step + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES;
+    size_t each = step > 0 ? (step + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES : STEP_BYTES;
     size_t room = bytes < group->slot_bytes ? (group->slot_bytes - bytes) / each + 1 : 1;
     size_t turns = ah_min(group->ring_bytes / AH_DEPTH / each, room);
 
     return ah_slot(group, rank, ticket) + (turns > 1 ? ticket / AH_DEPTH % turns * each : 0);
 }
 
-#if defined(__x86_64__)
-/* Whether writing past the caches is the better way, from what both took just now. Whoever reads it fetches it from memory then,
- * which takes longer than from a cache both cores share, but not longer than from one that only the other core has. */
-static void judge(struct ah_store *store)
+/* Whoever reads what went past the caches fetches it from memory, which takes longer than from a cache that both cores share, but
+ * not longer than from one that only the other core has. */
+void ah_judge(struct ah_store *store)
 {
     int past = 2 * store->ticks[0] > 5 * store->ticks[1];
 
@@ -42,6 +41,7 @@ static void judge(struct ah_store *store)
     }
 }
 
+#if defined(__x86_64__)
 void ah_fill(struct ah_group *group, unsigned char *to, const unsigned char *from, size_t bytes)
 {
     struct ah_store *store = &group->store;
@@ -61,7 +61,7 @@ void ah_fill(struct ah_group *group, unsigned char *to, const unsigned char *fro
     ah_copy(to, from, bytes, (int)way);
     store->ticks[way] = (__rdtsc() - begun) * TIMED_BYTES / bytes;
     if (way == 1)
-        judge(store);
+        ah_judge(store);
 }
 #else
 void ah_fill(struct ah_group *group, unsigned char *to, const unsigned char *from, size_t bytes)

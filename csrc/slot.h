@@ -8,6 +8,9 @@
  * round, with room for `bytes`, until the ring is as long as it is to be. The steps of a call are the same on every rank. */
 unsigned char *ah_slot_at(const struct ah_group *group, uint32_t rank, uint32_t ticket, size_t step, size_t bytes);
 
+/* Decide which way is better, after both were timed. */
+void ah_judge(struct ah_store *store);
+
 /* Write to a place of our own. Now and then it is found out whether that is better done past the caches. */
 void ah_fill(struct ah_group *group, unsigned char *to, const unsigned char *from, size_t bytes);
 

@@ -20,13 +20,18 @@ def segments(
     pidfds: tuple[int, ...] | None = None,
     pids: tuple[int, ...] | None = None,
     hands: int = 0,
+    *,
+    swift: bool = False,
 ) -> Iterator[list[_core.Segment]]:
-    """Yield one view for each rank of a fresh segment. With ``pids`` large tensors are read from those processes."""
+    """Yield one view for each rank of a fresh segment. With ``pids`` large tensors are read from those processes.
+
+    Not those for everyone where slots are ``swift``.
+    """
     size, nonce = _core.segment_bytes(ranks, slot, hands), os.urandom(16)
     descriptor = os.memfd_create("test")
     try:
         os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce, hands)
+        _core.segment_format(descriptor, ranks, slot, nonce, hands, swift)
         views = [_core.Segment(descriptor, size, rank, nonce, pidfds or (-1,) * ranks) for rank in range(ranks)]
     finally:
         os.close(descriptor)

@@ -30,7 +30,7 @@ def peer_credentials(fd: int, /) -> tuple[int, int, int]:
 def segment_bytes(ranks: int, slot_bytes: int, hands: int = 0, /) -> int:
     """Return how large the segment of a group is whose ranks have ``hands`` each."""
 
-def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, hands: int = 0, /) -> None:
+def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, hands: int = 0, swift: bool = ..., /) -> None:
     """Make ``fd``, a file of `segment_bytes` zeros, the segment of a group, and give it all its memory.
 
     Raises OSError where there is not enough: found out here, and not by a signal in the middle of a copy.

@@ -105,7 +105,7 @@ int main(void)
 
     if (memory == MAP_FAILED)
         fail("no memory");
-    ah_segment_format(memory, RANKS, 4096, 0, nonce);
+    ah_segment_format(memory, RANKS, 4096, 0, 0, nonce);
     for (uint32_t rank = 0; rank < RANKS; rank++) {
         if (ah_segment_open(&ranks[rank].group, memory, bytes, rank, nonce, pidfds) != AH_OK)
             fail("not a segment");

@@ -300,11 +300,13 @@ static void stress(struct run *run)
     struct ah_group look;
     int pidfds[MOST_RANKS] = {0};
 
-    run->bytes = ah_segment_bytes(run->ranks, SLOT_BYTES, run->hands);
+    size_t slot_bytes = run->ranks % 2 ? SLOT_BYTES : 4 * SLOT_BYTES; /* the places of chunks go round in the larger ones */
+
+    run->bytes = ah_segment_bytes(run->ranks, slot_bytes, run->hands);
     run->memory = mmap(NULL, run->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (run->memory == MAP_FAILED)
         exit(2);
-    ah_segment_format(run->memory, run->ranks, SLOT_BYTES, run->hands, NONCE);
+    ah_segment_format(run->memory, run->ranks, slot_bytes, run->hands, 0, NONCE);
     ah_segment_open(&look, run->memory, run->bytes, 0, NONCE, pidfds);
     for (uint32_t number = 0; number < run->ranks; number++) {
         struct ah_member *member = &look.members[number];
