@@ -23,11 +23,8 @@
 /* Slices begin on lines of their own. */
 #define SLICE_BYTES 64
 
-/* Up to so many ranks, small chunks are faster than large ones. */
-#define FEW_RANKS 4
-
-/* Their chunks. */
-#define FEW_CHUNK ((size_t)128 << 10)
+/* From so many ranks on, what fits into a slot goes in one piece: more meetings cost more than they gain. */
+#define MANY_RANKS 5
 
 /* What is reduced at a time: it stays in the first-level cache until it is stored everywhere. */
 #define BLOCK_BYTES ((size_t)16 << 10)
@@ -323,16 +320,14 @@ static int in_window(struct task *task)
     return code;
 }
 
-/* The bytes of a chunk, out of `bytes`. Few ranks copy in, reduce and copy out in chunks so small that all of it stays in the
- * second-level cache (2 ranks, 256 MiB: 30 ms, against 35 in chunks of 64 KiB and 31 in 256 KiB; 4 ranks on 2 cores, 64 MiB: 20 ms,
- * 21 and 27). With 8 ranks the meetings cost more than that (21.0 against 17.7 ms), and up to a slot goes in one piece. */
+/* The bytes of a chunk, out of `bytes`. Smaller ones cost meetings, which are changes of rank where ranks outnumber the cores (4 ranks
+ * on 2 cores, 256 MiB: 88 ms, against 119 in chunks of 128 KiB and 96 in 256 KiB; 2 ranks, 1 MiB: 54 us, against 65 and 58), and
+ * larger ones leave the second-level cache (113 ms in chunks of 1 MiB). */
 static size_t chunk_of(const struct ah_group *group, size_t bytes)
 {
     size_t slot = group->slot_bytes;
 
-    if (group->ranks <= FEW_RANKS)
-        return ah_min(slot, FEW_CHUNK);
-    return bytes <= slot ? slot : ah_min(slot, AH_CHUNK_BYTES);
+    return group->ranks >= MANY_RANKS && bytes <= slot ? slot : ah_min(slot, AH_CHUNK_BYTES);
 }
 
 static int run(struct ah_group *group, struct ah_call *call, struct ah_bundle bundle, int wants, int64_t timeout_ns)
