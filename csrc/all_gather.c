@@ -34,7 +34,7 @@ static int give(const struct task *task, size_t index)
         return code;
     if (index == 0 && !task->staged) {
         ah_state_parts(group, ticket, stated(task), task->in);
-        read = ah_reaches(group, ah_largest_part(group, stated(task), task->in), 1);
+        read = ah_reaches(group, ah_largest_part(group, stated(task), task->in));
     }
     if (!read)
         ah_fill(group, ah_parts_at(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
@@ -121,9 +121,9 @@ static int through_slots(struct task *task)
     if (code != AH_OK)
         return code;
     chunks = ah_chunks(ah_largest(group), task->chunk);
-    if (ah_someone_reaches(group, 1)) {
+    if (ah_someone_reaches(group)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group), 1) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
         task->first++;
         task->staged = 1;
         if (code == AH_UNREACHED)
@@ -153,7 +153,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     if (slot <= table)
         return AH_BROKEN;
     /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
-    task.chunk = ah_min(slot - table, AH_PARTS_BYTES);
+    task.chunk = ah_min(slot - table, AH_CHUNK_BYTES / 2);
     if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, largest, timeout_ns)) != AH_OK)
         return code;
     if (small)

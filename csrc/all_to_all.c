@@ -29,7 +29,7 @@ static int give(const struct task *task, size_t index)
         return code;
     if (index == 0 && !task->staged) {
         ah_state_parts(group, ticket, task->in, task->only);
-        read = ah_reaches(group, ah_largest_part(group, task->in, task->only), 0);
+        read = ah_reaches(group, ah_largest_part(group, task->in, task->only));
     }
     for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
@@ -179,9 +179,9 @@ static int through_slots(struct task *task)
     if (code != AH_OK)
         return code;
     chunks = ah_chunks(ah_largest(group), task->piece);
-    if (ah_someone_reaches(group, 0)) {
+    if (ah_someone_reaches(group)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group), 0) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
         task->first++;
         task->staged = 1;
         if (code == AH_UNREACHED)
@@ -210,7 +210,7 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
     task->first = group->ticket;
     if (slot < table + group->ranks * AH_LINE)
         return AH_BROKEN;
-    task->piece = ah_min(slot - table, AH_PARTS_BYTES) / group->ranks / AH_LINE * AH_LINE;
+    task->piece = ah_min(slot - table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
     if ((code = ah_begin(group, call, bytes, ah_largest_part(group, task->in, task->only), timeout_ns)) != AH_OK)
         return code;
     if (bytes != AH_LONG)

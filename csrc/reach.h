@@ -20,12 +20,12 @@
  * (all_gather of 32 MiB from each of 2 ranks: 7.1 against 9.9 ms). */
 #define AH_REACH_BELOW ((size_t)16 << 20)
 
-/* Whether a part of `bytes` is read where it stands, so that its owner does not copy it in. What goes to `all` is copied in once for
- * everyone, and where slots are swift that is faster (all_gather of 1 MiB from each of 2 ranks: 87 against 133 us, of 4: 0.81
- * against 1.07 ms; where they are not, 277 against 210 us with 2). */
-static inline int ah_reaches(const struct ah_group *group, size_t bytes, int all)
+/* Whether a part of `bytes` is read where it stands, so that its owner does not copy it in. Not where slots are swift: two copies by
+ * way of them take less there (all_gather of 1 MiB from each of 2 ranks: 87 against 133 us, all_to_all of parts of 512 KiB: 50 against
+ * 72; where they are not, 277 against 210 us, and 182 against 119). */
+static inline int ah_reaches(const struct ah_group *group, size_t bytes)
 {
-    return group->pids && !(all && group->swift) && bytes >= AH_REACH_BYTES && bytes < AH_REACH_BELOW;
+    return group->pids && !group->swift && bytes >= AH_REACH_BYTES && bytes < AH_REACH_BELOW;
 }
 
 /* Copy `bytes` from `address` in the process of `rank`: AH_OK, AH_UNREACHED, or how the group ended meanwhile. */

@@ -13,12 +13,12 @@ size_t ah_table_bytes(const struct ah_group *group)
     return (group->ranks * sizeof(struct stated) + AH_LINE - 1) / AH_LINE * AH_LINE;
 }
 
-/* From one table to the next: nobody knows yet what the others move, and this is good for 4 KiB to 1 MiB. */
-#define STEP_BYTES ((size_t)64 << 10)
+/* From one table to the next: nobody knows yet what the others move. Less is better for small parts, more for large ones. */
+#define STEP_BYTES ((size_t)128 << 10)
 
 static unsigned char *table_at(const struct ah_group *group, uint32_t rank, uint32_t ticket)
 {
-    return ah_slot_at(group, rank, ticket, STEP_BYTES + ah_table_bytes(group), ah_table_bytes(group) + AH_PARTS_BYTES);
+    return ah_slot_at(group, rank, ticket, STEP_BYTES + ah_table_bytes(group), ah_table_bytes(group) + AH_CHUNK_BYTES);
 }
 
 unsigned char *ah_parts_at(const struct ah_group *group, uint32_t rank, uint32_t ticket)
@@ -60,10 +60,10 @@ size_t ah_largest(const struct ah_group *group)
     return largest;
 }
 
-int ah_someone_reaches(const struct ah_group *group, int all)
+int ah_someone_reaches(const struct ah_group *group)
 {
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        if (ah_reaches(group, largest_of(group, rank), all))
+        if (ah_reaches(group, largest_of(group, rank)))
             return 1;
     }
     return 0;

@@ -9,10 +9,7 @@
 /* Bytes before what stands in a slot for a size and an address for each rank. */
 size_t ah_table_bytes(const struct ah_group *group);
 
-/* What stands there of a ticket, at most. */
-#define AH_PARTS_BYTES (AH_CHUNK_BYTES / 2)
-
-/* Where what `rank` has for the others stands, after its table. */
+/* Where what `rank` has for the others stands, after its table: at most AH_CHUNK_BYTES. */
 unsigned char *ah_parts_at(const struct ah_group *group, uint32_t rank, uint32_t ticket);
 
 /* The bytes of the largest part: one for each rank, or with NULL `same` for all. */
@@ -27,8 +24,8 @@ uint64_t ah_stated_address(const struct ah_group *group, uint32_t first, uint32_
 /* After the meeting: the largest size that any rank stated. */
 size_t ah_largest(const struct ah_group *group);
 
-/* After the meeting: whether some rank stated a size that is read where it stands, by `all`, and so has copied nothing in. */
-int ah_someone_reaches(const struct ah_group *group, int all);
+/* After the meeting: whether some rank stated a size that is read where it stands, and so has copied nothing in. */
+int ah_someone_reaches(const struct ah_group *group);
 
 /* After the meeting: whether some rank has what it moves beside the call; whether some has not. Where ranks differ in it,
  * all goes through the slots. */

@@ -23,9 +23,9 @@ def segments(
     *,
     swift: bool = False,
 ) -> Iterator[list[_core.Segment]]:
-    """Yield one view for each rank of a fresh segment. With ``pids`` large tensors are read from those processes.
+    """Yield one view for each rank of a fresh segment.
 
-    Not those for everyone where slots are ``swift``.
+    With ``pids`` large tensors are read from those processes, unless slots are ``swift``.
     """
     size, nonce = _core.segment_bytes(ranks, slot, hands), os.urandom(16)
     descriptor = os.memfd_create("test")
