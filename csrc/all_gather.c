@@ -4,7 +4,6 @@
 #include "copy.h"
 #include "reach.h"
 #include "sizes.h"
-#include "slot.h"
 #include "wait.h"
 
 struct task {
@@ -37,7 +36,7 @@ static int give(const struct task *task, size_t index)
         read = ah_reaches(group, ah_largest_part(group, stated(task), task->in));
     }
     if (!read)
-        ah_fill(group, ah_parts_at(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
+        ah_fill(&group->store, ah_parts_at(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }

@@ -92,8 +92,8 @@ static int copy_in(const struct task *task, size_t index)
 
     if (code != AH_OK)
         return code;
-    ah_bundle_get(&task->bundle, at, group, to, own);
-    ah_bundle_get(&task->bundle, at + next, group, to + next, bytes - next);
+    ah_bundle_get(&task->bundle, at, &group->store, to, own);
+    ah_bundle_get(&task->bundle, at + next, &group->store, to + next, bytes - next);
     ah_post_later(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
@@ -118,7 +118,7 @@ static void reduce_some(const struct task *task, size_t at, const unsigned char 
         ah_reduce(task->dtype, task->reduction, task->wants ? mine : result + done, sources, ranks,
                   some / ah_dtype_bytes(task->dtype));
         if (task->wants && result)
-            ah_fill(task->group, result + done, mine, some);
+            ah_fill(&task->group->store, result + done, mine, some);
     }
 }
 
@@ -234,7 +234,7 @@ static int in_one_shot(const struct task *task)
 
     if (code != AH_OK)
         return code;
-    ah_bundle_get(&task->bundle, 0, group, place(task, group->rank, task->first), task->bytes);
+    ah_bundle_get(&task->bundle, 0, &group->store, place(task, group->rank, task->first), task->bytes);
     ah_post(group, AH_ARRIVED, task->first + 1);
     ah_publish(group);
     if ((code = ah_meet(group)) != AH_OK)
@@ -254,7 +254,7 @@ static int beside(const struct task *task)
     const unsigned char *sources[AH_MOST_RANKS];
     int code;
 
-    ah_bundle_get(&task->bundle, 0, group, ah_beside(group, group->rank, task->bytes), task->bytes);
+    ah_bundle_get(&task->bundle, 0, &group->store, ah_beside(group, group->rank, task->bytes), task->bytes);
     ah_publish(group);
     if (!task->wants) {
         ah_leave(group);

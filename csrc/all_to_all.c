@@ -4,7 +4,6 @@
 #include "copy.h"
 #include "reach.h"
 #include "sizes.h"
-#include "slot.h"
 #include "wait.h"
 
 struct task {
@@ -33,7 +32,7 @@ static int give(const struct task *task, size_t index)
     }
     for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
-            ah_fill(group, to + rank * task->piece, task->in[rank].data + index * task->piece,
+            ah_fill(&group->store, to + rank * task->piece, task->in[rank].data + index * task->piece,
                     ah_span(task->in[rank].bytes, task->piece, index));
     }
     ah_post(group, AH_ARRIVED, ticket + 1);

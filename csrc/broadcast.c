@@ -47,7 +47,7 @@ static int give(struct task *task, size_t chunk, size_t chunks)
 
         if ((code = ah_await_slot(group, ticket)) != AH_OK)
             break;
-        ah_fill(group, place(task, ticket, chunk), task->data.data + index * chunk, ah_span(task->data.bytes, chunk, index));
+        ah_fill(&group->store, place(task, ticket, chunk), task->data.data + index * chunk, ah_span(task->data.bytes, chunk, index));
         ah_post(group, AH_ARRIVED, ticket + 1);
         code = meet(task);
         /* Nobody gives to the root: it has taken all there is. */

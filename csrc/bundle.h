@@ -4,7 +4,6 @@
 
 #include "collective.h"
 #include "copy.h"
-#include "slot.h"
 
 /* Make room for `number` tensors, whose parts the caller writes and then counts. 0, or -1 where there is no memory. */
 int ah_bundle_make(struct ah_bundle *bundle, size_t number);
@@ -34,14 +33,14 @@ static inline unsigned char *ah_bundle_place(const struct ah_bundle *bundle, siz
     return bundle->parts[index].data + (bundle->parts[index].bytes - *span);
 }
 
-/* Copy `bytes` from `at` on to a place of ours in one piece. */
-static inline void ah_bundle_get(const struct ah_bundle *bundle, size_t at, struct ah_group *group, unsigned char *to, size_t bytes)
+/* Copy `bytes` from `at` on to memory in one piece that others read. */
+static inline void ah_bundle_get(const struct ah_bundle *bundle, size_t at, struct ah_store *store, unsigned char *to, size_t bytes)
 {
     for (size_t some, span; bytes > 0; at += some, to += some, bytes -= some) {
         const unsigned char *from = ah_bundle_place(bundle, at, &span);
 
         some = ah_min(span, bytes);
-        ah_fill(group, to, from, some);
+        ah_fill(store, to, from, some);
     }
 }
 

@@ -17,9 +17,9 @@
 /* Envelopes in a ring: a quarter of a megabyte of small messages may stand before a rank that is busy elsewhere. */
 #define AH_ENVELOPES 64
 
-/* A lane is one or more blocks: 1 MiB a rank in all, so that eight senders can stream to one rank, and what is under
- * way stays in the caches. */
-#define AH_BLOCKS 8
+/* A lane is one or more blocks: 2 MiB a rank in all, so that sixteen senders can stream to one rank, and what is under way stays in
+ * the caches, though not in the second-level cache of who read it. */
+#define AH_BLOCKS 16
 #define AH_BLOCK_BYTES ((size_t)128 << 10)
 
 enum ah_envelope_kind {

@@ -56,6 +56,8 @@ struct ah_mail {
     uint64_t order;
     uint32_t id;
     uint32_t blocks; /* a bit for each of our blocks that is lent */
+    uint32_t after;  /* the block after the last one that was lent */
+    struct ah_store store; /* to the blocks of others */
     struct ah_letter *latest; /* of all that are under way */
     struct ah_list *receives; /* for each source, and after them those from anyone */
     struct ah_list *strays;   /* for each source: came before anyone asked */

@@ -35,7 +35,7 @@ static int give(const struct task *task, size_t index)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
         if (rank != group->rank)
-            ah_fill(group, to + rank * task->piece, task->in[rank].data + index * task->piece, bytes);
+            ah_fill(&group->store, to + rank * task->piece, task->in[rank].data + index * task->piece, bytes);
     }
     ah_post(group, AH_ARRIVED, ticket + 1);
     return AH_OK;

@@ -20,6 +20,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "store.h"
+
 /* Two cache lines: the prefetcher of common processors fetches them in pairs. */
 #define AH_LINE 128
 
@@ -121,14 +123,6 @@ struct ah_window {
 
 struct ah_hands;
 
-/* How this rank writes to its slots; see slot.h. */
-struct ah_store {
-    int past;          /* past the caches */
-    uint32_t turn;     /* how often it was done */
-    uint32_t alike;    /* how often running the other way was better */
-    uint64_t ticks[2]; /* what each way took last, for as many bytes */
-};
-
 struct ah_group {
     struct ah_header *head;
     struct ah_member *members;
@@ -138,7 +132,7 @@ struct ah_group {
     size_t slot_stride; /* from one slot to the next: a page more, against power-of-two aliasing */
     size_t ring_bytes;
     int swift;
-    struct ah_store store;
+    struct ah_store store; /* to our slots */
     unsigned char *mail;
     uint32_t rank;
     uint32_t ranks;

@@ -1,4 +1,4 @@
-/* The slots of the ranks: where the chunk of a ticket stands, and how a rank writes it there. */
+/* The slots of the ranks: where the chunk of a ticket stands. */
 #ifndef ALLHANDS_SLOT_H
 #define ALLHANDS_SLOT_H
 
@@ -7,11 +7,5 @@
 /* Where in its slot the chunk of a ticket stands, on every rank: a step of `step` bytes further each time that the slot comes
  * round, with room for `bytes`, until the ring is as long as it is to be. The steps of a call are the same on every rank. */
 unsigned char *ah_slot_at(const struct ah_group *group, uint32_t rank, uint32_t ticket, size_t step, size_t bytes);
-
-/* Decide which way is better, after both were timed. */
-void ah_judge(struct ah_store *store);
-
-/* Write to a place of our own. Now and then it is found out whether that is better done past the caches. */
-void ah_fill(struct ah_group *group, unsigned char *to, const unsigned char *from, size_t bytes);
 
 #endif

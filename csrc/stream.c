@@ -15,8 +15,9 @@
  * waking takes the core from the one that copies. Nobody stops before half: a sender stops at a full lane or at its end,
  * a receiver at an empty lane. */
 
-/* Blocks that one message may have at most, so that others find some. */
-#define MOST_BLOCKS 4
+/* Blocks that one message may have at most, so that others find some. Half as many take up to half as long again (4 MiB: 380 against
+ * 225 to 263 us). */
+#define MOST_BLOCKS 8
 
 /* A power of two, so that a whole number of chunks fills a lane. */
 static size_t chunk_of(size_t bytes)
@@ -28,7 +29,8 @@ static size_t chunk_of(size_t bytes)
     return chunk;
 }
 
-/* Find a run of free blocks for `bytes`; 0 where all are lent. */
+/* Find a run of free blocks for a message; 0 where all are lent. Those that were lent longest ago come first: what is still in our
+ * cache takes the sender three to five times as long to write. */
 static int lend(struct ah_mail *mail, struct ah_letter *letter)
 {
     uint32_t want = (uint32_t)ah_min(MOST_BLOCKS, (letter->message.bytes + AH_BLOCK_BYTES - 1) / AH_BLOCK_BYTES);
@@ -36,9 +38,12 @@ static int lend(struct ah_mail *mail, struct ah_letter *letter)
     for (; want > 0; want--) {
         uint32_t run = (1u << want) - 1;
 
-        for (uint32_t first = 0; first + want <= AH_BLOCKS; first++) {
-            if ((mail->blocks & run << first) == 0) {
+        for (uint32_t step = 0; step < AH_BLOCKS; step++) {
+            uint32_t first = (mail->after + step) % AH_BLOCKS;
+
+            if (first + want <= AH_BLOCKS && (mail->blocks & run << first) == 0) {
                 mail->blocks |= run << first;
+                mail->after = first + want;
                 letter->lane = first;
                 letter->blocks = want;
                 return 1;
@@ -125,7 +130,7 @@ size_t ah_mail_give(struct ah_mail *mail)
         next = letter->next;
         if (bytes == 0)
             continue;
-        ah_copy(ah_block_of(mail->group, message->peer, letter->lane) + at, message->data + letter->moved, bytes, 0);
+        ah_fill(&mail->store, ah_block_of(mail->group, message->peer, letter->lane) + at, message->data + letter->moved, bytes);
         letter->moved += bytes;
         atomic_store_explicit(&lane->filled, letter->moved, memory_order_release);
         if (letter->moved == message->bytes || empty - bytes <= room / 2)
