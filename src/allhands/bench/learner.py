@@ -100,7 +100,7 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     for who, learner in learners.items():
         for _ in range(2):  # The first builds, the second rebuilds.
             learner.spell(1)
-        steps[who] = max(2, int(_SPELL_S / learner.spell(2)[0]))
+        steps[who] = max(1, int(_SPELL_S / learner.spell(2)[0]))
     # What was imported takes Python's collector 0.1 s to go through, in the middle of somebody's spell.
     gc.collect()
     gc.freeze()

@@ -58,8 +58,8 @@ def row(
 
     What communication takes is the step less that of the bare module whose ranks only wait for each other (lockstep):
     what they wait for whoever is late is nobody's doing, all else is: hooks, copies, the broadcast of buffers, cores
-    that an engine's threads take from backward. The difference is taken in each round, between neighbours in time; its
-    median is what counts. Core time is what all threads of a rank compute in a step, less that of the bare module.
+    that an engine's threads take from backward. The difference is taken in each round, between neighbours in time; the
+    mean of its middle half is what counts. Core time is what all threads of a rank compute in a step, less that of the bare module.
     """
     single, apart = (min(times[who]) for who in ("single", "apart"))
     contestants: dict[str, dict[str, Any]] = {}
@@ -93,8 +93,14 @@ def row(
 
 
 def _more(these: list[float], those: list[float]) -> float:
-    """Return how much more ``these`` are than ``those`` of the same rounds: the median."""
-    return statistics.median(this - that for this, that in zip(these, those, strict=True))
+    """Return how much more ``these`` are than ``those`` of the same rounds: the mean of the middle half.
+
+    What others do on the machine makes some differences wild, which do not count; the mean of the rest varies less from
+    run to run than the median.
+    """
+    more = sorted(this - that for this, that in zip(these, those, strict=True))
+    wild = min(-(-len(more) // 4), (len(more) - 1) // 2)
+    return statistics.fmean(more[wild : len(more) - wild])
 
 
 def held(asked: Course, who: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ def test_a_model_that_there_is_not() -> None:
 
 
 def test_a_row_and_its_table() -> None:
-    """Communication is the median of what a step takes more than one in lockstep; ratios are over ours."""
+    """Communication is the middle of what a step takes more than one in lockstep; ratios are over ours."""
     times = {
         "allhands": [0.012, 0.014, 0.013],
         "torch": [0.013, 0.014, 0.015],
@@ -40,3 +40,11 @@ def test_a_row_and_its_table() -> None:
     assert "mlp" in text
     assert "20.0%" in text
     assert "1.0" in text.splitlines()[3]
+
+
+def test_wild_rounds_do_not_count() -> None:
+    """A quarter at either end is left out, and the rest is averaged."""
+    times = {who: [0.010] * 8 for who in ("lockstep", "torch", "gloo", "apart", "single")}
+    times["allhands"] = [0.010 + 0.001 * more for more in (-50, 1, 2, 3, 4, 5, 6, 900)]
+    found = row(Course(2, ("mlp",), 8), "mlp", times, {who: [0.0] * 8 for who in times}, {"bytes": 4, "tensors": 1})
+    assert found["contestants"]["allhands"]["communication_s"] == pytest.approx(0.0035)
