@@ -23,7 +23,7 @@
 /* Slices begin on lines of their own. */
 #define SLICE_BYTES 64
 
-/* From so many ranks on, what fits into a slot goes in one piece: more meetings cost more than they gain. */
+/* From so many ranks on, all that fits into a slot goes in one piece. */
 #define MANY_RANKS 5
 
 /* What is reduced at a time: it stays in the first-level cache until it is stored everywhere. */
@@ -71,6 +71,28 @@ static size_t slice(const struct task *task, uint32_t rank, size_t bytes)
 
     each = (each + SLICE_BYTES - 1) / SLICE_BYTES * SLICE_BYTES;
     return ah_min(rank * each, bytes);
+}
+
+/* What goes in one piece: more meetings would cost more than they gain. */
+static size_t whole_of(const struct ah_group *group)
+{
+    return group->ranks >= MANY_RANKS ? group->slot_bytes : ah_min(group->slot_bytes, AH_CHUNK_BYTES);
+}
+
+/* How many hands of each rank share `bytes`. */
+static uint32_t parts_of(const struct ah_group *group, size_t bytes)
+{
+    return bytes <= whole_of(group) ? 1 : ah_parts(group, bytes);
+}
+
+/* The bytes of a chunk, out of `bytes`. Smaller ones cost meetings, which are changes of rank where ranks outnumber the cores (4 ranks
+ * on 2 cores, 256 MiB: 88 ms, against 119 in chunks of 128 KiB and 96 in 256 KiB; 2 ranks, 1 MiB: 54 us, against 65 and 58), and
+ * larger ones leave the second-level cache (113 ms in chunks of 1 MiB). What hands share is cut where chunks of theirs end. */
+static size_t chunk_of(const struct ah_group *group, size_t bytes)
+{
+    if (bytes <= whole_of(group))
+        return group->slot_bytes;
+    return ah_min(group->slot_bytes, parts_of(group, bytes) > 1 ? AH_HAND_SLOT : AH_CHUNK_BYTES);
 }
 
 /* Where the chunk of `rank` stands. */
@@ -219,8 +241,7 @@ static int in_chunks(struct task *task, int met)
         return in_chunks(task, 1);
     }
     if (code == AH_OK)
-        code = ah_share(task->group, some_chunks, task,
-                        task->bytes <= task->chunk ? 1 : ah_parts(task->group, task->bytes));
+        code = ah_share(task->group, some_chunks, task, parts_of(task->group, task->bytes));
     if (code == AH_OK)
         ah_finish(task->group, task->group->ticket);
     return code;
@@ -318,16 +339,6 @@ static int in_window(struct task *task)
     if ((code = ah_await_all(group, AH_REDUCED, task->first + 1)) == AH_OK)
         ah_finish(group, task->first + 1);
     return code;
-}
-
-/* The bytes of a chunk, out of `bytes`. Smaller ones cost meetings, which are changes of rank where ranks outnumber the cores (4 ranks
- * on 2 cores, 256 MiB: 88 ms, against 119 in chunks of 128 KiB and 96 in 256 KiB; 2 ranks, 1 MiB: 54 us, against 65 and 58), and
- * larger ones leave the second-level cache (113 ms in chunks of 1 MiB). */
-static size_t chunk_of(const struct ah_group *group, size_t bytes)
-{
-    size_t slot = group->slot_bytes;
-
-    return group->ranks >= MANY_RANKS && bytes <= slot ? slot : ah_min(slot, AH_CHUNK_BYTES);
 }
 
 static int run(struct ah_group *group, struct ah_call *call, struct ah_bundle bundle, int wants, int64_t timeout_ns)

@@ -48,24 +48,24 @@ size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t hands)
     return hands_offset(ranks, slot_bytes) + hands * hand_bytes(ranks);
 }
 
-/* What a rank writes before it comes to the same line again. A line that others have read is in their second-level caches, and is
- * written three to five times as fast once newer ones have driven it out (64 KiB of two ranks: 2 us against 7 to 10; a ring of all
- * ranks of one such cache 6, of four 2, of sixteen 4 and of fifty 6, which the third level does not hold any more). */
-static size_t ring_bytes(uint32_t ranks)
-{
-    long second = sysconf(_SC_LEVEL2_CACHE_SIZE);
-
-    return 4 * (second > 0 ? (size_t)second : SECOND_LEVEL) / ranks;
-}
-
 int ah_is_swift(void)
 {
-    /* What a core's second-level cache drives out goes to a third level here that others write and read as fast as their own. */
 #if defined(__x86_64__)
     return __builtin_cpu_is("amd") != 0;
 #else
     return 0;
 #endif
+}
+
+/* What a rank writes before it comes to the same line again. A line that others have read is in their second-level caches, and is
+ * written three to five times as fast once newer ones have driven it out (64 KiB of two ranks: 2 us against 7 to 10; a ring of all
+ * ranks of one such cache 6, of four 2, of sixteen 4 and of fifty 6, which the third level does not hold any more). Where slots are not
+ * swift nothing is gained, and a few percent are lost. */
+static size_t ring_bytes(uint32_t ranks, int swift)
+{
+    long second = sysconf(_SC_LEVEL2_CACHE_SIZE);
+
+    return swift ? 4 * (second > 0 ? (size_t)second : SECOND_LEVEL) / ranks : 0;
 }
 
 void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, int swift, const unsigned char nonce[16])
@@ -76,7 +76,7 @@ void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t
     head->ranks = ranks;
     head->hands = hands;
     head->slot_bytes = slot_bytes;
-    head->ring_bytes = ring_bytes(ranks);
+    head->ring_bytes = ring_bytes(ranks, swift);
     head->swift = swift != 0;
     head->total_bytes = ah_segment_bytes(ranks, slot_bytes, hands);
     memcpy(head->nonce, nonce, sizeof head->nonce);

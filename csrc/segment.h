@@ -93,7 +93,7 @@ struct ah_header {
     uint32_t hands; /* of each rank */
     uint64_t slot_bytes; /* of one slot, without padding */
     uint64_t ring_bytes; /* of all its slots, how much a rank goes round in */
-    uint32_t swift;      /* not 0: its slots are faster than the kernel's copy, see reach.h */
+    uint32_t swift;      /* not 0: see ah_is_swift */
     uint64_t total_bytes;
     unsigned char nonce[16];
     /* Not 0 once the group is over: an ah_code, and above its 8 bits the rank it is about. The first one stands,
@@ -166,7 +166,8 @@ struct ah_group {
 /* Bytes of a segment for `ranks` members with slots of `slot_bytes`, each with so many hands. */
 size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t hands);
 
-/* Whether slots are swift on this processor, see reach.h. */
+/* Whether slots are swift on this processor: what a core's second-level cache drives out goes to a third level that others write and
+ * read as fast as their own. AMD's are, Intel's are not. */
 int ah_is_swift(void);
 
 /* Write the header and zero the members; the memory is `ah_segment_bytes` of fresh, zeroed pages. */

@@ -21,12 +21,13 @@ def segments(
     pids: tuple[int, ...] | None = None,
     hands: int = 0,
     *,
-    swift: bool = False,
+    swift: bool | None = None,
 ) -> Iterator[list[_core.Segment]]:
     """Yield one view for each rank of a fresh segment.
 
-    With ``pids`` large tensors are read from those processes, unless slots are ``swift``.
+    With ``pids`` large tensors are read from those processes, unless slots are ``swift``, as they are without.
     """
+    swift = pids is None if swift is None else swift
     size, nonce = _core.segment_bytes(ranks, slot, hands), os.urandom(16)
     descriptor = os.memfd_create("test")
     try:

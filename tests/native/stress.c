@@ -306,7 +306,7 @@ static void stress(struct run *run)
     run->memory = mmap(NULL, run->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (run->memory == MAP_FAILED)
         exit(2);
-    ah_segment_format(run->memory, run->ranks, slot_bytes, run->hands, 0, NONCE);
+    ah_segment_format(run->memory, run->ranks, slot_bytes, run->hands, run->ranks % 2 == 0, NONCE);
     ah_segment_open(&look, run->memory, run->bytes, 0, NONCE, pidfds);
     for (uint32_t number = 0; number < run->ranks; number++) {
         struct ah_member *member = &look.members[number];

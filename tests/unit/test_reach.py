@@ -32,7 +32,7 @@ def gather(view: _core.Segment, rank: int, sizes: list[int]) -> None:
 def test_one_rank_that_may_not_read_sends_all_through_the_slots() -> None:
     """Everyone has the right bytes, also in the call that found out; and nobody tries again."""
     ranks = 3
-    with segments(ranks, SLOT) as views:
+    with segments(ranks, SLOT, swift=False) as views:
         for rank, view in enumerate(views):
             view.reach((NOBODY if rank == 1 else os.getpid(),) * ranks)
 
@@ -113,7 +113,7 @@ def test_roots_read_and_are_read() -> None:
 )
 def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached: int) -> None:
     """Of two ranks the other reads at the root, unless it may not: then all goes through the slots, also that call."""
-    with segments(ranks, SLOT) as views:
+    with segments(ranks, SLOT, swift=False) as views:
         for rank, view in enumerate(views):
             view.reach((NOBODY if blind and rank == 1 else os.getpid(),) * ranks)
 

@@ -59,7 +59,8 @@ def row(
     What communication takes is the step less that of the bare module whose ranks only wait for each other (lockstep):
     what they wait for whoever is late is nobody's doing, all else is: hooks, copies, the broadcast of buffers, cores
     that an engine's threads take from backward. The difference is taken in each round, between neighbours in time; the
-    mean of its middle half is what counts. Core time is what all threads of a rank compute in a step, less that of the bare module.
+    mean of its middle half is what counts. Core time is what all threads of a rank compute in a step, less that of the
+    bare module.
     """
     single, apart = (min(times[who]) for who in ("single", "apart"))
     contestants: dict[str, dict[str, Any]] = {}
