@@ -64,12 +64,14 @@ class Host:
 
     def firewall(self, *rules: str) -> None:
         """Apply nftables ``rules`` to what comes in by the cable."""
+        lines = "\n".join(f'iifname "eth0" {rule}' for rule in rules)
+        self.nft(f"table inet test {{ chain in {{ type filter hook input priority 0;\n{lines}\n}}\n}}")
+
+    def nft(self, table: str) -> None:
+        """Add ``table`` to what the kernel does with packets there."""
         if shutil.which("nft") is None:
             pytest.skip("nft is not installed, and nothing else here filters single ports (apt install nftables)")
-        lines = "\n".join(f'iifname "eth0" {rule}' for rule in rules)
-        self.run(
-            "nft", "-f", "-", text=f"table inet test {{ chain in {{ type filter hook input priority 0;\n{lines}\n}}\n}}"
-        )
+        self.run("nft", "-f", "-", text=table)
 
     def lose(self, other: Host) -> None:
         """Let every packet to ``other`` vanish without a trace: they go to a network card that does not exist."""

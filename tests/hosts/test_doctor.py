@@ -222,7 +222,7 @@ def translated(host: Host, seen_as: str) -> Iterator[None]:
     """Let others see ``host`` under another address than the one that it has, as NAT does."""
     chain = f"type nat hook postrouting priority 100; ip daddr 10.77.0.0/24 snat to {seen_as};"
     ip(f"-n {host.namespace} addr add {seen_as}/32 dev eth0")
-    host.run("nft", "-f", "-", text=f"table ip nat {{ chain post {{\n{chain}\n}}\n}}")
+    host.nft(f"table ip nat {{ chain post {{\n{chain}\n}}\n}}")
     try:
         yield
     finally:

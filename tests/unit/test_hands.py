@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -24,7 +25,11 @@ UNIT = 64 << 10
 
 def hands_of_all() -> int:
     """Return how many hands this process has."""
-    return sum(path.read_text() == "allhands-hand\n" for path in Path("/proc/self/task").glob("*/comm"))
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended since it was listed
+            names.append(path.read_text())
+    return names.count("allhands-hand\n")
 
 
 def sizes() -> list[int]:
