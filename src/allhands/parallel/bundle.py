@@ -41,7 +41,8 @@ class Bundle(NamedTuple):
             if staying and not _core.apart(extents([*staying.values()])):
                 staying = {}
             moved = [slot for slot in self.slots if slot.position not in staying]
-            transfer.lay(moved, names, rank)
+            with torch.no_grad():
+                transfer.lay(moved, names, rank)
             found = [_line(staying.get(slot.position, slot.view)) for slot in self.slots]
         if self.mark is not None:
             found.append(self.mark)

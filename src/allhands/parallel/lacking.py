@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from .agreement import gather_bytes
+from .mark import Mark
 from .reduction import all_reduce
 
 __all__ = ["ask"]
 
 
-def ask(missing: list[int], mark: torch.Tensor | None, group: Any, device: torch.device) -> dict[int, list[int]]:
+def ask(missing: list[int], mark: Mark | None, group: Any, device: torch.device) -> dict[int, list[int]]:
     """Return the ranks that lack each gradient, by its number; nothing where nobody lacks any.
 
     All ranks of ``group`` call this with what they lack. ``mark`` is the sum of what all lack, where that is known.
@@ -21,7 +22,7 @@ def ask(missing: list[int], mark: torch.Tensor | None, group: Any, device: torch
     """
     if mark is not None and device.type == "cpu":
         # The usual case, in every pass.
-        some = float(mark)
+        some = mark.read()
         alone = bool(some) and dist.get_world_size(group) == 1
     else:
         some, alone = _count(missing, group, device)

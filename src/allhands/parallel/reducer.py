@@ -22,6 +22,7 @@ from .backward import End, Pass
 from .bucket import FIRST_BYTES
 from .bundle import tie
 from .gradbucket import GradBucket
+from .mark import Mark
 from .reduction import Averager, all_reduce, broadcast
 from .storage import Bucket, Storage
 
@@ -117,8 +118,9 @@ class Reducer:
         self._trained = []
         # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
         marked = self.buckets[-1].marked
-        self._marker = marked[-1] if marked is not None and not self.find_unused else None
-        self._bundles = tie(self.buckets, self._marker, together=not self._beside) if self._may_stay else []
+        self._marker = Mark(marked[-1]) if marked is not None and not self.find_unused else None
+        mark = None if self._marker is None else self._marker.tensor
+        self._bundles = tie(self.buckets, mark, together=not self._beside) if self._may_stay else []
 
     def rebuild(self) -> bool:
         """Arrange the buckets in the order in which gradients came, once. All ranks call this at the same time."""
@@ -297,7 +299,7 @@ class Reducer:
                 results = [transfer.fill(bucket, self.names, self.rank) for bucket in self.buckets]
         now.ready = now.launched = len(self.buckets)
         if self._mark is not None:
-            self._mark.fill_(missing)
+            self._mark.write(missing)
         try:
             for whole in self._storage.wholes:
                 self.averager.average(whole, self.divisor)
@@ -318,14 +320,21 @@ class Reducer:
             self._launch(number, missing=missing)
         return [wait() for wait in self._now.waits]
 
-    @torch.no_grad()
     def _launch(self, number: int, missing: int = 0) -> None:
-        now, in_place = self._now, self._in_place
+        if self._in_place:
+            # Nothing is computed with tensors, unless something is unusual about one, which sees to it itself.
+            self._let_go(number, missing, in_place=True)
+            return
+        with torch.no_grad():
+            self._let_go(number, missing, in_place=False)
+
+    def _let_go(self, number: int, missing: int, *, in_place: bool) -> None:
+        now = self._now
         last = number == len(self._bundles if in_place else self.buckets) - 1
         now.launched = number + 1
         start = self._ready_bundle(number) if in_place else self._ready_bucket(number, last=last)
         if last and self._mark is not None:
-            self._mark.fill_(missing)
+            self._mark.write(missing)
         try:
             now.waits.append(start(self.divisor, wait=last or not self._beside))
         except AllhandsError:
@@ -349,7 +358,7 @@ class Reducer:
         return functools.partial(self.averager.start, made, marked)
 
     @property
-    def _mark(self) -> torch.Tensor | None:
+    def _mark(self) -> Mark | None:
         """Where the last bucket carries how many gradients are missing; a hook would not know it."""
         return self._marker if self.averager.hook is None else None
 
@@ -394,8 +403,9 @@ class Reducer:
         elif learns or not self.static:
             self._agree_on_used()
         if in_place:
-            with torch.no_grad():
-                transfer.give(now.moved, views=False)
+            if now.moved:
+                with torch.no_grad():
+                    transfer.give(now.moved, views=False)
         elif not (lie and in_one):
             with torch.no_grad():
                 for bucket, result in zip(self.buckets, results, strict=True):
@@ -406,7 +416,7 @@ class Reducer:
             self._came = tuple(now.order)
         self._step_optimizers()
 
-    def _tell_missing(self, missing: list[int], mark: torch.Tensor | None) -> None:
+    def _tell_missing(self, missing: list[int], mark: Mark | None) -> None:
         """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket."""
         told = lacking.ask(missing, mark, self._group, self._device)
         if told:
@@ -463,7 +473,7 @@ class Reducer:
             wait()
         learns = self.static and self.passes == 0
         if not (self.find_unused or learns):
-            self._tell_missing([], mark[-1] if mark is not None and self._mark is not None else None)
+            self._tell_missing([], Mark(mark[-1]) if mark is not None and self._mark is not None else None)
         elif learns or not self.static:
             self._used = [0] * len(self.parameters)
             self._agree_on_used()

@@ -114,9 +114,11 @@ class Averager:
         """Begin to average ``tensors``, all of one type, where they lie; return what waits for it. Else as `start`."""
         if self.size == 1 and divisor is None:
             return lambda: None
-        op = self._divided(tensors[0], divisor)
-        for tensor in tensors[1:] if op != dist.ReduceOp.AVG else ():
-            self._divided(tensor, divisor)
+        op = dist.ReduceOp.AVG
+        if not self._can_divide(tensors[0], divisor):
+            with torch.no_grad():
+                for tensor in tensors:
+                    op = self._divided(tensor, divisor)
         work = all_reduce_bundle(tensors, self.group, op, later=not wait)
         return work.wait if work is not None else lambda: None
 
@@ -127,10 +129,14 @@ class Averager:
 
     def _divided(self, tensor: torch.Tensor, divisor: float | None) -> Any:
         """Return the reduction that averages ``tensor``, which is divided here if the engine does not do that."""
-        if self._divides and divisor is None and tensor.is_floating_point():
+        if self._can_divide(tensor, divisor):
             return dist.ReduceOp.AVG
         tensor.mul_(1 / (divisor or self.size))
         return dist.ReduceOp.SUM
+
+    def _can_divide(self, tensor: torch.Tensor, divisor: float | None) -> bool:
+        """Tell whether the engine divides ``tensor``."""
+        return self._divides and divisor is None and tensor.is_floating_point()
 
     def _sparse(self, gradient: torch.Tensor, divisor: float | None) -> Callable[[], torch.Tensor]:
         gradient = (gradient * (1 / (divisor or self.size))).coalesce()
