@@ -76,8 +76,10 @@ for count in (3, 100_003):
     dist.all_reduce_coalesced(several)
     assert all(each.is_cuda for each in several)
     assert whole.eq(3).all() and grid[:, 1].eq(5).all() and grid[:, 0].eq(0).all()
+    whole.fill_(rank + 7.0)
+    grid[:, 1] = rank - 4.0
     dist.all_reduce_coalesced(several, op=dist.ReduceOp.MAX, async_op=True).wait()
-    assert whole.eq(3).all() and grid[:, 1].eq(5).all()
+    assert whole.eq(8).all() and grid[:, 1].eq(-3).all() and grid[:, 0].eq(0).all()
 """,
         engine,
     )

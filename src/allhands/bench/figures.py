@@ -76,7 +76,7 @@ def _compared(who: dict[str, Any], name: str) -> list[str]:
 def _legend(row: dict[str, Any]) -> list[str]:
     return [
         "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
-        f"step: median of {row['rounds']} rounds, slowest rank; gradients are views; ratio: Gloo's over ours",
+        f"step: median of {row['rounds']} rounds, slowest rank; torch's gradients are views; ratio: Gloo's over ours",
         "communication: step less that of the bare module whose ranks only wait for each other, middle half of all",
         "core time: what all threads of a rank compute in a step, less those of the bare module",
         "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
