@@ -107,7 +107,8 @@ test-sanitize: setup
 	$(SANITIZED) $(BIN)/python -m pytest -q -p no:cacheprovider \
 	  tests/unit/test_bundle.py tests/unit/test_card.py tests/unit/test_core.py tests/unit/test_cross.py tests/unit/test_ferry.py tests/unit/test_hands.py \
 	  tests/unit/test_mail.py \
-	  tests/unit/test_segment.py tests/unit/test_program.py tests/unit/test_reach.py
+	  tests/unit/test_segment.py tests/unit/test_program.py tests/unit/test_reach.py tests/unit/test_spread.py \
+	  tests/unit/test_sum.py
 
 # The C core's data races: threads as ranks on one mapping, which Python's tests cannot have. Only the files that know
 # nothing of Python. -Wno-tsan: gcc says that it does not follow fences; the core's only one is not what orders data.

@@ -310,6 +310,7 @@ static PyMemberDef MEMBERS[] = {
     {"found", T_INT, offsetof(struct ah_segment, group.found), READONLY, "not 0: this rank found what ended the group"},
     {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
     {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},
+    {"moved", T_ULONGLONG, offsetof(struct ah_segment, group.moved), READONLY, "moves to a core with fewer ranks"},
     {NULL, 0, 0, 0, NULL},
 };
 

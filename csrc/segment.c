@@ -11,7 +11,7 @@
 #define SECOND_LEVEL ((size_t)1 << 20)
 
 static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
-static const uint32_t VERSION = 4;
+static const uint32_t VERSION = 5;
 
 static size_t pages(size_t bytes)
 {
@@ -125,4 +125,6 @@ void ah_segment_hand(const struct ah_group *group, uint32_t hand, struct ah_grou
     view->rank = group->rank;
     view->ranks = group->ranks;
     view->pidfds = group->pidfds;
+    /* There are hands where cores are free: nobody moves. */
+    view->knows_share = 1;
 }

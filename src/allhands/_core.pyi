@@ -300,6 +300,8 @@ class Segment:
     # Calls that were done in a window, without staging.
     direct: int
     reached: int
+    # How often this rank went to a core with fewer ranks.
+    moved: int
     found: int
 
     def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
