@@ -5,6 +5,9 @@
 #include "collective.h"
 #include "copy.h"
 
+/* A tensor's bytes from which on a copy may go past the caches. */
+#define AH_SHORT_BYTES ((size_t)4 << 10)
+
 /* Make room for `number` tensors, whose parts the caller writes and then counts. 0, or -1 where there is no memory. */
 int ah_bundle_make(struct ah_bundle *bundle, size_t number);
 
@@ -44,14 +47,14 @@ static inline void ah_bundle_get(const struct ah_bundle *bundle, size_t at, stru
     }
 }
 
-/* Copy them from there. */
-static inline void ah_bundle_put(const struct ah_bundle *bundle, size_t at, const unsigned char *from, size_t bytes)
+/* Copy them from there; with `stream` past the caches, but for short ones, which cost a fence each. */
+static inline void ah_bundle_put(const struct ah_bundle *bundle, size_t at, const unsigned char *from, size_t bytes, int stream)
 {
     for (size_t some, span; bytes > 0; at += some, from += some, bytes -= some) {
         unsigned char *to = ah_bundle_place(bundle, at, &span);
 
         some = ah_min(span, bytes);
-        ah_copy(to, from, some, 0);
+        ah_copy(to, from, some, stream && some >= AH_SHORT_BYTES);
     }
 }
 
