@@ -39,6 +39,25 @@ def test_any_sizes_of_any_type(ranks: int, hands: int) -> None:
         together(ranks, work)
 
 
+@pytest.mark.parametrize("kind", ["f4", "i8"])
+def test_what_no_cache_holds(kind: str) -> None:
+    """Results of large tensors go past the caches: none is lost or written beside, wherever each begins and ends."""
+    ranks, sizes = 3, [1_000_003, 5, 700_001, 64, 1100, 1_300_021]
+    made = np.random.default_rng(5)
+    everyone = [[made.integers(0, 99, size + 1).astype(kind) for size in sizes] for _ in range(ranks)]
+    with segments(ranks, SLOT) as views:
+
+        def work(rank: int) -> None:
+            mine = [each.copy() for each in everyone[rank]]
+            given = places([each[:-1] for each in mine])
+            assert views[rank].all_reduce_bundle(given, DTYPES[kind], SUM, LIMIT_NS) == 0
+            for index, each in enumerate(mine):
+                assert np.array_equal(each[:-1], sum(other[index][:-1] for other in everyone)), index
+                assert each[-1] == everyone[rank][index][-1], index
+
+        together(ranks, work)
+
+
 def test_one_tensor_is_the_same_call_as_alone() -> None:
     """A rank may give it either way."""
     data = [np.ones(5000, "f4") for _ in range(2)]
