@@ -42,6 +42,7 @@ struct task {
     uint32_t first; /* ticket of the first chunk */
     size_t chunk;
     int wants; /* whether this rank gets the result */
+    int both;  /* whether a result is stored in both places at once, if they are near */
     int past;  /* whether what is copied out goes past the caches */
 };
 
@@ -126,7 +127,8 @@ static int copy_in(const struct task *task, size_t index)
 }
 
 /* Reduce `bytes` of everyone's, which are at `given`, NULL for those of this rank that are still in the bundle. The result goes
- * to the bundle from `at` on, if this rank gets one, and to `result`, if that is a place. */
+ * to the bundle from `at` on, if this rank gets one, and to `result`, if that is a place: to both at once where slots are swift (2 ranks,
+ * 256 MiB: 26.7 ms, against 29.7), else from one to the other (Intel's, 64 MiB: 12.3 ms, against 14.1). */
 static void reduce_some(const struct task *task, size_t at, const unsigned char *const *given, unsigned char *result,
                         size_t bytes)
 {
@@ -143,7 +145,7 @@ static void reduce_some(const struct task *task, size_t at, const unsigned char 
             sources[rank] = given[rank] ? given[rank] + done : mine;
         if (!task->wants) {
             ah_reduce(task->dtype, task->reduction, also, sources, ranks, some / size);
-        } else if (!also || !task->group->store.past) {
+        } else if (!also || (task->both && !task->group->store.past)) {
             ah_reduce_twice(task->dtype, task->reduction, mine, also, sources, ranks, some / size);
         } else {
             ah_reduce(task->dtype, task->reduction, mine, sources, ranks, some / size);
@@ -363,6 +365,7 @@ static int run(struct ah_group *group, struct ah_call *call, struct ah_bundle bu
         .first = group->ticket,
         .chunk = chunk_of(group, bytes),
         .wants = wants,
+        .both = group->swift,
         .past = group->swift && bytes >= PAST_BYTES / group->ranks,
     };
     int one_shot = bytes * group->ranks <= ONE_SHOT_BYTES && bytes <= group->slot_bytes, code;
