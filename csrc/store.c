@@ -12,8 +12,17 @@
 /* Less than this goes by way of the caches: it is there before the reader looks. */
 #define SMALL_BYTES ((size_t)4 << 10)
 
-/* Both ways are timed, one right after the other, once in so many times: the worse takes up to ten times as long. */
-#define TIMED_EVERY 64
+/* One in so many goes the other way: the worse takes up to ten times as long. A prime, so that calls that all write as often do not
+ * send the same of their chunks there each time. */
+#define OTHER_EVERY 61
+
+/* A mean of the last ones, about so many: of the way that is taken more than a call's, whose first writes are faster than its others;
+ * of the other one few, because it is taken seldom. */
+#define MEAN_TAKEN 32
+#define MEAN_OTHER 4
+
+/* More than this was no write but an interruption. Where no cache is shared it takes a third. */
+#define MOST_TICKS ((uint64_t)1 << 15)
 
 /* How many times running the other way has to be better: what the system did meanwhile must not decide. */
 #define TIMED_ALIKE 2
@@ -31,25 +40,30 @@ void ah_judge(struct ah_store *store)
     }
 }
 
+void ah_note(struct ah_store *store, int past, uint64_t ticks)
+{
+    uint64_t share = past == store->past ? MEAN_TAKEN : MEAN_OTHER, *mean = &store->ticks[past != 0];
+
+    ticks = ticks < MOST_TICKS ? ticks : MOST_TICKS;
+    *mean = *mean == 0 ? ticks : (*mean * (share - 1) + ticks) / share;
+}
+
 #if defined(__x86_64__)
 void ah_fill(struct ah_store *store, unsigned char *to, const unsigned char *from, size_t bytes)
 {
-    uint32_t way = store->turn % TIMED_EVERY;
+    int past = store->past;
     uint64_t begun;
 
     if (bytes < TIMED_BYTES) {
-        ah_copy(to, from, bytes, store->past && bytes > SMALL_BYTES);
+        ah_copy(to, from, bytes, past && bytes > SMALL_BYTES);
         return;
     }
-    store->turn++;
-    if (way > 1) {
-        ah_copy(to, from, bytes, store->past);
-        return;
-    }
+    if (store->turn++ % OTHER_EVERY == 0)
+        past = !past;
     begun = __rdtsc();
-    ah_copy(to, from, bytes, (int)way);
-    store->ticks[way] = (__rdtsc() - begun) * TIMED_BYTES / bytes;
-    if (way == 1)
+    ah_copy(to, from, bytes, past);
+    ah_note(store, past, (__rdtsc() - begun) * TIMED_BYTES / bytes);
+    if (past != store->past)
         ah_judge(store);
 }
 #else

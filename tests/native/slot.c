@@ -70,11 +70,40 @@ static int decided(struct ah_store *store, uint64_t through, uint64_t past, int 
     return store->past;
 }
 
+/* Notes `times` writes through the caches of so many ticks, the first of each ten of only 100, and one past them of 100. */
+static void note(struct ah_store *store, uint64_t ticks, int times)
+{
+    for (int time = 0; time < times; time++)
+        ah_note(store, 0, time % 10 == 0 ? 100 : ticks);
+    ah_note(store, 1, 100);
+    ah_judge(store);
+}
+
+static void check_notes(void)
+{
+    struct ah_store store = {0};
+
+    note(&store, 110, 1);
+    note(&store, 1000000000, 1);
+    note(&store, 110, 60);
+    check(!store.past && store.ticks[0] < 250, "an interruption is forgotten");
+    note(&store, 600, 61);
+    check(!store.past, "slow ones are not yet believed");
+    note(&store, 600, 61);
+    check(store.past, "and then they are, though some are fast");
+    for (int time = 0; time < 20; time++) {
+        ah_note(&store, 0, 110);
+        ah_judge(&store);
+    }
+    check(!store.past, "and forgotten, once those that are tried are fast");
+}
+
 int main(void)
 {
     struct ah_store store = {0};
 
     check_places();
+    check_notes();
     check(!decided(&store, 200, 100, 10), "a little slower is no reason to go past the caches: who reads pays for it");
     check(!decided(&store, 1000, 100, 1), "once may be chance");
     check(!decided(&store, 200, 100, 1) && !decided(&store, 1000, 100, 1), "and so may be twice, not running");
