@@ -13,13 +13,14 @@
 #define SMALL_BYTES ((size_t)4 << 10)
 
 /* One in so many goes the other way: the worse takes up to ten times as long. A prime, so that calls that all write as often do not
- * send the same of their chunks there each time. */
+ * send the same of their chunks there each time. Where the way that is taken seems to be the worse, it is seen to at once. */
 #define OTHER_EVERY 61
+#define OTHER_SOON 5
 
-/* A mean of the last ones, about so many: of the way that is taken more than a call's, whose first writes are faster than its others;
+/* A mean of the last ones, about so many: of the way that is taken many, because the first writes of a call are faster than its others;
  * of the other one few, because it is taken seldom. */
-#define MEAN_TAKEN 32
-#define MEAN_OTHER 4
+#define MEAN_TAKEN 16
+#define MEAN_OTHER 2
 
 /* More than this was no write but an interruption. Where no cache is shared it takes a third. */
 #define MOST_TICKS ((uint64_t)1 << 15)
@@ -27,17 +28,32 @@
 /* How many times running the other way has to be better: what the system did meanwhile must not decide. */
 #define TIMED_ALIKE 2
 
-/* Whoever reads what went past the caches fetches it from memory, which takes longer than from a cache that both cores share, but
- * not longer than from one that only the other core has. */
+/* Whoever reads what went past the caches fetches it from memory, which takes about this much longer than from a cache that both cores
+ * share. A difference and no ratio: what is written comes from memory itself, or from the first-level cache. */
+#define FETCH_TICKS 1500
+
+static int is_past_better(const struct ah_store *store)
+{
+    return store->ticks[0] > store->ticks[1] + FETCH_TICKS;
+}
+
 void ah_judge(struct ah_store *store)
 {
-    int past = 2 * store->ticks[0] > 5 * store->ticks[1];
+    int past = is_past_better(store);
 
     store->alike = past != store->past ? store->alike + 1 : 0;
     if (store->alike == TIMED_ALIKE) {
         store->past = past;
         store->alike = 0;
     }
+}
+
+int ah_turn(struct ah_store *store)
+{
+    uint32_t every = is_past_better(store) != store->past ? OTHER_SOON : OTHER_EVERY;
+
+    /* Not the very first, which finds pages that nobody has touched yet. */
+    return ++store->turn % every == 0 ? !store->past : store->past;
 }
 
 void ah_note(struct ah_store *store, int past, uint64_t ticks)
@@ -51,15 +67,14 @@ void ah_note(struct ah_store *store, int past, uint64_t ticks)
 #if defined(__x86_64__)
 void ah_fill(struct ah_store *store, unsigned char *to, const unsigned char *from, size_t bytes)
 {
-    int past = store->past;
     uint64_t begun;
+    int past;
 
     if (bytes < TIMED_BYTES) {
-        ah_copy(to, from, bytes, past && bytes > SMALL_BYTES);
+        ah_copy(to, from, bytes, store->past && bytes > SMALL_BYTES);
         return;
     }
-    if (store->turn++ % OTHER_EVERY == 0)
-        past = !past;
+    past = ah_turn(store);
     begun = __rdtsc();
     ah_copy(to, from, bytes, past);
     ah_note(store, past, (__rdtsc() - begun) * TIMED_BYTES / bytes);

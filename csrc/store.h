@@ -19,6 +19,9 @@ struct ah_store {
 /* Copy to memory that another rank reads next. */
 void ah_fill(struct ah_store *store, unsigned char *to, const unsigned char *from, size_t bytes);
 
+/* Which way the next write goes: past the caches or not. */
+int ah_turn(struct ah_store *store);
+
 /* Note that a write took so many ticks, `past` the caches or not. */
 void ah_note(struct ah_store *store, int past, uint64_t ticks);
 

@@ -70,32 +70,33 @@ static int decided(struct ah_store *store, uint64_t through, uint64_t past, int 
     return store->past;
 }
 
-/* Notes `times` writes through the caches of so many ticks, the first of each ten of only 100, and one past them of 100. */
-static void note(struct ah_store *store, uint64_t ticks, int times)
+/* How many writes it takes until they go the other way, where one through the caches takes `through` ticks, but for the first of each
+ * ten, and one past them 500; 1000 where they never do. */
+static int until_other(struct ah_store *store, uint64_t through)
 {
-    for (int time = 0; time < times; time++)
-        ah_note(store, 0, time % 10 == 0 ? 100 : ticks);
-    ah_note(store, 1, 100);
-    ah_judge(store);
+    int past = store->past, writes = 0;
+
+    while (store->past == past && writes < 1000) {
+        int way = ah_turn(store);
+
+        ah_note(store, way, way ? 500 : writes % 10 == 0 ? 600 : through);
+        writes++;
+        if (way != store->past)
+            ah_judge(store);
+    }
+    return writes;
 }
 
 static void check_notes(void)
 {
     struct ah_store store = {0};
 
-    note(&store, 110, 1);
-    note(&store, 1000000000, 1);
-    note(&store, 110, 60);
-    check(!store.past && store.ticks[0] < 250, "an interruption is forgotten");
-    note(&store, 600, 61);
-    check(!store.past, "slow ones are not yet believed");
-    note(&store, 600, 61);
-    check(store.past, "and then they are, though some are fast");
-    for (int time = 0; time < 20; time++) {
-        ah_note(&store, 0, 110);
-        ah_judge(&store);
-    }
-    check(!store.past, "and forgotten, once those that are tried are fast");
+    check(until_other(&store, 700) == 1000, "where one is as fast as the other, they go through the caches");
+    ah_note(&store, 0, 1000000000);
+    check(until_other(&store, 700) == 1000, "also after an interruption");
+    check(until_other(&store, 6000) < 40, "what is slow is seen soon, though some of it is fast");
+    check(until_other(&store, 6000) == 1000, "and is not taken up again");
+    check(until_other(&store, 700) < 400, "before it is fast");
 }
 
 int main(void)
@@ -104,12 +105,12 @@ int main(void)
 
     check_places();
     check_notes();
-    check(!decided(&store, 200, 100, 10), "a little slower is no reason to go past the caches: who reads pays for it");
-    check(!decided(&store, 1000, 100, 1), "once may be chance");
-    check(!decided(&store, 200, 100, 1) && !decided(&store, 1000, 100, 1), "and so may be twice, not running");
-    check(decided(&store, 1000, 100, 1), "twice running is not");
-    check(decided(&store, 200, 100, 1), "nor is once enough to come back");
-    check(!decided(&store, 200, 100, 1), "twice is");
+    check(!decided(&store, 2000, 1000, 10), "a little slower is no reason to go past the caches: who reads pays for it");
+    check(!decided(&store, 5000, 1000, 1), "once may be chance");
+    check(!decided(&store, 2000, 1000, 1) && !decided(&store, 5000, 1000, 1), "and so may be twice, not running");
+    check(decided(&store, 5000, 1000, 1), "twice running is not");
+    check(decided(&store, 2000, 1000, 1), "nor is once enough to come back");
+    check(!decided(&store, 2000, 1000, 1), "twice is");
     puts("ok");
     return 0;
 }
