@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <string.h>
 
 #include "argument.h"
 #include "bundle.h"
@@ -66,6 +67,30 @@ static PyObject *apart(PyObject *Py_UNUSED(module), PyObject *tensors)
     return PyBool_FromLong(found);
 }
 
+static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct ah_bundle to = {0}, from = {0};
+    PyObject *targets, *sources, *result = NULL;
+
+    if (!PyArg_ParseTuple(args, "OO:copy", &targets, &sources))
+        return NULL;
+    if (ah_as_bundle(targets, &to) == 0 && ah_as_bundle(sources, &from) == 0) {
+        int alike = to.number == from.number;
+
+        for (size_t index = 0; alike && index < to.number; index++)
+            alike = to.parts[index].bytes == from.parts[index].bytes;
+        for (size_t index = 0; alike && index < to.number; index++)
+            memcpy(to.parts[index].data, from.parts[index].data, to.parts[index].bytes);
+        if (alike)
+            result = Py_NewRef(Py_None);
+        else
+            PyErr_SetString(PyExc_ValueError, "targets and sources differ in their sizes");
+    }
+    ah_bundle_free(&to);
+    ah_bundle_free(&from);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
      "set_parent_death_signal($module, signal, /)\n--\n\n"
@@ -91,6 +116,9 @@ static PyMethodDef methods[] = {
     {"apart", apart, METH_O,
      "apart($module, tensors, /)\n--\n\n"
      "Tell whether no two of some tensors share memory."},
+    {"copy", copy, METH_VARARGS,
+     "copy($module, targets, sources, /)\n--\n\n"
+     "Copy the memory of some tensors to that of others."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
      "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, swift=<of the processor>, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},

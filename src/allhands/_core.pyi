@@ -51,6 +51,9 @@ def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size:
 def apart(tensors: tuple[int, ...], /) -> bool:
     """Tell whether no two of ``tensors``, each given as address and bytes, share memory."""
 
+def copy(targets: tuple[int, ...], sources: tuple[int, ...], /) -> None:
+    """Copy the memory of each of ``sources``, given as for `apart`, to that of the target, which is as large."""
+
 MOST_HANDS: int
 MOST_RANKS: int
 

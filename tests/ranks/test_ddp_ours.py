@@ -231,6 +231,41 @@ def check_functional_calls_and_gradients_of_nothing():
     ddp(torch.ones(1, 2)).sum().backward()
     assert alike(p.grad for p in ddp.parameters())
 
+# It has buffers of several types, one of which lies across.
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+        self.register_buffer("factor", torch.full((2,), rank + 1.0))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("flags", torch.tensor([rank > 0, True, rank > 1]))
+        self.register_buffer("across", torch.zeros(3, 2).t() + rank)
+
+    def forward(self, x):
+        return self.line(x) * self.factor
+
+def check_buffers_of_any_kind():
+    for across in (True, False):
+        model = Kept()
+        if not across:
+            del model.across
+        ddp = DDP(model)
+        for turn in range(3):
+            for each in model.buffers():
+                each.add_(rank) if each.dtype is not torch.bool else each.fill_(bool(rank))
+            if turn == 1:  # the same tensor with other memory
+                model.factor.data = torch.full((2,), rank + 5.0)
+            expected = [each.clone() for each in model.buffers()]
+            for each in expected:
+                dist.broadcast(each, 0)
+            step(ddp)
+            assert alike(model.buffers())
+            assert all(torch.equal(each, want) for each, want in zip(model.buffers(), expected))
+        # Autograd is told that what it may have saved was written.
+        version = model.factor._version
+        step(ddp)
+        assert (model.factor._version > version) == (rank > 0)
+
 def check_copies_and_pickles():
     ddp = DDP(net())
     step(ddp)
