@@ -114,6 +114,6 @@ def test_copies_of_memory() -> None:
     assert all(np.array_equal(*each) for each in zip(targets, sources, strict=True))
     targets[0][:] = 7
     for wrong in (places(sources[::-1]), places(sources[:2]), ()):
-        with pytest.raises(ValueError, match="sizes|tensors"):
+        with pytest.raises(ValueError, match=r"sizes|tensors"):
             _core.copy(places(targets), wrong)
     assert (targets[0] == 7).all()
