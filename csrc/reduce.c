@@ -349,7 +349,7 @@ static void combine(uint32_t dtype, pair step, void *out, const void *const *sou
         for (uint32_t source = 1; source < number; source++) {
             const void *before = source == 1 ? block_of(sources[0], at, size) : total;
 
-            /* Last, as above. */
+            /* `out` is written last here too. */
             step(source + 1 == number ? (unsigned char *)out + at * size : total, before, block_of(sources[source], at, size), n);
         }
     }
