@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,21 +83,30 @@ class Spread:
 
     def send(self, source: int) -> None:
         """Give everyone the tensors of the rank ``source``."""
+        theirs = self._memory()
+        if theirs is not None and not self._alone:
+            self._send(source, theirs)
+            return
+        with torch.no_grad():
+            self._send(source, theirs)
+
+    def _memory(self) -> tuple[int, ...] | None:
+        """Return where the small ones lie, if they can be copied from there: they may have been given other memory."""
+        if self._places is None or not all(each.is_cpu and each.is_contiguous() for each in self._small):
+            return None
+        return _places(self._small)
+
+    def _send(self, source: int, theirs: tuple[int, ...] | None) -> None:
+        for each in self._alone:
+            broadcast(each, self._group, source)
+        if not self._small:
+            return
         mine = self._group.rank() == source
-        # They may have been given other memory, though they are the same tensors.
-        theirs = None
-        if self._places is not None and all(each.is_contiguous() for each in self._small):
-            theirs = _places(self._small)
-        with torch.no_grad() if self._alone or theirs is None else contextlib.nullcontext():
-            for each in self._alone:
-                broadcast(each, self._group, source)
-            if not self._small:
-                return
-            if mine:
-                self._put_together(theirs)
-            broadcast(self._bytes, self._group, source)
-            if not mine:
-                self._take_apart(theirs)
+        if mine:
+            self._put_together(theirs)
+        broadcast(self._bytes, self._group, source)
+        if not mine:
+            self._take_apart(theirs)
 
     def _put_together(self, theirs: tuple[int, ...] | None) -> None:
         if theirs is None or self._places is None:
@@ -125,5 +133,5 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return address and bytes of each."""
+    """Return address and bytes of each; all are contiguous."""
     return tuple(number for each in tensors for number in (each.data_ptr(), each.nbytes))
