@@ -135,11 +135,11 @@ int ah_call_move(struct ah_quick_call *call, const struct ah_plain *shown, int32
     uint32_t culprit;
     int code;
 
-    if (!PyThread_acquire_lock(gate->turn, NOWAIT_LOCK))
+    if (!ah_gate_take(gate))
         return NOT_OURS;
     code = ah_call_announce(call, shown, move->reduction, root);
     if (code != DONE) {
-        PyThread_release_lock(gate->turn);
+        ah_gate_give(gate);
         return code;
     }
     if (shown) {
@@ -156,7 +156,7 @@ int ah_call_move(struct ah_quick_call *call, const struct ah_plain *shown, int32
         if (code == AH_INTERRUPTED)
             tell_interrupted(call);
     }
-    PyThread_release_lock(gate->turn);
+    ah_gate_give(gate);
     return ah_call_conclude(call, code, culprit, -1);
 }
 

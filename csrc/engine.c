@@ -135,11 +135,11 @@ static PyObject *depart(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     ah_depart(&self->group);
     /* Where a call runs in spite of that, the hands go with the segment. */
-    if (PyThread_acquire_lock(self->gate.turn, NOWAIT_LOCK)) {
+    if (ah_gate_take(&self->gate)) {
         Py_BEGIN_ALLOW_THREADS
         ah_dismiss(&self->group);
         Py_END_ALLOW_THREADS
-        PyThread_release_lock(self->gate.turn);
+        ah_gate_give(&self->gate);
     }
     Py_RETURN_NONE;
 }
@@ -250,10 +250,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_ValueError, "this is not the segment that was announced");
         return NULL;
     }
-    if (ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence, move) != 0) {
-        Py_DECREF(made);
-        return NULL;
-    }
+    ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence, move);
     self->group.pulse = ah_gate_pulse;
     self->group.context = self;
     return made;

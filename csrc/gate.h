@@ -4,7 +4,7 @@
 #define ALLHANDS_GATE_H
 
 #include <Python.h>
-#include <pythread.h>
+#include <stdatomic.h>
 
 #include "move.h"
 #include "notice.h"
@@ -18,7 +18,7 @@ struct ah_gate {
     /* Do an operation; `mover` is the struct ah_gated. With the interpreter's lock held, which it lets go of. */
     int (*move)(void *mover, struct ah_move *move);
     PyThreadState *thread;    /* of the call that runs */
-    PyThread_type_lock turn;  /* held while a call runs */
+    _Atomic uint32_t turn;    /* not 0 while a call runs; see gate.c */
     unsigned int queued;      /* calls that wait for their turn: whoever comes now comes after them */
     int shut;                 /* not 0: no more calls of the short way */
     int64_t limit_ns;         /* of a call of the short way */
@@ -47,11 +47,14 @@ int ah_gate_pulse(void *context);
 /* The code of a call as a number; nothing where a handler raised. */
 PyObject *ah_gate_ended(int code);
 
-/* Returns 0, or -1 with an exception set. */
-int ah_gate_open(struct ah_gate *gate, uint32_t rank, uint32_t size, const uint64_t *sequence,
-                 int (*move)(void *mover, struct ah_move *move));
+void ah_gate_open(struct ah_gate *gate, uint32_t rank, uint32_t size, const uint64_t *sequence,
+                  int (*move)(void *mover, struct ah_move *move));
 
 void ah_gate_close(struct ah_gate *gate);
+
+/* Whether it is our turn now: nobody had it, and whoever comes waits until it is given back. */
+int ah_gate_take(struct ah_gate *gate);
+void ah_gate_give(struct ah_gate *gate);
 
 /* Python's methods of an object with a gate. `introduce` says what the short way has to know: the limit of a call, the
  * group's name, the global ranks (None: the same), and the board to write on. It is not taken before. */

@@ -185,10 +185,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
         PyErr_SetString(PyExc_RuntimeError, "MPI prepares no messages for a group, or there is no memory");
         return NULL;
     }
-    if (ah_gate_open(&self->gate, rank, ranks, &ferry->sequence, move) != 0) {
-        Py_DECREF(made);
-        return NULL;
-    }
+    ah_gate_open(&self->gate, rank, ranks, &ferry->sequence, move);
     return made;
 }
 

@@ -19,7 +19,6 @@ static const char *const NAMES[AH_NAMES] = {
     [AH_NAME_WORLD] = "WORLD",
     [AH_NAME_SEGMENT] = "segment",
     [AH_NAME_FAILED] = "failed",
-    [AH_NAME_LASTI] = "f_lasti",
     [AH_NAME_FILENAME] = "co_filename",
 };
 
@@ -184,6 +183,27 @@ uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
     return 0;
 }
 
+/* Whether `state` is of the type that is known: then `kept` has its attributes. */
+static int knows(struct ah_way *way, PyObject *state)
+{
+    PyObject *kept;
+
+    if (state == way->state)
+        return 1;
+    if ((PyObject *)Py_TYPE(state) != PyTuple_GetItem(way->world, 2))
+        return 0;
+    kept = PyObject_GenericGetDict(state, NULL);
+    if (!kept) {
+        PyErr_Clear();
+        return 0;
+    }
+    Py_XDECREF(way->state);
+    Py_XDECREF(way->kept);
+    way->state = Py_NewRef(state);
+    way->kept = kept;
+    return 1;
+}
+
 /* The default group, as a new reference. `WORLD` is a property of a class and asks another one; both are Python code, and
  * cost more than all else that is found out about a call. So torch's state is looked at directly, if it is of the type
  * that is known. */
@@ -191,9 +211,10 @@ static PyObject *default_group(struct ah_way *way)
 {
     if (way->world != Py_None) {
         PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(way->world, 0), PyTuple_GetItem(way->world, 1));
+        PyObject *found = state && knows(way, state) ? PyDict_GetItemWithError(way->kept, PyTuple_GetItem(way->world, 3)) : NULL;
 
-        if (state && (PyObject *)Py_TYPE(state) == PyTuple_GetItem(way->world, 2))
-            return PyObject_GetAttr(state, PyTuple_GetItem(way->world, 3));
+        if (found)
+            return Py_NewRef(found);
     }
     return PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
 }
@@ -229,6 +250,10 @@ struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **fou
     *found = group;
     return gated;
 }
+
+/* Which instruction a frame is at. Python has it since 3.11, outside the limited API; without it, `ask` finds the place. The frame's
+ * attribute of that name would cost a small call a fifteenth of its time. */
+int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
 /* Where the call stands ----------------------------------------------------------------------------------- */
 
@@ -273,21 +298,16 @@ static int describe(struct ah_way *way, PyFrameObject *frame, PyObject *code, ch
 int ah_place(struct ah_way *way, char *text, size_t size)
 {
     PyFrameObject *frame = PyEval_GetFrame();
-    PyObject *lasti = frame ? PyObject_GetAttr((PyObject *)frame, way->names[AH_NAME_LASTI]) : NULL;
-    PyObject *code = lasti ? (PyObject *)PyFrame_GetCode(frame) : NULL;
+    int at = frame && PyFrame_GetLasti ? PyFrame_GetLasti(frame) : -1;
     struct ah_site *site;
-    long at;
+    PyObject *code;
 
-    if (!code) {
-        PyErr_Clear();
-        Py_XDECREF(lasti);
+    if (at < 0)
         return ask(way, text, size);
-    }
-    at = PyLong_AsLong(lasti);
-    Py_DECREF(lasti);
+    code = (PyObject *)PyFrame_GetCode(frame);
     /* Finding the line from the instruction takes longer the longer the function is, so it is remembered. The code
      * is kept, so that no other can come to stand at its address. */
-    site = &way->sites[((uintptr_t)code / 64 + (unsigned long)at) % AH_SITES];
+    site = &way->sites[((uintptr_t)code / 64 + (unsigned int)at) % AH_SITES];
     if (site->code != code || site->at != at) {
         char found[sizeof site->text];
 
@@ -377,6 +397,8 @@ static void unmake(PyObject *object)
     Py_XDECREF(self->reductions);
     Py_XDECREF(self->member);
     Py_XDECREF(self->world);
+    Py_XDECREF(self->state);
+    Py_XDECREF(self->kept);
     Py_XDECREF(self->is_neg);
     Py_XDECREF((PyObject *)self->segment_type);
     Py_XDECREF(self->coalescing);

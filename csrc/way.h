@@ -33,14 +33,13 @@ enum ah_way_name {
     AH_NAME_WORLD,
     AH_NAME_SEGMENT,
     AH_NAME_FAILED,
-    AH_NAME_LASTI,
     AH_NAME_FILENAME,
     AH_NAMES,
 };
 
 struct ah_site {
     PyObject *code;
-    long at; /* the instruction */
+    int at; /* the instruction */
     char text[sizeof((struct ah_note *)0)->site];
 };
 
@@ -51,6 +50,7 @@ struct ah_way {
     PyObject *reductions; /* tuple: torch's object for each of ours, None for none */
     PyObject *member;     /* the class whose attribute WORLD is the default group */
     PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_gated_of` */
+    PyObject *state, *kept; /* what was last found there, and the dict of its attributes; NULL before */
     PyObject *is_neg;     /* torch's method of that name, of some tensor */
     PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
     struct ah_negation negation;

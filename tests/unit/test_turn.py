@@ -1,0 +1,90 @@
+"""One call at a time: whoever comes while a group is busy waits for its turn, and gets it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+
+import pytest
+
+from threads import segments, together
+
+pytest.importorskip("allhands._core", reason="the C core is built on Linux only")
+
+THREADS = 6
+TURNS = 300
+
+# Far more than a turn takes, far less than a test may.
+PATIENCE_S = 30.0
+
+
+def test_only_one_has_the_turn() -> None:
+    """What several threads do inside is never mixed, whoever has to wait, and nothing is lost."""
+    with segments(1, 1 << 16) as (view,):
+        inside: list[int] = []
+        seen: list[tuple[int, int]] = []
+
+        def work(number: int) -> None:
+            for turn in range(TURNS):
+                with view:
+                    assert not inside
+                    inside.append(number)
+                    if turn % 50 == 0:
+                        time.sleep(0.001)  # lets others come and wait
+                    seen.append((number, turn))
+                    inside.pop()
+
+        together(THREADS, work)
+    assert sorted(seen) == [(number, turn) for number in range(THREADS) for turn in range(TURNS)]
+
+
+def test_whoever_waits_is_woken() -> None:
+    """A turn that is given back goes to who sleeps for it at once, not when it next looks by itself (each 50 ms)."""
+    hops = 200
+    with segments(1, 1 << 16) as (view,):
+        held, comes, had = (threading.Semaphore(0) for _ in range(3))
+        given: list[float] = []
+        late: list[float] = []
+
+        def hold() -> None:
+            for _ in range(hops):
+                with view:
+                    held.release()
+                    assert comes.acquire(timeout=PATIENCE_S)
+                    time.sleep(0.002)  # the other sleeps by now
+                    given.append(time.monotonic())
+                assert had.acquire(timeout=PATIENCE_S)
+
+        def wait() -> None:
+            for _ in range(hops):
+                assert held.acquire(timeout=PATIENCE_S)
+                comes.release()
+                with view:
+                    late.append(time.monotonic() - given[-1])
+                had.release()
+
+        together(2, lambda number: hold() if number == 0 else wait())
+    # By itself it would look 24 ms later on average; who is woken may still have to wait for a core.
+    assert sorted(late)[hops // 2] < 0.01
+
+
+def test_a_signal_is_heard_while_waiting() -> None:
+    """Ctrl-C ends the wait for a turn that nobody gives back, and the turn stays with who has it."""
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with segments(1, 1 << 16) as (view,):
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            with view:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(KeyboardInterrupt):
+                    view.__enter__()
+            with view:  # it was given back once, by who had it
+                pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
