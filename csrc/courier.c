@@ -16,6 +16,9 @@
  * answer that is on its way comes. */
 #define SHORT_LOOKS 60
 
+/* Giving the core away takes so long only where someone takes it. */
+#define TAKEN_NS 1000
+
 static void relax(void)
 {
 #if defined(__x86_64__)
@@ -23,6 +26,23 @@ static void relax(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+/* Give the core to whoever wants it, and note whether someone did: where ranks outnumber the cores, most of them may sleep. */
+static void give_way(struct ah_mail *mail)
+{
+    int64_t before = ah_now_ns();
+
+    sched_yield();
+    atomic_store_explicit(&mail->alone, ah_now_ns() - before < TAKEN_NS, memory_order_relaxed);
+}
+
+/* How often to look before giving the core away. */
+static uint32_t looks_of(const struct ah_mail *mail)
+{
+    if (mail->group->spins != 0)
+        return mail->group->spins / PASS_LOOKS;
+    return atomic_load_explicit(&mail->alone, memory_order_relaxed) ? SHORT_LOOKS : 0;
 }
 
 /* Sleep until something may have changed. Returns not 0 where a signal came. */
@@ -50,7 +70,7 @@ int ah_mail_nap(struct ah_mail *mail, struct ah_letter *letter, int64_t limit_ns
 /* Move things on until `letter` is over, or `until_ns` is past; not 0 where the ear heard something. */
 static int drive(struct ah_mail *mail, struct ah_letter *letter, int64_t until_ns, const struct ah_ear *ear)
 {
-    const uint32_t spins = mail->group->spins / PASS_LOOKS, patience = spins + mail->group->yields;
+    const uint32_t spins = looks_of(mail), patience = spins + mail->group->yields;
     uint32_t looks = 0, moves = 0;
     int64_t now, heard_ns = 0;
 
@@ -70,7 +90,7 @@ static int drive(struct ah_mail *mail, struct ah_letter *letter, int64_t until_n
             if (looks++ < spins)
                 relax();
             else
-                sched_yield();
+                give_way(mail);
             continue;
         }
         now = ah_now_ns();
@@ -201,7 +221,7 @@ static int try_send(struct ah_mail *mail, const struct ah_message *message, stru
 /* With the lock held: take a small message that is there, or comes at once. */
 static int try_receive(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
 {
-    uint32_t looks = mail->group->spins != 0 ? SHORT_LOOKS : 1;
+    uint32_t looks = looks_of(mail) != 0 ? SHORT_LOOKS : 1;
     struct ah_letter letter;
 
     prepare(&letter, message, -1);

@@ -72,6 +72,7 @@ struct ah_mail {
     size_t posted;
     /* Waiting. */
     _Atomic uint32_t drivers; /* threads that wait, and so move things on */
+    _Atomic int alone;        /* when one last gave its core away, nobody wanted it */
     uint64_t shifts;          /* how often one began */
     pthread_cond_t work;      /* for the server */
     int cold;                 /* it sleeps until told */
