@@ -237,15 +237,20 @@ static int some_chunks(struct ah_group *view, const void *job, uint32_t part, ui
     return code;
 }
 
-/* Copy in the first chunk and meet. What begins again because others announced a window starts one ticket later. */
+/* Copy in the first chunk and meet. Whoever comes last tells those who sleep before it copies, because their cores are idle until they
+ * run (4 ranks on 2 cores, 2.4 MiB after a backward pass: 0.97 ms, against 1.05). What begins again because others announced a window
+ * starts one ticket later. */
 static int in_chunks(struct task *task, int met)
 {
-    int code = copy_in(task, 0);
+    int code;
 
-    if (code == AH_OK && !met) {
+    if (!met) {
         ah_publish(task->group);
-        code = ah_meet(task->group);
+        ah_ring_waiters(task->group);
     }
+    code = copy_in(task, 0);
+    if (code == AH_OK && !met)
+        code = ah_meet(task->group);
     if (code == AH_OK && !met && somewhere(task->group)) {
         task->first++;
         return in_chunks(task, 1);
