@@ -6,6 +6,8 @@
 
 #include "intake.h"
 
+#include <stdlib.h>
+
 #include "bundle.h"
 #include "copy.h"
 #include "way.h"
@@ -19,21 +21,21 @@ struct intake {
     PyObject_HEAD
     PyObject *way, *parameters, *came, *complete;
     PyObject *of;           /* tuple: the number of each parameter's bucket */
-    PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes */
-    PyObject *likes;        /* tuple: a tensor of the shape and type that each is to have, None: whatever comes */
+    PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes; NULL where all stay, and none is looked at */
+    struct ah_plain *likes; /* the shape and type that each is to have; no dtype: whatever comes */
     PyObject *end;          /* weak reference to what is called when backward is over; NULL outside of a pass */
     PyObject *books[BOOKS]; /* lists, one number for each parameter, LEFT one for each bucket */
     PyObject *grad, *requires_grad;
 };
 
-/* Whether the gradient can be moved as bytes: both tensors are plain, alike, and nothing is derived from them later. */
-static int is_movable(struct intake *self, PyObject *gradient, PyObject *view, struct ah_plain *from, struct ah_plain *to)
+/* Whether the gradient can be moved as bytes to where a plain tensor is: it is plain, like that one, and nothing is derived from it
+ * later. */
+static int is_movable(struct intake *self, PyObject *gradient, const struct ah_plain *to, struct ah_plain *from)
 {
-    struct ah_way *way = (struct ah_way *)self->way;
     PyObject *derived;
     int plain;
 
-    if (ah_look(way, gradient, from) != 0 || ah_look(way, view, to) != 0)
+    if (ah_look((struct ah_way *)self->way, gradient, from) != 0)
         return 0;
     if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims || from->dims > AH_BOARD_DIMS)
         return 0;
@@ -53,7 +55,7 @@ static int is_movable(struct intake *self, PyObject *gradient, PyObject *view, s
 static int lay(struct intake *self, Py_ssize_t index, PyObject *gradient)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
-    PyObject *view = PyTuple_GetItem(self->views, index);
+    PyObject *view = self->views ? PyTuple_GetItem(self->views, index) : Py_None;
     struct ah_plain from, to;
     PyThreadState *thread;
     int code;
@@ -62,7 +64,7 @@ static int lay(struct intake *self, Py_ssize_t index, PyObject *gradient)
         return -1;
     if (gradient == view || view == Py_None)
         return 1;
-    if (gradient == Py_None || !is_movable(self, gradient, view, &from, &to))
+    if (gradient == Py_None || ah_look((struct ah_way *)self->way, view, &to) != 0 || !is_movable(self, gradient, &to, &from))
         return 0;
     Py_INCREF(parameter);
     Py_INCREF(view);
@@ -120,10 +122,12 @@ static int take(struct intake *self, Py_ssize_t index)
         return -1;
     if (count > needed || look_up(self->books[LEFT], bucket) <= 0)
         return PyErr_Occurred() ? -1 : 0;
-    if (!(gradient = PyObject_GetAttr(parameter, self->grad)))
-        return -1;
-    code = gradient == Py_None ? 0 : lay(self, index, gradient);
-    Py_DECREF(gradient);
+    if (self->views) {
+        if (!(gradient = PyObject_GetAttr(parameter, self->grad)))
+            return -1;
+        code = gradient == Py_None ? 0 : lay(self, index, gradient);
+        Py_DECREF(gradient);
+    }
     /* Another thread may have ended the pass while this one let go of the interpreter. */
     if (code != 1 || !self->end)
         return code;
@@ -193,18 +197,44 @@ static PyObject *rest(PyObject *object, PyObject *Py_UNUSED(none))
 static PyObject *arrange(PyObject *object, PyObject *args)
 {
     struct intake *self = (struct intake *)object;
+    Py_ssize_t parameters = PyTuple_Size(self->parameters);
     PyObject *of, *views, *likes;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!:arrange", &PyTuple_Type, &of, &PyTuple_Type, &views, &PyTuple_Type, &likes))
+    if (!PyArg_ParseTuple(args, "O!OO!:arrange", &PyTuple_Type, &of, &views, &PyTuple_Type, &likes))
         return NULL;
+    if (PyTuple_Size(of) != parameters || PyTuple_Size(likes) != parameters ||
+        (views != Py_None && (!PyTuple_Check(views) || PyTuple_Size(views) != parameters))) {
+        PyErr_SetString(PyExc_ValueError, "a bucket, a view and a tensor for each parameter");
+        return NULL;
+    }
     forget(self);
     Py_XDECREF(self->of);
     Py_XDECREF(self->views);
-    Py_XDECREF(self->likes);
     self->of = Py_NewRef(of);
-    self->views = Py_NewRef(views);
-    self->likes = Py_NewRef(likes);
+    self->views = views == Py_None ? NULL : Py_NewRef(views);
+    for (Py_ssize_t index = 0; index < parameters; index++) {
+        if (ah_look((struct ah_way *)self->way, PyTuple_GetItem(likes, index), &self->likes[index]) != 0)
+            self->likes[index].dtype = 0;
+    }
     Py_RETURN_NONE;
+}
+
+/* Whether each parameter requires a gradient as `known` says. */
+static PyObject *trains(PyObject *object, PyObject *known)
+{
+    struct intake *self = (struct intake *)object;
+    Py_ssize_t parameters = PyTuple_Size(self->parameters);
+    int alike = PyList_Check(known) && PyList_Size(known) == parameters;
+
+    for (Py_ssize_t index = 0; alike && index < parameters; index++) {
+        PyObject *now = PyObject_GetAttr(PyTuple_GetItem(self->parameters, index), self->requires_grad);
+
+        if (!now)
+            return NULL;
+        alike = now == PyList_GetItem(known, index);
+        Py_DECREF(now);
+    }
+    return PyBool_FromLong(alike);
 }
 
 static PyObject *lie(PyObject *object, PyObject *Py_UNUSED(none))
@@ -226,11 +256,12 @@ static PyObject *lie(PyObject *object, PyObject *Py_UNUSED(none))
 }
 
 /* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
-static int can_stay(struct intake *self, PyObject *parameter, PyObject *gradient, PyObject *like, struct ah_part *part)
+static int can_stay(struct intake *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
 {
+    PyObject *parameter = PyTuple_GetItem(self->parameters, index);
     PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
-    struct ah_plain from, to;
-    int plain = trained == Py_True && is_movable(self, gradient, like, &from, &to);
+    struct ah_plain from;
+    int plain = trained == Py_True && self->likes[index].dtype != 0 && is_movable(self, gradient, &self->likes[index], &from);
 
     Py_XDECREF(trained);
     PyErr_Clear();
@@ -254,15 +285,14 @@ static PyObject *gather(PyObject *object, PyObject *order)
     for (Py_ssize_t place = 0; plain && place < number; place++) {
         Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GetItem(order, place));
         PyObject *parameter = PyErr_Occurred() ? NULL : PyTuple_GetItem(self->parameters, index);
-        PyObject *like = parameter ? PyTuple_GetItem(self->likes, index) : NULL;
-        PyObject *gradient = like ? PyObject_GetAttr(parameter, self->grad) : NULL;
+        PyObject *gradient = parameter ? PyObject_GetAttr(parameter, self->grad) : NULL;
 
         if (!gradient) {
             Py_DECREF(found);
             ah_bundle_free(&bundle);
             return NULL;
         }
-        plain = can_stay(self, parameter, gradient, like, &bundle.parts[place]);
+        plain = can_stay(self, index, gradient, &bundle.parts[place]);
         PyList_SetItem(found, place, gradient);
     }
     plain = plain && ah_bundle_is_apart(&bundle);
@@ -294,12 +324,12 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->complete = Py_NewRef(complete);
     self->of = PyTuple_New(0);
     self->views = PyTuple_New(0);
-    self->likes = PyTuple_New(0);
+    self->likes = calloc((size_t)PyTuple_Size(parameters) + 1, sizeof *self->likes);
     self->grad = PyUnicode_InternFromString("grad");
     self->requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!self->of || !self->views || !self->likes || !self->grad || !self->requires_grad) {
         Py_DECREF(made);
-        return NULL;
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     return made;
 }
@@ -317,7 +347,7 @@ static void unmake(PyObject *object)
     Py_XDECREF(self->complete);
     Py_XDECREF(self->of);
     Py_XDECREF(self->views);
-    Py_XDECREF(self->likes);
+    free(self->likes);
     Py_XDECREF(self->grad);
     Py_XDECREF(self->requires_grad);
     release(object);
@@ -330,6 +360,7 @@ static PyMethodDef METHODS[] = {
     {"rest", rest, METH_NOARGS, "rest($self, /)\n--\n\nLeave everything to Python."},
     {"arrange", arrange, METH_VARARGS, "arrange($self, of, views, likes, /)\n--\n\nSay where gradients are to lie."},
     {"lie", lie, METH_NOARGS, "lie($self, /)\n--\n\nMove what does not lie where it is to lie; tell whether all does now."},
+    {"trains", trains, METH_O, "trains($self, known, /)\n--\n\nTell whether those require gradients that did."},
     {"gather", gather, METH_O, "gather($self, order, /)\n--\n\nReturn gradients that can be reduced where they lie, or None."},
     {NULL, NULL, 0, NULL},
 };

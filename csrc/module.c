@@ -17,6 +17,7 @@
 #include "post.h"
 #include "process.h"
 #include "quick.h"
+#include "roster.h"
 #include "sum.h"
 #include "way.h"
 #include "window.h"
@@ -119,6 +120,9 @@ static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS,
      "copy($module, targets, sources, /)\n--\n\n"
      "Copy the memory of some tensors to that of others."},
+    {"inhabitants", ah_py_inhabitants, METH_O,
+     "inhabitants($module, tables, /)\n--\n\n"
+     "Return who stands in some dicts, as bytes to compare."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
      "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, swift=<of the processor>, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},

@@ -54,6 +54,9 @@ def apart(tensors: tuple[int, ...], /) -> bool:
 def copy(targets: tuple[int, ...], sources: tuple[int, ...], /) -> None:
     """Copy the memory of each of ``sources``, given as for `apart`, to that of the target, which is as large."""
 
+def inhabitants(tables: list[dict[str, Any]], /) -> bytes:
+    """Return the addresses of all values in ``tables``: equal where nobody came, went or was replaced."""
+
 MOST_HANDS: int
 MOST_RANKS: int
 
@@ -223,14 +226,18 @@ class Intake:
     def rest(self) -> None:
         """Leave everything to ``came`` until the next `begin`."""
 
-    def arrange(self, of: tuple[int, ...], views: tuple[Any, ...], likes: tuple[Any, ...], /) -> None:
+    def arrange(self, of: tuple[int, ...], views: tuple[Any, ...] | None, likes: tuple[Any, ...], /) -> None:
         """Say in which bucket each parameter is, and where its gradient is to lie (None: it stays where it is).
 
-        ``likes`` are tensors of the shape and type that each gradient has in its bucket, None for a sparse one.
+        Without ``views`` all stay, and whether there is a gradient is seen when they are gathered. ``likes`` are
+        tensors of the shape and type that each has in its bucket, None for a sparse one; they stay as they are.
         """
 
     def lie(self) -> bool:
         """Move the gradients that do not lie where they are to lie; tell whether all do now."""
+
+    def trains(self, known: list[bool], /) -> bool:
+        """Tell whether the parameters that require gradients are those that ``known`` says, one for each."""
 
     def gather(self, order: tuple[int, ...], /) -> list[Any] | None:
         """Return the gradients of parameters by their numbers; None where one cannot be reduced where it lies."""

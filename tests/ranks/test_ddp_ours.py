@@ -118,17 +118,37 @@ def check_passes_inside_and_outside_no_sync_do_not_mix():
     assert alike(p.grad for p in ddp.parameters())
 
 def check_frozen_and_unfrozen_parameters():
+    for views in (True, False):
+        model = net()
+        model[0].requires_grad_(False)
+        ddp = DDP(model, gradient_as_bucket_view=views)
+        torch.manual_seed(rank)
+        step(ddp)
+        model[0].requires_grad_(True)
+        model[2].requires_grad_(False)
+        for _ in range(3):
+            step(ddp)
+            assert model[2].weight.grad is None
+            assert alike(p.grad for p in ddp.parameters() if p.requires_grad)
+        model[2].requires_grad_(True)
+        # In the second pass the core knows again that there is one more to wait for.
+        for _ in range(2):
+            step(ddp)
+            assert alike(p.grad for p in ddp.parameters())
+
+def check_parameters_frozen_in_the_middle_of_a_pass():
     model = net()
-    model[0].requires_grad_(False)
-    ddp = DDP(model, gradient_as_bucket_view=True)
+    ddp = DDP(model)
     torch.manual_seed(rank)
     step(ddp)
-    model[0].requires_grad_(True)
-    model[2].requires_grad_(False)
-    for _ in range(3):
-        step(ddp)
-        assert model[2].weight.grad is None
-        assert alike(p.grad for p in ddp.parameters() if p.requires_grad)
+    for frozen in (True, False):
+        ddp.zero_grad()
+        output = ddp(torch.randn(4, 6))
+        model[2].requires_grad_(not frozen)
+        output.pow(2).mean().backward()
+        # What was recorded before comes all the same.
+        assert alike(p.grad for p in ddp.parameters() if p.grad is not None)
+        model[2].requires_grad_(frozen)
     model[2].requires_grad_(True)
     step(ddp)
     assert alike(p.grad for p in ddp.parameters())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import json
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from .. import _torch
+from .. import _core, _torch
 from . import faults
 from .agreement import gather_bytes
 
-__all__ = ["Watch", "digest", "inhabitants", "same_structure", "same_values"]
+__all__ = ["Watch", "digest", "same_structure", "same_values"]
 
 # Enough for no two models to be taken for the same one by chance.
 _DIGEST_BYTES = 16
@@ -88,14 +86,6 @@ def _rows(
     return rows
 
 
-def inhabitants(tables: Iterable[dict[str, Any]]) -> list[int]:
-    """Return who stands in ``tables``. Without a line of Python for each: it is asked before every pass."""
-    return [*map(id, itertools.chain.from_iterable(map(_values, tables)))]
-
-
-_values = operator.methodcaller("values")
-
-
 class Watch:
     """Notices that parameters of ``module`` came, went or were replaced since it was made."""
 
@@ -113,11 +103,11 @@ class Watch:
             for part in self._module.modules()
             for table in (_torch.own_parameters(part), _torch.own_modules(part))
         ]
-        self._ids = inhabitants(self._tables)
+        self._stand = _core.inhabitants(self._tables)
 
     def check(self, rank: int) -> None:
         """Raise module-changed where something changed."""
-        if inhabitants(self._tables) != self._ids:
+        if _core.inhabitants(self._tables) != self._stand:
             self._explain(rank)
 
     def _explain(self, rank: int) -> None:

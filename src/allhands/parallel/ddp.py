@@ -191,11 +191,13 @@ class DistributedDataParallel(Module, Joinable):
         if not torch.is_grad_enabled():
             self.require_forward_param_sync = False
             return output
-        self.require_forward_param_sync = self.require_backward_grad_sync
+        if self.require_forward_param_sync != self.require_backward_grad_sync:
+            # Only then: setting an attribute of a module takes 20 us when a pass has filled the caches.
+            self.require_forward_param_sync = self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
             self.reducer.rest()
             return output
-        found = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
+        found = [each for each in tensors_in(output) if each.requires_grad and not each.is_leaf]
         self.reducer.expect(watched=bool(found))
         for each in found:
             each.register_hook(self.reducer.opens)  # type: ignore[no-untyped-call]

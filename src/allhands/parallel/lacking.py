@@ -21,7 +21,6 @@ def ask(missing: list[int], mark: Mark | None, group: Any, device: torch.device)
     On a GPU whoever has too few is told alone, and the others hear of it: reading the mark would stop the device.
     """
     if mark is not None and device.type == "cpu":
-        # The usual case, in every pass.
         some = mark.read()
         alone = bool(some) and dist.get_world_size(group) == 1
     else:

@@ -28,6 +28,10 @@ class Mark:
         else:
             self._memory.value = count
 
+    def is_clear(self) -> bool:
+        """Tell whether nobody misses any, as far as that can be read as memory: the usual case, in every pass."""
+        return self._memory is not None and not self._memory.value
+
     def read(self) -> float:
         """Return what became of all ranks' counts: 0 where nobody misses any."""
         return float(self.tensor) if self._memory is None else float(self._memory.value)

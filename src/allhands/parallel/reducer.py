@@ -114,7 +114,8 @@ class Reducer:
         places = [self._of[index] for index in range(len(self.parameters))]
         likes = tuple(slot.view for _, slot in places)
         views = likes if self.views else (None,) * len(likes)
-        self._intake.arrange(tuple(number for number, _ in places), views, likes)
+        # Where gradients stay, there is no need to look at each as it comes.
+        self._intake.arrange(tuple(number for number, _ in places), None if self._may_stay else views, likes)
         self._trained = []
         # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
         marked = self.buckets[-1].marked
@@ -207,9 +208,15 @@ class Reducer:
         return self._now.end is not None and self._now.end() is None
 
     def _reset(self) -> None:
-        if self._now.ready:
-            raise faults.unfinished(self.rank, self._now.ready, len(self.buckets))
-        self._renew()
+        now = self._now
+        if now.ready:
+            raise faults.unfinished(self.rank, now.ready, len(self.buckets))
+        if now.end is None and (not self._beside or self._intake.trains(self._trained)):
+            # No gradient has come since it was made. Where all of them go at the end, that is where it is seen which
+            # parameters are trained.
+            now.opened = self.always
+        else:
+            self._renew()
 
     def came(self, index: int) -> None:
         """Note that the gradient of a parameter is there. The core does the same where it takes them."""
@@ -292,21 +299,14 @@ class Reducer:
 
     def _reduce_all(self, missing: int, *, lie: bool) -> list[torch.Tensor]:
         """Average all buckets in as few calls as there are types; ``lie`` says that the gradients are there."""
-        now = self._now
         results: list[torch.Tensor] = []
         if not lie:
             with torch.no_grad():
                 results = [transfer.fill(bucket, self.names, self.rank) for bucket in self.buckets]
-        now.ready = now.launched = len(self.buckets)
         if self._mark is not None:
             self._mark.write(missing)
-        try:
-            for whole in self._storage.wholes:
-                self.averager.average(whole, self.divisor)
-        except AllhandsError:
-            # The group is over, and whatever is called next says why.
-            now.ready = now.launched = 0
-            raise
+        for whole in self._storage.wholes:
+            self.averager.average(whole, self.divisor)
         return results
 
     @property
@@ -319,6 +319,16 @@ class Reducer:
         for number in range(self._now.launched, len(self._bundles if self._in_place else self.buckets)):
             self._launch(number, missing=missing)
         return [wait() for wait in self._now.waits]
+
+    def _reduce_bundles(self, missing: int) -> None:
+        """Average all gradients where they lie, now that backward is over."""
+        now, mark = self._now, self._mark
+        for bundle in self._bundles:
+            found = bundle.gather(self._intake, self.names, self.rank)
+            now.moved += found.moved
+            if bundle.mark is not None and mark is not None:
+                mark.write(missing)
+            self.averager.average_bundle(found.tensors, self.divisor)
 
     def _launch(self, number: int, missing: int = 0) -> None:
         if self._in_place:
@@ -373,8 +383,8 @@ class Reducer:
                     self._now.opened = True
                     self._complete()
         finally:
-            # The next forward pass looks which parameters are trained, if there is one.
-            self._renew(look=self.always)
+            # Else the next forward pass looks which parameters are trained, if it has to be known before the end.
+            self._renew(look=self.always or any(self._now.left))
             self.armed = False
         if self.always:
             self.rebuild()
@@ -397,7 +407,11 @@ class Reducer:
         # Moved by the core, unless something is unusual about one of them.
         lie = self.views and not now.launched and self._intake.lie()
         in_place, in_one = self._in_place, self._in_one
-        results = self._reduce_all(fatal, lie=lie) if in_one else self._reduce_rest(fatal)
+        results: list[torch.Tensor] = []
+        if in_place and not self._beside:
+            self._reduce_bundles(fatal)
+        else:
+            results = self._reduce_all(fatal, lie=lie) if in_one else self._reduce_rest(fatal)
         if not (self.find_unused or learns):
             self._tell_missing(missing, self._mark)
         elif learns or not self.static:
@@ -418,7 +432,7 @@ class Reducer:
 
     def _tell_missing(self, missing: list[int], mark: Mark | None) -> None:
         """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket."""
-        told = lacking.ask(missing, mark, self._group, self._device)
+        told = {} if mark is not None and mark.is_clear() else lacking.ask(missing, mark, self._group, self._device)
         if told:
             raise faults.unused(
                 self.rank, {self.names[index]: ranks for index, ranks in told.items()}, static=self.static

@@ -112,15 +112,18 @@ class Averager:
 
     def start_bundle(self, tensors: list[torch.Tensor], divisor: float | None, *, wait: bool) -> Callable[[], Any]:
         """Begin to average ``tensors``, all of one type, where they lie; return what waits for it. Else as `start`."""
+        if wait:
+            self.average_bundle(tensors, divisor)
+            return lambda: None
         if self.size == 1 and divisor is None:
             return lambda: None
-        op = dist.ReduceOp.AVG
-        if not self._can_divide(tensors[0], divisor):
-            with torch.no_grad():
-                for tensor in tensors:
-                    op = self._divided(tensor, divisor)
-        work = all_reduce_bundle(tensors, self.group, op, later=not wait)
-        return work.wait if work is not None else lambda: None
+        work = all_reduce_bundle(tensors, self.group, self._divided_bundle(tensors, divisor), later=True)
+        return work.wait  # type: ignore[no-any-return]  # a Work
+
+    def average_bundle(self, tensors: list[torch.Tensor], divisor: float | None) -> None:
+        """Average ``tensors``, all of one type, where they lie, and wait for it; ``divisor`` as for `start`."""
+        if self.size > 1 or divisor is not None:
+            all_reduce_bundle(tensors, self.group, self._divided_bundle(tensors, divisor))
 
     def average(self, tensor: torch.Tensor, divisor: float | None) -> None:
         """Average ``tensor``, which is dense, and wait for it; ``divisor`` as for `start`."""
@@ -133,6 +136,15 @@ class Averager:
             return dist.ReduceOp.AVG
         tensor.mul_(1 / (divisor or self.size))
         return dist.ReduceOp.SUM
+
+    def _divided_bundle(self, tensors: list[torch.Tensor], divisor: float | None) -> Any:
+        """Do what `_divided` does with each of ``tensors``."""
+        op = dist.ReduceOp.AVG
+        if not self._can_divide(tensors[0], divisor):
+            with torch.no_grad():
+                for tensor in tensors:
+                    op = self._divided(tensor, divisor)
+        return op
 
     def _can_divide(self, tensor: torch.Tensor, divisor: float | None) -> bool:
         """Tell whether the engine divides ``tensor``."""

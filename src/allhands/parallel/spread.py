@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .. import _core, _torch
-from .check import inhabitants
 from .reduction import broadcast
 
 __all__ = ["Buffers", "Spread", "spread"]
@@ -36,17 +35,17 @@ class Buffers:
     def __init__(self, modules: Iterable[torch.nn.Module], ignored: set[int]) -> None:
         self._tables = [_torch.own_buffers(module) for module in modules]
         self._ignored = ignored
-        self._ids: list[int] | None = None
+        self._stand: bytes | None = None
         self._found: list[torch.Tensor] = []
         self._spread: Spread | None = None
 
     def now(self) -> list[torch.Tensor]:
         """Return each of them once; modules put new ones in their places."""
-        ids = inhabitants(self._tables)
-        if ids != self._ids:
+        stand = _core.inhabitants(self._tables)
+        if stand != self._stand:
             each = (buffer for table in self._tables for buffer in table.values() if buffer is not None)
             self._found = [*{id(buffer): buffer for buffer in each if id(buffer) not in self._ignored}.values()]
-            self._ids, self._spread = ids, None
+            self._stand, self._spread = stand, None
         return self._found
 
     def send(self, group: Any, source: int) -> None:

@@ -67,6 +67,37 @@ def test_without_views_gradients_stay_where_they_came() -> None:
     assert (books.counts, books.left, books.completed) == ([0, 0, 1], [2, 0], 1)
 
 
+def test_gradients_that_all_stay_are_not_looked_at() -> None:
+    """They are counted as they come, whatever they are; `gather` looks at them."""
+    books = _Books()
+    books.intake.arrange((0, 0, 1), None, tuple(books.views))
+    books.begin()
+    books.give(0, torch.ones(3))
+    books.give(1, None)
+    assert (books.counts, books.left, books.completed, books.left_to_python) == ([1, 1, 0], [0, 1], 1, [])
+    assert books.intake.lie()
+    assert books.intake.gather((0,)) is not None
+    assert books.intake.gather((0, 1)) is None
+
+
+def test_who_trains_is_compared_with_what_was_known() -> None:
+    """One that was frozen or unfrozen since is noticed, and so is a list that is none of these."""
+    books = _Books()
+    assert books.intake.trains([True] * 3)
+    books.parameters[1].requires_grad_(False)
+    assert not books.intake.trains([True] * 3)
+    assert books.intake.trains([True, False, True])
+    assert not books.intake.trains([])
+
+
+def test_each_parameter_has_a_place() -> None:
+    """A table of another length is refused: the core would read beyond it."""
+    books = _Books()
+    for of, views, likes in (((0,), None, (None,) * 3), ((0, 0, 1), (None,), (None,) * 3), ((0, 0, 1), None, ())):
+        with pytest.raises(ValueError, match="for each parameter"):
+            books.intake.arrange(of, views, likes)
+
+
 def test_a_gradient_that_comes_several_times_completes_once() -> None:
     """A static graph may need two; a third is the reducer's to judge."""
     books = _Books()

@@ -17,8 +17,11 @@ def test_it_is_the_element_of_its_tensor(dtype: torch.dtype) -> None:
     assert whole.tolist() == [7, 5, 7]
     whole.mul_(0.5)
     assert mark.read() == 2.5
+    assert not mark.is_clear()
     mark.write(0)
     assert mark.read() == 0
+    # Of the others nobody knows before they are read.
+    assert mark.is_clear() == (dtype in {torch.float32, torch.float64})
     assert whole.tolist() == [3.5, 0, 3.5]
 
 
