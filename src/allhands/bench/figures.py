@@ -81,6 +81,6 @@ def _legend(row: dict[str, Any]) -> list[str]:
         "core time: what all threads of a rank compute in a step, less those of the bare module",
         "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
         "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",
-        "memory: what all ranks together held at most while training, shared pages once, over what they held before",
+        "memory: what all ranks held at most while training, shared pages once, over what they held before",
         f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
     ]

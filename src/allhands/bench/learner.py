@@ -27,7 +27,9 @@ _TIMEOUT_S = 60.0
 
 # Where memory is measured: steps enough for buckets to be rebuilt and every allocator to have seen all it will.
 _MEMORY_STEPS = 12
-_MEMORY_PAUSE_S = 0.03
+
+# Before that each group moves so much, so that the memory that it keeps for any message is there.
+_MEMORY_BYTES = 64 << 20
 
 
 class _Learner:
@@ -45,14 +47,12 @@ class _Learner:
             self._model = TorchDDP(self._model, process_group=group, gradient_as_bucket_view=True)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
-    def step(self, pause_s: float = 0.0) -> None:
-        """Train one batch; ``pause_s`` is waited while all gradients are there."""
+    def step(self) -> None:
+        """Train one batch."""
         self._optimizer.zero_grad()
         self._model(self._batch).pow(2).mean().backward()
         if self._lockstep:
             allhands.barrier()
-        if pause_s:
-            time.sleep(pause_s)
         self._optimizer.step()
 
     def spell(self, steps: int) -> tuple[float, float]:
@@ -123,16 +123,18 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
 
 
 def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
-    """Train with one contestant, slowly enough for the command to look at the memory of all ranks meanwhile."""
-    # What the classes import when they are first used is no part of what a model takes.
+    """Train with one contestant; the command looks at the memory of all ranks before and after."""
+    # What the classes import when they are first used, and what groups have, is no part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
     allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
+    for group in (gloo, None):
+        allhands.all_reduce(torch.ones(_MEMORY_BYTES // 4), group=group)
     allhands.barrier()
     if rank == 0:
         line.tell(size=model, phase="before", wait=True)
     learner = _Learner(model, asked.who[0], rank, gloo)
     for _ in range(_MEMORY_STEPS):
-        learner.step(_MEMORY_PAUSE_S)
+        learner.step()
     allhands.barrier()
     if rank == 0:
         line.tell(size=model, phase="after", wait=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..control.progress import Progress
 from .course import Course
@@ -17,9 +15,6 @@ from .crew import Crew, cores
 __all__ = ["held", "measure", "race", "row"]
 
 _Notify = Callable[[str], None]
-
-# How often the memory of the ranks is looked at while they train: several times while all gradients are there.
-_LOOK_S = 0.01
 
 
 def measure(asked: Course, *, memory: bool) -> list[dict[str, Any]]:
@@ -107,57 +102,35 @@ def _more(these: list[float], those: list[float]) -> float:
 def held(asked: Course, who: str) -> dict[str, float]:
     """Return by model how many bytes more than before the ranks held at most, all together, while ``who`` trained.
 
-    Each page counts once, however many ranks share it (the kernel's proportional set size).
+    Of what is a rank's own its peak counts, which the kernel keeps; what ranks share counts once.
     """
     found: dict[str, float] = {}
     for model in asked.models:
         alone = Course(asked.ranks, (model,), 1, who=(who,))
-        with Crew(alone, program="learner") as crew, _Looking(crew) as looking:
+        before = 0
+        with Crew(alone, program="learner") as crew:
             for words in crew.words():
                 if words.get("phase") == "before":
-                    looking.begin()
+                    before = sum(map(_begin, crew.pids.values()))
                 elif words.get("phase") == "after":
-                    found[model] = looking.most()
+                    found[model] = float(sum(_most(pid, "VmHWM") for pid in crew.pids.values()) - before)
     return found
 
 
-class _Looking:
-    """Looks at the memory of a crew's ranks in a thread of its own."""
-
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
-        self._before = 0
-        self._most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def begin(self) -> None:
-        """Count from what the ranks hold now."""
-        self._before = self._most = _bytes(self._crew.pids.values())
-
-    def most(self) -> float:
-        """Return how much more than at `begin` they held at most."""
-        return float(self._most - self._before)
-
-    def _look(self) -> None:
-        while not self._stop.wait(_LOOK_S):
-            if self._before:
-                self._most = max(self._most, _bytes(self._crew.pids.values()))
+def _begin(pid: int) -> int:
+    """Let the kernel forget the peak of a process so far; return what it holds now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+    return _most(pid, "VmRSS")
 
 
-def _bytes(pids: Iterable[int]) -> int:
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) * 1024
-    return total
+def _most(pid: int, own: str) -> int:
+    """Return the bytes of a process: by ``own`` what is its own, and its part of what others have too."""
+    resident = _sizes(f"/proc/{pid}/status")
+    shared = _sizes(f"/proc/{pid}/smaps_rollup")
+    return resident[own] - resident["RssShmem"] - resident["RssFile"] + shared["Pss_Shmem"] + shared["Pss_File"]
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """Return the sizes in a table of the kernel's, in bytes."""
+    lines = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.endswith(" kB"))
+    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in lines}
