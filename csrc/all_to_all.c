@@ -116,8 +116,11 @@ static void copy_beside(const struct task *task, size_t bytes)
     struct ah_group *group = task->group;
     unsigned char *to = ah_beside(group, group->rank, bytes * group->ranks);
 
-    for (uint32_t rank = 0; task->in && rank < group->ranks; rank++)
-        ah_copy(to + rank * bytes, task->in[rank].data, bytes, 0);
+    /* Our own part is read where it is. */
+    for (uint32_t rank = 0; task->in && rank < group->ranks; rank++) {
+        if (rank != group->rank)
+            ah_copy(to + rank * bytes, task->in[rank].data, bytes, 0);
+    }
 }
 
 /* Copy our part out of what `rank` has beside the call. */
@@ -125,7 +128,10 @@ static void take_beside(const struct task *task, uint32_t rank, struct ah_part o
 {
     struct ah_group *group = task->group;
 
-    ah_copy(out.data, ah_beside(group, rank, out.bytes * group->ranks) + group->rank * out.bytes, out.bytes, 0);
+    if (rank != group->rank)
+        ah_copy(out.data, ah_beside(group, rank, out.bytes * group->ranks) + group->rank * out.bytes, out.bytes, 0);
+    else if (out.data != task->in[rank].data)
+        ah_copy(out.data, task->in[rank].data, out.bytes, 0);
 }
 
 /* Everyone's is beside the call. */
@@ -137,8 +143,12 @@ static int exchange(const struct task *task)
         if (task->out[rank].bytes != ah_card_of(group, rank)->bytes)
             return ah_differ(group, rank);
     }
-    for (uint32_t rank = 0; rank < group->ranks; rank++)
+    /* Our own first: the results of others may go where it is. */
+    for (uint32_t step = 0; step < group->ranks; step++) {
+        uint32_t rank = (group->rank + step) % group->ranks;
+
         take_beside(task, rank, task->out[rank]);
+    }
     ah_close(group);
     return AH_OK;
 }
