@@ -151,8 +151,9 @@ class Session:
         running = [note for note in notes.board().notes if note.state == "running"]
         for note in sorted(running, key=lambda note: not note.main)[:1]:
             return f"in {note.operation} at {note.site}", note.age_s
-        frames = sys._current_frames()  # noqa: SLF001  # the documented way to see where another thread is
-        frame = frames.get(self._main) if self._main is not None else None
+        # Not by a name: the frame of this very call is among them, and would keep them all, with what their callers
+        # hold (a file that is not written out yet), until Python's collector comes by.
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  # the documented way to see another thread
         if frame is None:
             return "running", 0.0
         return f"at {call_site(frame)} in {frame.f_code.co_name}", 0.0

@@ -193,3 +193,30 @@ say(ended=held())
         assert after["descriptors"] <= before["descriptors"] + 2, (before, result["during"], after)
         assert after["threads"] <= before["threads"] + 2, (before, result["during"], after)
         assert result["ended"]["segments"] == 0
+
+
+def test_saying_where_a_rank_stands_keeps_nothing_of_its_callers() -> None:
+    """What a function held goes when it returns, though a thread looked at it meanwhile and no collector runs."""
+    results = harness.launch(
+        FORM
+        + """
+import weakref
+from allhands.session import current
+
+class Held: ...
+
+def hold(held):
+    looking = threading.Thread(target=lambda: said.append(current().member.describe()[0]))
+    looking.start()
+    looking.join()
+    return weakref.ref(held)
+
+gc.disable()
+said = []
+held = hold(Held())
+assert said[0].startswith("at script.py:"), said
+assert held() is None, gc.get_referrers(held())
+""",
+        1,
+    )
+    harness.well(results)
