@@ -69,15 +69,22 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _compared(who: dict[str, Any], name: str) -> list[str]:
     """Return what ``name`` takes of each contestant, and how many times ours Gloo's is."""
     ratio = who["gloo"][f"{name}_ratio"]
-    found = [f"{who[each][f'{name}_s'] * 1e3:.2f}" for each in ("allhands", "torch", "gloo")]
+    found = [_with_error(who[each], name) for each in ("allhands", "torch", "gloo")]
     return [*found, "-" if ratio is None else f"{ratio:.1f}"]
+
+
+def _with_error(values: dict[str, Any], name: str) -> str:
+    """Return milliseconds, and what they may be wrong by where that is known."""
+    error = values.get(f"{name}_error_s")
+    return f"{values[f'{name}_s'] * 1e3:.2f}" + ("" if error is None else f" ±{error * 1e3:.2f}")
 
 
 def _legend(row: dict[str, Any]) -> list[str]:
     return [
         "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
         f"step: median of {row['rounds']} rounds, slowest rank; torch's gradients are views; ratio: Gloo's over ours",
-        "communication: step less that of the bare module whose ranks only wait for each other, middle half of all",
+        "communication: step less that of the bare module whose ranks only wait for each other, middle half of all,",
+        "  and its standard error; transformer-16 has the transformer's gradients and fewer tokens: less varies",
         "core time: what all threads of a rank compute in a step, less those of the bare module",
         "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
         "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from typing import Any
 
@@ -15,12 +16,14 @@ import allhands
 from .course import Course
 from .models import build
 from .rank import Line, serve
+from .spell import Spell
 
 __all__ = ["main"]
 
-# How long a contestant trains at a time: several steps of a small model, and short enough for the others of the round
-# to find the machine as it was.
+# How long a contestant trains at a time, and at least how many steps: several of a small model, and short enough for
+# the others of the round to find the machine as it was.
 _SPELL_S = 0.06
+_LEAST_STEPS = 2
 
 # Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
 _TIMEOUT_S = 60.0
@@ -55,24 +58,27 @@ class _Learner:
             allhands.barrier()
         self._optimizer.step()
 
-    def spell(self, steps: int) -> tuple[float, float]:
-        """Return the seconds of a step on the slowest rank, over ``steps`` of them, and the core time of all ranks."""
-        took = cores = 0.0
+    def spell(self, steps: int) -> Spell:
+        """Train for ``steps``, and one before them that is not timed."""
+        cores, ends = 0.0, [0.0] * (steps + 1)
         allhands.barrier()
         if self.works:
             self.step()  # Wakes what has slept, and fills the caches.
         allhands.barrier()
         if self.works:
             # Of all threads: what an engine's own threads compute is taken from somebody's core too.
-            cores, begun = time.process_time(), time.perf_counter()
-            for _ in range(steps):
+            cores, ends[0] = time.process_time(), time.perf_counter()
+            for step in range(steps):
                 self.step()
-            took, cores = (time.perf_counter() - begun) / steps, (time.process_time() - cores) / steps
-        slowest, total = torch.tensor(took, dtype=torch.float64), torch.tensor(cores, dtype=torch.float64)
+                ends[step + 1] = time.perf_counter()
+            cores = (time.process_time() - cores) / steps
+        each = [end - begin for begin, end in itertools.pairwise(ends)]
+        slowest = torch.tensor([*each, sum(each) / steps], dtype=torch.float64)
+        total = torch.tensor(cores, dtype=torch.float64)
         # Whoever has nothing to do sleeps here.
         allhands.all_reduce(slowest, op=allhands.ReduceOp.MAX)
         allhands.all_reduce(total)
-        return float(slowest), float(total)
+        return Spell(float(slowest[-1]), float(slowest[:-1].min()), float(total))
 
 
 def main() -> None:
@@ -100,25 +106,22 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     for who, learner in learners.items():
         for _ in range(2):  # The first builds, the second rebuilds.
             learner.spell(1)
-        steps[who] = max(1, int(_SPELL_S / learner.spell(2)[0]))
+        steps[who] = max(_LEAST_STEPS, int(_SPELL_S / learner.spell(2).step_s))
     # What was imported takes Python's collector 0.1 s to go through, in the middle of somebody's spell.
     gc.collect()
     gc.freeze()
-    times: dict[str, list[float]] = {who: [] for who in learners}
-    cores: dict[str, list[float]] = {who: [] for who in learners}
+    spells: dict[str, list[Spell]] = {who: [] for who in learners}
     for turn in range(asked.rounds):
         # Everyone follows everyone in time, so that nobody always comes after the same neighbour.
         shift = turn % len(learners)
         for who in [*learners][shift:] + [*learners][:shift]:
-            took, used = learners[who].spell(steps[who])
-            times[who].append(took)
-            cores[who].append(used)
+            spells[who].append(learners[who].spell(steps[who]))
         if rank == 0:
             line.tell(size=model, round=turn + 1, wait=True)
     if rank == 0:
         parameters = list(build(model)[0].parameters())
         about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}
-        line.tell(size=model, times=times, cores=cores, model=about, wait=True)
+        line.tell(size=model, spells=spells, model=about, wait=True)
     gc.unfreeze()
 
 

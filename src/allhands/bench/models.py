@@ -22,4 +22,5 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
         return nn.Sequential(*parts, *head), torch.randn(16, 3, 32, 32)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    return nn.Sequential(nn.Embedding(1000, 256), encoder, nn.Linear(256, 1000)), torch.randint(0, 1000, (8, 64))
+    shape = (1, 16) if name == "transformer-16" else (8, 64)
+    return nn.Sequential(nn.Embedding(1000, 256), encoder, nn.Linear(256, 1000)), torch.randint(0, 1000, shape)

@@ -11,6 +11,7 @@ from typing import Any
 from ..control.progress import Progress
 from .course import Course
 from .crew import Crew, cores
+from .spell import Spell
 
 __all__ = ["held", "measure", "race", "row"]
 
@@ -38,18 +39,17 @@ def race(asked: Course, notify: _Notify = lambda _: None) -> list[dict[str, Any]
     load = os.getloadavg()[0]
     with Crew(asked, program="learner") as crew:
         for words in crew.words():
-            if "times" in words:
-                found = row(asked, words["size"], words["times"], words["cores"], words["model"])
+            if "spells" in words:
+                spells = {who: [Spell(*each) for each in told] for who, told in words["spells"].items()}
+                found = row(asked, words["size"], spells, words["model"])
                 rows.append({**found, "load_before": load})
             elif "round" in words:
                 notify(f"{words['size']} on {asked.ranks} ranks: round {words['round']} of {asked.rounds}")
     return rows
 
 
-def row(
-    asked: Course, model: str, times: dict[str, list[float]], cores_s: dict[str, list[float]], about: dict[str, Any]
-) -> dict[str, Any]:
-    """Return what was measured of one model: the seconds of a step in each round, by contestant, and its core time.
+def row(asked: Course, model: str, spells: dict[str, list[Spell]], about: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured of one model in each round, by contestant.
 
     What communication takes is the step less that of the bare module whose ranks only wait for each other (lockstep):
     what they wait for whoever is late is nobody's doing, all else is: hooks, copies, the broadcast of buffers, cores
@@ -57,14 +57,17 @@ def row(
     mean of its middle half is what counts. Core time is what all threads of a rank compute in a step, less that of the
     bare module.
     """
-    single, apart = (min(times[who]) for who in ("single", "apart"))
+    single, apart = (min(each.least_s for each in spells[who]) for who in ("single", "apart"))
     contestants: dict[str, dict[str, Any]] = {}
     for who in ("allhands", "torch", "gloo"):
+        communication, error = _more(*([each.step_s for each in spells[one]] for one in (who, "lockstep")))
+        core, _ = _more(*([each.cores_s for each in spells[one]] for one in (who, "apart")))
         contestants[who] = {
-            "step_s": statistics.median(times[who]),
-            "least_s": min(times[who]),
-            "communication_s": _more(times[who], times["lockstep"]),
-            "core_s": _more(cores_s[who], cores_s["apart"]) / asked.ranks,
+            "step_s": statistics.median(each.step_s for each in spells[who]),
+            "least_s": min(each.least_s for each in spells[who]),
+            "communication_s": communication,
+            "communication_error_s": error,
+            "core_s": core / asked.ranks,
         }
     ours = contestants["allhands"]
     for found in contestants.values():
@@ -82,21 +85,26 @@ def row(
         "contestants": contestants,
         "single_s": single,
         "apart_s": apart,
-        "lockstep_s": statistics.median(times["lockstep"]),
+        "lockstep_s": statistics.median(each.step_s for each in spells["lockstep"]),
         "overhead": ours["least_s"] / single - 1,
         "overhead_apart": ours["least_s"] / apart - 1,
     }
 
 
-def _more(these: list[float], those: list[float]) -> float:
-    """Return how much more ``these`` are than ``those`` of the same rounds: the mean of the middle half.
+def _more(these: list[float], those: list[float]) -> tuple[float, float | None]:
+    """Return how much more ``these`` are than ``those`` of the same rounds, and what that may be wrong by.
 
-    What others do on the machine makes some differences wild, which do not count; the mean of the rest varies less from
-    run to run than the median.
+    It is the mean of the middle half and its standard error, None where one round is all there is to it. What others
+    do on the machine makes some differences wild, which do not count; the mean of the rest varies less from run to run
+    than the median.
     """
     more = sorted(this - that for this, that in zip(these, those, strict=True))
     wild = min(-(-len(more) // 4), (len(more) - 1) // 2)
-    return statistics.fmean(more[wild : len(more) - wild])
+    middle = more[wild : len(more) - wild]
+    # Each wild one as far off as the last that counts: what Tukey and McLaughlin take for the spread of such a mean.
+    kept = [middle[0]] * wild + middle + [middle[-1]] * wild
+    error = statistics.stdev(kept) * len(kept) ** 0.5 / len(middle) if len(middle) > 1 else None
+    return statistics.fmean(middle), error
 
 
 def held(asked: Course, who: str) -> dict[str, float]:

@@ -4,6 +4,7 @@ import pytest
 
 from allhands.bench.course import Course, course
 from allhands.bench.figures import figures
+from allhands.bench.spell import Spell
 from allhands.bench.training import row
 from allhands.errors import ArgumentError
 
@@ -14,22 +15,29 @@ def test_a_model_that_there_is_not() -> None:
         course(2, "mlp,transfomer", 3)
 
 
+def spells(steps_s: list[float], cores_s: float = 0.020) -> list[Spell]:
+    """Return a spell for each, whose shortest step is a tenth shorter."""
+    return [Spell(step, step * 0.9, cores_s) for step in steps_s]
+
+
 def test_a_row_and_its_table() -> None:
     """Communication is the middle of what a step takes more than one in lockstep; ratios are over ours."""
-    times = {
-        "allhands": [0.012, 0.014, 0.013],
-        "torch": [0.013, 0.014, 0.015],
+    taken = {
+        "allhands": spells([0.012, 0.014, 0.013], 0.022),
+        "torch": spells([0.013, 0.014, 0.015]),
         # A round in which everything took longer: the difference is what it is in the others.
-        "gloo": [0.021, 0.033, 0.022],
-        "lockstep": [0.011, 0.023, 0.012],
-        "apart": [0.010, 0.012, 0.011],
-        "single": [0.010, 0.010, 0.010],
+        "gloo": spells([0.021, 0.033, 0.022], 0.03),
+        "lockstep": spells([0.011, 0.023, 0.012]),
+        "apart": spells([0.010, 0.012, 0.011]),
+        "single": spells([0.010, 0.010, 0.010]),
     }
-    cores = {who: [0.020, 0.020, 0.020] for who in times} | {"gloo": [0.03] * 3, "allhands": [0.022] * 3}
-    found = row(Course(2, ("mlp",), 3), "mlp", times, cores, {"bytes": 4, "tensors": 1})
+    found = row(Course(2, ("mlp",), 3), "mlp", taken, {"bytes": 4, "tensors": 1})
     ours, gloo = found["contestants"]["allhands"], found["contestants"]["gloo"]
     assert ours["step_s"] == 0.013
+    assert ours["least_s"] == pytest.approx(0.0108)
     assert ours["communication_s"] == pytest.approx(0.001)
+    # One round is left, which says nothing of what it may be wrong by.
+    assert ours["communication_error_s"] is None
     assert gloo["communication_ratio"] == pytest.approx(10)
     # Of each rank.
     assert ours["core_s"] == pytest.approx(0.001)
@@ -40,11 +48,16 @@ def test_a_row_and_its_table() -> None:
     assert "mlp" in text
     assert "20.0%" in text
     assert "1.0" in text.splitlines()[3]
+    assert "±" not in text
 
 
 def test_wild_rounds_do_not_count() -> None:
-    """A quarter at either end is left out, and the rest is averaged."""
-    times = {who: [0.010] * 8 for who in ("lockstep", "torch", "gloo", "apart", "single")}
-    times["allhands"] = [0.010 + 0.001 * more for more in (-50, 1, 2, 3, 4, 5, 6, 900)]
-    found = row(Course(2, ("mlp",), 8), "mlp", times, {who: [0.0] * 8 for who in times}, {"bytes": 4, "tensors": 1})
-    assert found["contestants"]["allhands"]["communication_s"] == pytest.approx(0.0035)
+    """A quarter at either end is left out, and the rest is averaged; how far that may be off is shown beside it."""
+    taken = {who: spells([0.010] * 8) for who in ("lockstep", "torch", "gloo", "apart", "single")}
+    taken["allhands"] = spells([0.010 + 0.001 * more for more in (-50, 1, 2, 3, 4, 5, 6, 900)])
+    found = row(Course(2, ("mlp",), 8), "mlp", taken, {"bytes": 4, "tensors": 1})
+    ours = found["contestants"]["allhands"]
+    assert ours["communication_s"] == pytest.approx(0.0035)
+    # Of 2, 2, 2, 3, 4, 5, 5, 5: their standard deviation over the root of 8 and the share that counts, which is a half.
+    assert ours["communication_error_s"] == pytest.approx(0.001 * (14 / 7) ** 0.5 / 8**0.5 / 0.5)
+    assert "3.50 ±1.00" in figures([{**found, "load_before": 0.5}])
