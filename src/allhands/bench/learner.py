@@ -20,9 +20,9 @@ from .spell import Spell
 
 __all__ = ["main"]
 
-# How long a contestant trains at a time, and at least how many steps: several of a small model, and short enough for
-# the others of the round to find the machine as it was.
-_SPELL_S = 0.06
+# How long a contestant trains at a time, and at least how many steps: many of a small model, one of which varies by
+# more than communication takes, and few enough for the others of the round to find the machine as it was.
+_SPELL_S = 0.15
 _LEAST_STEPS = 2
 
 # Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
