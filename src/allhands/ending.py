@@ -68,7 +68,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
     if session.failed or broken_off or member.verdict is not None:
         # Whatever torch's engine still waits for will not come; it must not hold up the end.
         session.cut()
-    _end_torch(_ABANDONED_S if session.abandoned else _TORCH_END_S)
+    _end_torch(session)
     member.close()
     if session.beside is not None:
         # It ends by itself once every member is gone; others that are still busy keep it for a moment.
@@ -79,10 +79,11 @@ def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
     return late if not known and late is not None and late.slug == "collective-mismatch" else None
 
 
-def _end_torch(within_s: float) -> None:
-    """Destroy torch's default group within about ``within_s``."""
+def _end_torch(session: Session) -> None:
+    """Destroy torch's default group, and wait for that as long as it makes sense."""
     if not dist.is_initialized():
         return
+    within_s = _ABANDONED_S if session.abandoned else _TORCH_END_S
     problems: list[BaseException] = []
 
     def run() -> None:
@@ -90,6 +91,10 @@ def _end_torch(within_s: float) -> None:
             dist.destroy_process_group()
         except Exception as problem:  # noqa: BLE001  # told below; an end goes on to its end
             problems.append(problem)
+        if not session.abandoned:
+            # The last that holds the groups, in a cycle. Gloo's threads end with them; left to the collector at the
+            # interpreter's end, one that is about to let go of a tensor takes the process down with SIGABRT.
+            session.overheard.clear()
 
     thread = threading.Thread(target=run, name="allhands-destroy", daemon=True)
     thread.start()

@@ -72,6 +72,36 @@ def test_forgetting_destroy_is_clean() -> None:
         assert (result.returncode, result.complaints) == (0, "")
 
 
+def test_threads_of_gloo_end_with_the_group() -> None:
+    """They are gone after destroy though no collector runs: one that outlives the interpreter takes it down."""
+    results = launch(
+        """
+import gc
+gc.disable()
+"""
+        + INIT
+        + """
+from pathlib import Path
+
+def gloo():
+    return sorted(name for each in Path("/proc/self/task").iterdir() if "gloo" in (name := (each / "comm").read_text()))
+
+part = dist.new_group([0, 1])
+dist.all_reduce(x, group=part)
+dist.all_reduce(x)
+del part
+say(during=len(gloo()))
+dist.destroy_process_group()
+say(after=gloo())
+""",
+        2,
+    )
+    for result in results:
+        assert result["during"] > 0
+        assert result["after"] == []
+        assert (result.returncode, result.complaints) == (0, "")
+
+
 def test_forgetting_destroy_while_others_go_on_is_clean() -> None:
     """Rank 0 may end early without destroy: the ranks that go on without it finish, and nobody warns."""
     results = launch(
