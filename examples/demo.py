@@ -68,15 +68,7 @@ def rank_main(rank: int, options: Options, parent: Connection) -> None:
     torch.set_num_threads(1)  # Four ranks on a laptop; each with all cores would only get in each other's way.
     try:
         with dist.process_group(rank=rank, world_size=RANKS):
-            try:
-                accuracy = train(rank, options, parent)
-            except dist.AllhandsError:
-                raise
-            except RuntimeError:
-                # DDP calls the engine itself, so its error is in the engine's words: a connection was closed.
-                # The next call of allhands says who it was, and why.
-                dist.barrier()
-                raise
+            accuracy = train(rank, options, parent)
     except dist.AllhandsError as error:
         parent.send(("error", time.monotonic(), type(error).__name__, str(error)))
         sys.exit(1)
@@ -91,7 +83,6 @@ def rank_main(rank: int, options: Options, parent: Connection) -> None:
 def train(rank: int, options: Options, parent: Connection) -> float:
     """Train in the group that is there; return the accuracy on points that were not trained on."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     import allhands as dist
 
@@ -99,7 +90,7 @@ def train(rank: int, options: Options, parent: Connection) -> float:
     points, arms = spirals(PER_ARM, seed=1)
     unseen, unseen_arms = spirals(PER_ARM // 4, seed=2)
     mine = torch.arange(rank, len(points), RANKS)
-    model = DistributedDataParallel(network())
+    model = dist.DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs, eta_min=2e-4)
     pids = [0] * RANKS
