@@ -41,7 +41,7 @@ int ah_reducible(uint32_t dtype, uint32_t reduction);
 void ah_reduce(uint32_t dtype, uint32_t reduction, void *out, const void *const *sources, uint32_t number,
                size_t elements);
 
-/* The same to two places; `also`, which is no source, may be NULL. */
+/* The same to two places; `also` may be one of the sources too, or NULL. */
 void ah_reduce_twice(uint32_t dtype, uint32_t reduction, void *out, void *also, const void *const *sources, uint32_t number,
                      size_t elements);
 

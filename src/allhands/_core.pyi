@@ -205,6 +205,31 @@ class Quick:
     ) -> Self: ...
     def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
+class Shelf:
+    """Where the two ranks of a group average gradients as they come, neither waiting for the other.
+
+    Both make it alike, from a window with at least `bytes_for` all sizes. ``hooks`` are the hooks on each parameter:
+    with more than one, its gradients stay away. Its length is how many gradients were put there since the last `end`.
+    """
+
+    def __new__(cls, window: Window, sizes: tuple[int, ...], hooks: tuple[dict[int, Any], ...], /) -> Self: ...
+    def __len__(self) -> int: ...
+    @staticmethod
+    def bytes_for(sizes: tuple[int, ...], /) -> int:
+        """Return how much shared memory items of these sizes need."""
+
+    def settle(self) -> None:
+        """Take what the other rank has averaged, as long as it goes on to: it may be later, or never come."""
+
+    def end(self) -> tuple[int, ...]:
+        """End the round, after both ranks have met. All gradients are averages but those returned, on both."""
+
+    def has(self, index: int, /) -> bool:
+        """Tell whether a gradient was put there in this round."""
+
+    def leave_out(self, index: int, /) -> None:
+        """Never put this one there."""
+
 class Intake:
     """Takes gradients as they come, in the usual case: counts them, and moves them to where they are reduced.
 
@@ -219,9 +244,16 @@ class Intake:
         """Note that the gradient of a parameter is there: a hook."""
 
     def begin(
-        self, end: Callable[[], Any], counts: list[int], left: list[int], used: list[int], needed: list[int], /
+        self,
+        end: Callable[[], Any],
+        counts: list[int],
+        left: list[int],
+        used: list[int],
+        needed: list[int],
+        shelf: Shelf | None = None,
+        /,
     ) -> None:
-        """Take part in a pass, as long as the weak reference ``end`` is alive."""
+        """Take part in a pass while the weak reference ``end`` is alive; gradients go on ``shelf`` as they come."""
 
     def rest(self) -> None:
         """Leave everything to ``came`` until the next `begin`."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ranks import harness
+from ranks.training import SHELF
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -39,9 +40,9 @@ torch.manual_seed(0)
 """
 
 
-def run(script: str, ranks: int = 2, backend: str = "allhands") -> list[harness.Result]:
-    """Run ``script`` on ``ranks``; what each said under "found" is an outcome."""
-    return harness.launch(f"BACKEND = {backend!r}\n" + BEGIN + script, ranks)
+def run(script: str, ranks: int = 2, backend: str = "allhands", before: str = "") -> list[harness.Result]:
+    """Run ``script`` on ``ranks``, and ``before`` first; what each said under "found" is an outcome."""
+    return harness.launch(f"BACKEND = {backend!r}\n" + before + BEGIN + script, ranks)
 
 
 def check(results: list[harness.Result], slug: str, *words: str) -> list[dict[str, Any]]:
@@ -252,6 +253,104 @@ else:
 """)
     check(results[:1], "peer-failed", "rank 1", "TrainingError")
     assert "backward-unfinished" in results[1].stderr
+
+
+def test_unused_parameters_where_gradients_are_averaged_as_they_come() -> None:
+    """Both ranks are told by name, with one that the other rank has averaged nothing for; the group lives on."""
+    results = run(
+        """
+ddp = dist.DistributedDataParallel(Net())
+for _ in range(2):
+    step(ddp)
+assert ddp.reducer._shelf.core is not None
+say(found=attempt(step, ddp, without="b" if rank else ""))
+for _ in range(2):
+    ddp.zero_grad()
+    step(ddp)
+say(after=[p.grad.tolist() for p in ddp.parameters()])
+dist.destroy_process_group()
+""",
+        before=SHELF,
+    )
+    check(results, "unused-parameters", "b.weight on rank 1", "2 parameters")
+    assert results[0]["after"] == results[1]["after"]
+
+
+def test_a_backward_that_was_cut_short_after_a_gradient_had_gone() -> None:
+    """Also where no bucket was complete by then."""
+    results = run(
+        """
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("in backward")
+
+class Bad(Net):
+    def forward(self, x):
+        x = self.b(self.a(x))
+        return self.c(Fails.apply(x) if rank == 1 and armed else x)
+
+armed = False
+ddp = dist.DistributedDataParallel(Bad())
+for _ in range(2):
+    step(ddp)
+armed = True
+if rank == 1:
+    try:
+        step(ddp)
+    except KeyError:
+        pass
+    armed = False
+    step(ddp)
+else:
+    say(found=attempt(step, ddp))
+""",
+        before=SHELF,
+    )
+    check(results[:1], "peer-failed", "rank 1", "TrainingError")
+    assert "backward-unfinished" in results[1].stderr
+    assert "2 gradients had gone" in results[1].stderr
+
+
+def test_a_gradient_that_comes_again_after_it_has_gone() -> None:
+    """It is refused, unless it came again from the first pass on: then it waits for the end."""
+    results = run(
+        """
+class Again(Net):
+    def forward(self, x):
+        x = self.b(self.a(x))
+        for _ in range(2 if armed else 1):
+            x = checkpoint(self.c, x, use_reentrant=True)
+        return x
+
+armed = True
+ddp = dist.DistributedDataParallel(Again())
+for _ in range(3):
+    torch.manual_seed(rank)
+    x = torch.randn(2, 4)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    mine = ddp.module.c.weight.grad.clone()
+    parts = [torch.empty(4, 4) for _ in range(size)]
+    dist.all_gather(parts, mine)
+    ddp.zero_grad()
+    ddp(x).sum().backward()
+    assert torch.equal(ddp.module.c.weight.grad, (parts[0] + parts[1]) / 2)
+armed = False
+ddp = dist.DistributedDataParallel(Again())
+for _ in range(2):
+    step(ddp)
+armed = True
+say(found=attempt(step, ddp))
+dist.destroy_process_group()
+""",
+        before=SHELF,
+    )
+    check(results, "gradient-twice", "c.", "use_reentrant=False")
 
 
 def test_uneven_inputs_without_join() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from .agreement import gather_bytes
 from .mark import Mark
 from .reduction import all_reduce
 
-__all__ = ["ask"]
+__all__ = ["ask", "find"]
+
+
+def find(counts: Sequence[int], needed: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return the parameters whose gradients came too seldom in a pass, but for frozen ones."""
+    pairs = zip(counts, needed, strict=True)
+    return [index for index, (count, need) in enumerate(pairs) if count < need and parameters[index].requires_grad]
 
 
 def ask(missing: list[int], mark: Mark | None, group: Any, device: torch.device) -> dict[int, list[int]]:

@@ -24,6 +24,7 @@ from .bundle import tie
 from .gradbucket import GradBucket
 from .mark import Mark
 from .reduction import Averager, all_reduce, broadcast
+from .shelf import Shelf
 from .storage import Bucket, Storage
 
 __all__ = ["Reducer"]
@@ -83,6 +84,7 @@ class Reducer:
         # are where nobody used a parameter, which is known only afterwards.
         plain = not (views or find_unused or any(sparse)) and all(each.is_cpu for each in self.parameters)
         self._may_stay = plain and self.averager.can_bundle()
+        self._shelf = Shelf()
         self._storage = Storage(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
         self.buckets: list[Bucket] = []
@@ -135,6 +137,8 @@ class Reducer:
         if self.averager.size > 1:
             broadcast(decided, self._group)
         self._arrange(decided.tolist())
+        if self._in_place and not self._beside:
+            self._shelf.build(self.parameters, self.averager)
         self._renew()
         return True
 
@@ -185,7 +189,8 @@ class Reducer:
         now = self._now
         if self.passes and now.opened and not now.handed and now.end is not None:
             now.handed = True
-            self._intake.begin(now.end, now.counts, now.left, self._used, self._needed)
+            shelf = self._shelf.core if self._in_place and self.divisor is None else None
+            self._intake.begin(now.end, now.counts, now.left, self._used, self._needed, shelf)
 
     def open(self) -> None:
         """Note that a backward pass begins whose gradients are to be reduced. Called from inside it."""
@@ -209,8 +214,8 @@ class Reducer:
 
     def _reset(self) -> None:
         now = self._now
-        if now.ready:
-            raise faults.unfinished(self.rank, now.ready, len(self.buckets))
+        if now.ready or len(self._shelf):
+            raise faults.unfinished(self.rank, now.ready, len(self.buckets), len(self._shelf))
         if now.end is None and (not self._beside or self._intake.trains(self._trained)):
             # No gradient has come since it was made. Where all of them go at the end, that is where it is seen which
             # parameters are trained.
@@ -237,7 +242,7 @@ class Reducer:
             number, slot = self._of[index]
             if self.views and number >= now.launched:
                 transfer.settle(slot)
-            if count > needed and number < now.ready:
+            if count > needed and (number < now.ready or self._shelf.has(index)):
                 raise faults.twice(self.rank, self.names[index], static=self.static)
             if count == needed:
                 now.left[number] -= 1
@@ -321,13 +326,12 @@ class Reducer:
         return [wait() for wait in self._now.waits]
 
     def _reduce_bundles(self, missing: int) -> None:
-        """Average all gradients where they lie, now that backward is over."""
-        now, mark = self._now, self._mark
-        for bundle in self._bundles:
+        """Average all gradients where they lie, now that backward is over, but those that are averages already."""
+        if self._mark is not None:
+            self._mark.write(missing)
+        for bundle in self._shelf.meet(self._bundles, self._mark, self.averager):
             found = bundle.gather(self._intake, self.names, self.rank)
-            now.moved += found.moved
-            if bundle.mark is not None and mark is not None:
-                mark.write(missing)
+            self._now.moved += found.moved
             self.averager.average_bundle(found.tensors, self.divisor)
 
     def _launch(self, number: int, missing: int = 0) -> None:
@@ -394,15 +398,10 @@ class Reducer:
         first, learns = self.passes == 0, self.static and self.passes == 0
         if learns:
             self._needed, self._left = list(now.counts), []
-        missing = (
-            []
-            if now.counts == self._needed
-            else [
-                index
-                for index, (count, needed) in enumerate(zip(now.counts, self._needed, strict=True))
-                if count < needed and self.parameters[index].requires_grad
-            ]
-        )
+        missing: list[int] = []
+        if now.counts != self._needed:
+            self._shelf.note(now.counts, self._needed)
+            missing = lacking.find(now.counts, self._needed, self.parameters)
         fatal = 0 if self.find_unused or learns else len(missing)
         # Moved by the core, unless something is unusual about one of them.
         lie = self.views and not now.launched and self._intake.lie()
@@ -468,11 +467,13 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass with zeros, and keep nothing of them."""
         waits: list[Callable[[], Any]] = []
-        mark = None
-        for number, bundle in enumerate(self._bundles if self._in_place else ()):
+        mark = torch.zeros_like(self._mark.tensor).view(-1) if self._mark is not None else None
+        bundles = self._bundles if self._in_place else []
+        bundles = self._shelf.meet(bundles, Mark(mark[-1]) if bundles and mark is not None else None, self.averager)
+        for number, bundle in enumerate(bundles):
             zeros = bundle.zeros()
-            mark = zeros[-1].view(-1)
-            waits.append(self.averager.start_bundle(zeros, self.divisor, wait=number == len(self._bundles) - 1))
+            mark = zeros[-1].view(-1) if bundle.mark is not None else mark
+            waits.append(self.averager.start_bundle(zeros, self.divisor, wait=number == len(bundles) - 1))
         for whole in self._storage.wholes if self._in_one else ():
             mark = torch.zeros_like(whole)
             self.averager.average(mark, self.divisor)
