@@ -345,6 +345,8 @@ class Segment:
     # How often this rank went to a core with fewer ranks.
     moved: int
     found: int
+    # Not 0 where caches hand over what other ranks write.
+    swift: int
 
     def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
         """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""

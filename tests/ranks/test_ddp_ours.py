@@ -24,6 +24,7 @@ warnings.simplefilter("ignore", FutureWarning)
 torch.set_num_threads(1)
 shm.cores = lambda: CORES
 shelf._LEAST_BYTES = LEAST
+shelf._is_swift = lambda group: True
 DDP = dist.DistributedDataParallel
 
 def everywhere(tensor):

@@ -19,6 +19,8 @@ from allhands.parallel import shelf
 torch.set_num_threads(1)
 # No core beside those of the ranks, which may look at each other or not.
 shm.cores = lambda: CORES
+swift = shelf._is_swift
+shelf._is_swift = lambda group: True
 DDP = dist.DistributedDataParallel
 
 class Slow(torch.autograd.Function):
@@ -176,6 +178,14 @@ def check_large_gradients_and_few_bytes_have_none():
             ddp(torch.randn(2, features)).sum().backward()
         assert ddp.reducer._shelf.core is None
 
+def check_processors_where_it_does_not_pay_have_none():
+    for pays in (False, True):
+        shelf._is_swift = lambda group: pays
+        ddp = DDP(Net())
+        check(ddp, passes=2)
+        assert (ddp.reducer._shelf.core is not None) is pays
+    assert swift(torch.distributed.group.WORLD) is bool(torch.distributed.group.WORLD.engine.segment.swift)
+
 def check_models_that_go_give_their_memory_back():
     import gc, os
     def windows():
@@ -215,8 +225,10 @@ def test_no_room_for_it() -> None:
     import torch
     import allhands as dist
     from allhands.engines import shm
+    from allhands.parallel import shelf
 
     shm.cores = lambda: 1
+    shelf._is_swift = lambda group: True
     dist.init_process_group("allhands", rank=rank, world_size=size, timeout=30)
     ddp = dist.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4))))
     # The kernel gives no file of this process more than 64 KiB now, as on a machine whose memory is full.

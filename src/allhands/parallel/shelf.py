@@ -35,7 +35,7 @@ class Shelf:
         """Make room for the gradients of ``parameters``. Both ranks of the group call this, and have it or not."""
         sizes = tuple(each.nbytes for each in parameters)
         # Whoever comes second averages, so there is one.
-        if averager.size != 2 or not isinstance(averager.group, HostGroup):
+        if averager.size != 2 or not isinstance(averager.group, HostGroup) or not _is_swift(averager.group):
             return
         if sum(sizes) < _LEAST_BYTES or max(sizes) > _MOST_BYTES:
             return
@@ -82,3 +82,11 @@ class Shelf:
             return []
         parts = [[slot for slot in bundle.slots if slot.position in left] for bundle in bundles]
         return [Bundle(slots, tuple(slot.position for slot in slots), None) for slots in parts if slots]
+
+
+def _is_swift(group: HostGroup) -> bool:
+    """Tell whether what a core's own cache drives out goes to one that the other rank's core reads as fast.
+
+    Where it does not, as on Intel's processors, laying and taking cost more than reducing everything at the end.
+    """
+    return bool(group.engine.segment.swift)
