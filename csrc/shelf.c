@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "collective.h"
 #include "copy.h"
 #include "reduce.h"
 #include "wait.h"
@@ -10,9 +11,10 @@
 /* Small enough for two ranks to share the work on one value, and for what is done with a piece to find it in a core's own cache. */
 #define PIECE_BYTES ((size_t)128 << 10)
 
-/* What a rank may have on the shelf at a time. Less than one large layer's is too little; with more, lines are written anew that have
- * gone out of the caches, and it is memory. */
-#define PART_BYTES ((size_t)4 << 20)
+/* What a rank may have on the shelf at a time: half of all, or within these all of it or the most. With more, lines are written anew
+ * that have gone out of the caches, and it is memory. */
+#define LEAST_PART ((size_t)2 << 20)
+#define MOST_PART ((size_t)4 << 20)
 
 /* How many pieces may still wait until one stops to look for others that do not, with more values to come: those that came first are
  * ready first. */
@@ -59,14 +61,17 @@ size_t ah_shelf_pieces(const size_t *sizes, size_t values)
     return pieces;
 }
 
-/* What a rank may have on the shelf at a time: all, or as much as is taken again while it is in a cache. */
+/* Bytes of a rank's part. */
 static size_t part_of(const size_t *sizes, size_t values)
 {
-    size_t total = 0;
+    size_t total = 0, half;
 
     for (size_t index = 0; index < values; index++)
         total += in_lines(sizes[index]);
-    return total < PART_BYTES ? total : PART_BYTES;
+    half = in_lines(total / 2);
+    if (half > MOST_PART)
+        return MOST_PART;
+    return half > LEAST_PART ? half : ah_min(total, LEAST_PART);
 }
 
 size_t ah_shelf_bytes(const size_t *sizes, size_t values)

@@ -19,6 +19,8 @@ from allhands.parallel import shelf
 torch.set_num_threads(1)
 # No core beside those of the ranks, which may look at each other or not.
 shm.cores = lambda: CORES
+# Small models, on any processor.
+shelf._LEAST_BYTES = 1 << 20
 swift = shelf._is_swift
 shelf._is_swift = lambda group: True
 DDP = dist.DistributedDataParallel
@@ -229,6 +231,7 @@ def test_no_room_for_it() -> None:
 
     shm.cores = lambda: 1
     shelf._is_swift = lambda group: True
+    shelf._LEAST_BYTES = 1 << 20
     dist.init_process_group("allhands", rank=rank, world_size=size, timeout=30)
     ddp = dist.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4))))
     # The kernel gives no file of this process more than 64 KiB now, as on a machine whose memory is full.

@@ -129,7 +129,7 @@ def test_a_rank_that_is_ahead_by_a_round_touches_nothing_of_the_last() -> None:
         assert ahead.tolist() == [7.0] * 10
 
 
-@pytest.mark.parametrize(("mib", "left"), [(6, ()), (12, (0,))])
+@pytest.mark.parametrize(("mib", "left"), [(2, ()), (6, ()), (12, (0,))])
 def test_a_gradient_that_is_larger_than_the_shelf_is_shared(mib: int, left: tuple[int, ...]) -> None:
     """Each lays what finds room, and averages what the other laid; if that is not all, the rest is left as it was."""
     count = mib << 18
