@@ -35,7 +35,8 @@ def gate(name: str, everyone: int = size) -> None:
     folder = Path(os.environ["GATES"])
     (folder / f"{name}.{rank}").touch()
     deadline = time.monotonic() + _GATE_S
-    while len(list(folder.glob(f"{name}.*"))) < everyone:
+    # Not by pathlib: whoever asks where this rank is must be told of this file.
+    while sum(each.startswith(f"{name}.") for each in os.listdir(folder)) < everyone:  # noqa: PTH208  # see above
         if time.monotonic() > deadline:
             raise SystemExit(f"gate {name} stayed shut")
         time.sleep(0.005)
