@@ -220,9 +220,19 @@ else:
     assert results[1].returncode != 0
 
 
-def test_a_backward_that_was_cut_short_is_not_mixed_with_the_next() -> None:
-    """A rank that catches an exception in the middle of its reductions and goes on is stopped, and the others told."""
-    results = run("""
+@pytest.mark.parametrize(
+    ("arguments", "before", "gone"),
+    [("bucket_cap_mb=0.00005", "", "buckets were complete"), ("", SHELF, "2 gradients had gone")],
+    ids=["buckets", "shelf"],
+)
+def test_a_backward_that_was_cut_short_is_not_mixed_with_the_next(arguments: str, before: str, gone: str) -> None:
+    """A rank that catches an exception in the middle of its reductions and goes on is stopped, and the others told.
+
+    Where gradients are averaged as they come, also before a bucket was complete.
+    """
+    results = run(
+        f"ARGUMENTS = dict({arguments})"
+        """
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -237,7 +247,7 @@ class Bad(Net):
         return self.c(Fails.apply(x) if rank == 1 and armed else x)
 
 armed = False
-ddp = dist.DistributedDataParallel(Bad(), bucket_cap_mb=0.00005)
+ddp = dist.DistributedDataParallel(Bad(), **ARGUMENTS)
 for _ in range(2):
     step(ddp)
 armed = True
@@ -250,9 +260,12 @@ if rank == 1:
     step(ddp)
 else:
     say(found=attempt(step, ddp))
-""")
+""",
+        before=before,
+    )
     check(results[:1], "peer-failed", "rank 1", "TrainingError")
     assert "backward-unfinished" in results[1].stderr
+    assert gone in results[1].stderr
 
 
 def test_unused_parameters_where_gradients_are_averaged_as_they_come() -> None:
@@ -274,45 +287,6 @@ dist.destroy_process_group()
     )
     check(results, "unused-parameters", "b.weight on rank 1", "2 parameters")
     assert results[0]["after"] == results[1]["after"]
-
-
-def test_a_backward_that_was_cut_short_after_a_gradient_had_gone() -> None:
-    """Also where no bucket was complete by then."""
-    results = run(
-        """
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("in backward")
-
-class Bad(Net):
-    def forward(self, x):
-        x = self.b(self.a(x))
-        return self.c(Fails.apply(x) if rank == 1 and armed else x)
-
-armed = False
-ddp = dist.DistributedDataParallel(Bad())
-for _ in range(2):
-    step(ddp)
-armed = True
-if rank == 1:
-    try:
-        step(ddp)
-    except KeyError:
-        pass
-    armed = False
-    step(ddp)
-else:
-    say(found=attempt(step, ddp))
-""",
-        before=SHELF,
-    )
-    check(results[:1], "peer-failed", "rank 1", "TrainingError")
-    assert "backward-unfinished" in results[1].stderr
-    assert "2 gradients had gone" in results[1].stderr
 
 
 def test_a_gradient_that_comes_again_after_it_has_gone() -> None:
