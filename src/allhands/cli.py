@@ -239,7 +239,7 @@ def _launch(ranks: int, rounds: int, as_json: bool) -> None:
 @_bench.command("ddp")
 @click.option("--ranks", type=_Numbers(), default="2,4", show_default=True, help="How many processes, in turn.")
 @click.option("--models", default="mlp,cnn,transformer,transformer-16", show_default=True, help="What to train.")
-@click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True, help="Times each is measured.")
+@click.option("--rounds", type=click.IntRange(min=1), default=60, show_default=True, help="Times each is measured.")
 @click.option("--no-memory", is_flag=True, help="Leave out the memory, which is measured in processes of its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _ddp(ranks: list[int], models: str, rounds: int, no_memory: bool, as_json: bool) -> None:

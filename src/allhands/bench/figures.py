@@ -80,6 +80,7 @@ def _with_error(values: dict[str, Any], name: str) -> str:
 
 
 def _legend(row: dict[str, Any]) -> list[str]:
+    jobs = f", median of {row['memory_runs']} jobs" if "memory_runs" in row else ""
     return [
         "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
         f"step: median of {row['rounds']} rounds, slowest rank; torch's gradients are views; ratio: Gloo's over ours",
@@ -88,6 +89,6 @@ def _legend(row: dict[str, Any]) -> list[str]:
         "core time: what all threads of a rank compute in a step, less those of the bare module",
         "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
         "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",
-        "memory: what all ranks held at most while training, shared pages once, over what they held before",
+        f"memory: what all ranks held at most while training, shared pages once, over what they held before{jobs}",
         f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
     ]

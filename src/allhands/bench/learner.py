@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import time
 from typing import Any
 
@@ -20,10 +21,16 @@ from .spell import Spell
 
 __all__ = ["main"]
 
-# How long a contestant trains at a time, and at least how many steps: many of a small model, one of which varies by
-# more than communication takes, and few enough for the others of the round to find the machine as it was.
-_SPELL_S = 0.15
+# How long a contestant trains at a time, and at least how many steps: the others of the round are to find the machine
+# as it was. Of the same number of steps, many short spells say more than few long ones (4 ranks on 2 cores, MLP: 2.8
+# ±0.2 ms of communication in 60 spells of 0.05 s, 3.7 ±0.7 in 25 of 0.15).
+_SPELL_S = 0.05
 _LEAST_STEPS = 2
+
+# A step this long fills the caches itself. It needs none before it that is not timed, and is a spell of its own; there
+# are so many of them in a round, as what it varies by is more of what communication takes.
+_LONG_S = 0.1
+_LONG_TURNS = 2
 
 # Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
 _TIMEOUT_S = 60.0
@@ -58,12 +65,13 @@ class _Learner:
             allhands.barrier()
         self._optimizer.step()
 
-    def spell(self, steps: int) -> Spell:
-        """Train for ``steps``, and one before them that is not timed."""
+    def spell(self, steps: int, *, first: bool = True) -> Spell:
+        """Train for ``steps``, with ``first`` one before them that is not timed."""
         cores, ends = 0.0, [0.0] * (steps + 1)
-        allhands.barrier()
-        if self.works:
-            self.step()  # Wakes what has slept, and fills the caches.
+        if first:
+            allhands.barrier()
+            if self.works:
+                self.step()  # Wakes what has slept, and fills the caches.
         allhands.barrier()
         if self.works:
             # Of all threads: what an engine's own threads compute is taken from somebody's core too.
@@ -102,22 +110,24 @@ def _learn(asked: Course, rank: int, _: Any, line: Line) -> None:
 
 def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     learners = {who: _Learner(model, who, rank, gloo) for who in asked.who}
-    steps = {}
+    takes = {}
     for who, learner in learners.items():
         for _ in range(2):  # The first builds, the second rebuilds.
             learner.spell(1)
-        steps[who] = max(_LEAST_STEPS, int(_SPELL_S / learner.spell(2).step_s))
+        takes[who] = learner.spell(2).step_s
+    long = min(takes.values()) >= _LONG_S
+    steps = {who: 1 if long else max(_LEAST_STEPS, int(_SPELL_S / step_s)) for who, step_s in takes.items()}
     # What was imported takes Python's collector 0.1 s to go through, in the middle of somebody's spell.
     gc.collect()
     gc.freeze()
     spells: dict[str, list[Spell]] = {who: [] for who in learners}
-    for turn in range(asked.rounds):
-        # Everyone follows everyone in time, so that nobody always comes after the same neighbour.
-        shift = turn % len(learners)
-        for who in [*learners][shift:] + [*learners][:shift]:
-            spells[who].append(learners[who].spell(steps[who]))
+    turns = _LONG_TURNS if long else 1
+    for turn in range(asked.rounds * turns):
+        # By lot, the same on all ranks: nobody always comes after the same neighbour.
+        for who in random.Random(turn).sample([*learners], len(learners)):  # noqa: S311  # no secret
+            spells[who].append(learners[who].spell(steps[who], first=not long))
         if rank == 0:
-            line.tell(size=model, round=turn + 1, wait=True)
+            line.tell(size=model, round=turn // turns + 1, wait=True)
     if rank == 0:
         parameters = list(build(model)[0].parameters())
         about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from allhands.bench import training
 from allhands.bench.course import Course, course
 from allhands.bench.figures import figures
 from allhands.bench.spell import Spell
@@ -44,8 +45,9 @@ def test_a_row_and_its_table() -> None:
     assert gloo["core_ratio"] == pytest.approx(5)
     assert gloo["ratio"] == pytest.approx(22 / 13)
     assert found["overhead"] == pytest.approx(0.2)
-    text = figures([{**found, "load_before": 0.5, "memory_bytes": {"allhands": 2**20}}])
+    text = figures([{**found, "load_before": 0.5, "memory_bytes": {"allhands": 2**20}, "memory_runs": 3}])
     assert "mlp" in text
+    assert "median of 3 jobs" in text
     assert "20.0%" in text
     assert "1.0" in text.splitlines()[3]
     assert "±" not in text
@@ -61,3 +63,19 @@ def test_wild_rounds_do_not_count() -> None:
     # Of 2, 2, 2, 3, 4, 5, 5, 5: their standard deviation over the root of 8 and the share that counts, which is a half.
     assert ours["communication_error_s"] == pytest.approx(0.001 * (14 / 7) ** 0.5 / 8**0.5 / 0.5)
     assert "3.50 ±1.00" in figures([{**found, "load_before": 0.5}])
+
+
+def test_memory_is_the_median_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job in which the allocator held more, or less, does not decide; a single round has a single job."""
+    held = {
+        "allhands": iter([{"mlp": 9.0}, {"mlp": 3.0}, {"mlp": 2.0}, {"mlp": 8.0}]),
+        "torch": iter([{"mlp": 4.0}, {"mlp": 4.0}, {"mlp": 1.0}, {"mlp": 7.0}]),
+        "gloo": iter([{"mlp": 5.0}, {"mlp": 6.0}, {"mlp": 7.0}, {"mlp": 6.0}]),
+    }
+    monkeypatch.setattr(training, "race", lambda asked, _: [{"model": "mlp", "rounds": asked.rounds}])
+    monkeypatch.setattr(training, "held", lambda _, who: next(held[who]))
+    (row,) = training.measure(Course(2, ("mlp",), 25), memory=True)
+    assert row["memory_bytes"] == {"allhands": 3.0, "torch": 4.0, "gloo": 6.0}
+    assert row["memory_runs"] == 3
+    (row,) = training.measure(Course(2, ("mlp",), 1), memory=True)
+    assert row["memory_bytes"] == {"allhands": 8.0, "torch": 7.0, "gloo": 6.0}
