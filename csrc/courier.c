@@ -19,15 +19,6 @@
 /* Giving the core away takes so long only where someone takes it. */
 #define TAKEN_NS 1000
 
-static void relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 /* Give the core to whoever wants it, and note whether someone did: where ranks outnumber the cores, most of them may sleep. */
 static void give_way(struct ah_mail *mail)
 {
@@ -88,7 +79,7 @@ static int drive(struct ah_mail *mail, struct ah_letter *letter, int64_t until_n
                 continue;
         } else if (looks < patience) {
             if (looks++ < spins)
-                relax();
+                ah_relax();
             else
                 give_way(mail);
             continue;
@@ -228,7 +219,7 @@ static int try_receive(struct ah_mail *mail, const struct ah_message *message, s
     ah_letter_add(mail, &letter);
     while (!ah_is_over(&letter) && looks-- != 0) {
         if (ah_mail_pass(mail) == 0)
-            relax();
+            ah_relax();
     }
     *outcome = letter.outcome;
     if (ah_is_over(&letter))

@@ -65,8 +65,8 @@ void ah_rack_put(struct ah_rack *rack, size_t index, PyObject *gradient, const s
 {
     PyThreadState *thread;
 
-    if (plain->part.bytes == 0 || !ah_reducible(plain->dtype, AH_AVG) ||
-        note(rack, &plain->part) != 0)
+    if (plain->part.bytes == 0 || plain->part.bytes != ah_shelf_size(&rack->shelf, index) ||
+        !ah_reducible(plain->dtype, AH_AVG) || note(rack, &plain->part) != 0)
         return;
     rack->kept[index] = Py_NewRef(gradient);
     Py_INCREF((PyObject *)rack);

@@ -219,6 +219,15 @@ size_t ah_shelf_settle(struct ah_shelf *shelf)
     return settle(shelf, SIZE_MAX);
 }
 
+size_t ah_shelf_size(const struct ah_shelf *shelf, size_t index)
+{
+    size_t bytes = 0;
+
+    for (size_t each = shelf->firsts[index]; each < shelf->firsts[index + 1]; each++)
+        bytes += shelf->pieces[each].bytes;
+    return bytes;
+}
+
 void ah_shelf_put(struct ah_shelf *shelf, size_t index, unsigned char *data, uint32_t dtype)
 {
     for (size_t each = shelf->firsts[index]; each < shelf->firsts[index + 1]; each++) {

@@ -49,7 +49,10 @@ int ah_shelf_make(struct ah_shelf *shelf, unsigned char *memory, const size_t *s
 
 void ah_shelf_free(struct ah_shelf *shelf);
 
-/* Our value `index` is there, once in a round at most. It must stay where it is until the round ends; until then it may be what it was
+/* Bytes of value `index`. */
+size_t ah_shelf_size(const struct ah_shelf *shelf, size_t index);
+
+/* Our value `index` is there, once in a round at most, of that size. It must stay where it is until the round ends; until then it may be what it was
  * or the average, piece by piece. */
 void ah_shelf_put(struct ah_shelf *shelf, size_t index, unsigned char *data, uint32_t dtype);
 

@@ -89,6 +89,20 @@ def test_whoever_comes_second_averages(first: int, dtype: torch.dtype) -> None:
             assert not any(len(rank.shelf) or rank.shelf.has(0) or rank.unusual for rank in ranks)
 
 
+def test_a_gradient_of_another_size_is_left_alone() -> None:
+    """Not a byte beside it is read or written: it does not come on the shelf, and goes at the end on both ranks."""
+    with _pair([(10,)]) as ranks:
+        for rank in ranks:
+            memory = torch.arange(40.0)
+            rank.parameters[0].data = torch.zeros(40)
+            rank.intake.arrange((0,), None, (torch.zeros(40),))
+            rank.begin()
+            rank.give(0, memory)
+            assert not rank.shelf.has(0)
+            assert torch.equal(memory, torch.arange(40.0))
+        assert [rank.shelf.end() for rank in ranks] == [(0,), (0,)]
+
+
 def test_what_only_one_rank_has_is_left_on_both() -> None:
     """Whether it was laid there or not; the next round is none the worse."""
     with _pair([(10,), (10,), (10,)]) as (first, second):
