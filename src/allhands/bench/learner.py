@@ -137,9 +137,11 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
 
 def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     """Train with one contestant; the command looks at the memory of all ranks before and after."""
-    # What the classes import when they are first used, and what groups have, is no part of what a model takes.
+    # What is imported when something is first used, and what groups have, is no part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
-    allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
+    if asked.who[0] == "allhands":
+        # It lets the C library keep memory (`parallel.heap`), which is not to count for torch's.
+        allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
     for group in (gloo, None):
         allhands.all_reduce(torch.ones(_MEMORY_BYTES // 4), group=group)
     allhands.barrier()
@@ -151,3 +153,5 @@ def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> No
     allhands.barrier()
     if rank == 0:
         line.tell(size=model, phase="after", wait=True)
+    # Nobody lets go of anything before all were looked at: what is shared then would be taken for somebody's own.
+    allhands.barrier()
