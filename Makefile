@@ -112,8 +112,8 @@ test-sanitize: setup
 	  tests/unit/test_segment.py tests/unit/test_program.py tests/unit/test_reach.py tests/unit/test_spread.py \
 	  tests/unit/test_sum.py
 	$(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -Icsrc \
-	  tests/native/shelf_stress.c $(PLAIN) -lm -lpthread -o $(SANITIZE)/shelf_stress
-	$(SANITIZE)/shelf_stress 100
+	  tests/native/pool_stress.c $(PLAIN) -lm -lpthread -o $(SANITIZE)/pool_stress
+	$(SANITIZE)/pool_stress
 
 # The C core's data races: threads as ranks on one mapping, which Python's tests cannot have. Only the files that know
 # nothing of Python. -Wno-tsan: gcc says that it does not follow fences; the core's only one is not what orders data.
@@ -121,7 +121,7 @@ BUILD := build/threads
 PLAIN = $(shell grep -LE '"engine.h"|<Python.h>' csrc/*.c)
 test-threads: $(CORE) $(wildcard tests/native/*.c)
 	@mkdir -p $(BUILD)
-	@set -e; for program in slot stress mail_stress shelf_stress; do \
+	@set -e; for program in slot stress mail_stress pool_stress; do \
 	  echo "$$program, with -fsanitize=thread"; \
 	  $(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -Wno-tsan -fsanitize=thread -Icsrc tests/native/$$program.c $(PLAIN) \
 	    -lm -lpthread -o $(BUILD)/$$program; \
@@ -129,7 +129,7 @@ test-threads: $(CORE) $(wildcard tests/native/*.c)
 	$(BUILD)/slot
 	$(BUILD)/stress 1 5000
 	$(BUILD)/mail_stress
-	$(BUILD)/shelf_stress 100
+	$(BUILD)/pool_stress
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,5 @@
-/* What the short way needs of DLPack, the protocol by which array libraries describe tensors to each other: with it, one
- * call into torch tells all about a tensor. The layout is fixed for a major version; this is version 1. */
+/* What the core needs of DLPack, the protocol by which array libraries describe tensors to each other: with it, one call into
+ * torch tells all about a tensor, and another one makes one. The layout is fixed for a major version; this is version 1. */
 #ifndef ALLHANDS_DLPACK_H
 #define ALLHANDS_DLPACK_H
 
@@ -30,9 +30,20 @@ struct ah_dlpack_tensor {
     uint64_t byte_offset;
 };
 
+/* A tensor that is handed over; whoever has it calls `release` once. */
+struct ah_dlpack_managed {
+    uint32_t major, minor;
+    void *context;
+    void (*release)(struct ah_dlpack_managed *self);
+    uint64_t flags;
+    struct ah_dlpack_tensor tensor;
+};
+
 struct ah_dlpack {
     uint32_t major, minor;
-    void *earlier, *allocate, *own, *wrap;
+    void *earlier, *allocate, *own;
+    /* Make a Python tensor of it; -1 with an exception set. NULL where not supported. */
+    int (*wrap)(struct ah_dlpack_managed *managed, void **object);
     /* Describe a Python tensor, as long as nobody changes it; -1 with an exception set. NULL where not supported. */
     int (*describe)(void *object, struct ah_dlpack_tensor *tensor);
     void *stream;

@@ -15,6 +15,7 @@
 #include "card.h"
 #include "collective.h"
 #include "hands.h"
+#include "ladle.h"
 #include "rail.h"
 #include "reduce.h"
 #include "window.h"
@@ -66,6 +67,8 @@ static int move(void *mover, struct ah_move *move)
 
     if (move->kind == AH_ALL_REDUCE && !move->bundle.number)
         ah_find_window(&self->group, &move->data);
+    else if (move->kind == AH_ALL_REDUCE)
+        ah_find_pool(&self->group, &move->bundle);
     if (move->note)
         self->group.now_ns = move->note->started_ns;
     /* For what moves little, the lock is let go of only where others have to be waited for. */

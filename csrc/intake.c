@@ -10,7 +10,6 @@
 
 #include "bundle.h"
 #include "copy.h"
-#include "rack.h"
 #include "way.h"
 
 /* So many bytes take less time than letting go of the interpreter and getting it back, where others want it. */
@@ -24,7 +23,6 @@ struct intake {
     PyObject *of;           /* tuple: the number of each parameter's bucket */
     PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes; NULL where all stay, and none is looked at */
     struct ah_plain *likes; /* the shape and type that each is to have; no dtype: whatever comes */
-    PyObject *shelf;        /* where gradients are averaged as they come, in this pass; NULL for nowhere */
     PyObject *end;          /* weak reference to what is called when backward is over; NULL outside of a pass */
     PyObject *books[BOOKS]; /* lists, one number for each parameter, LEFT one for each bucket */
     PyObject *grad, *requires_grad;
@@ -105,35 +103,6 @@ static int in_pass(struct intake *self)
     return PyErr_Occurred() ? -1 : alive;
 }
 
-/* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
-static int can_stay(struct intake *self, Py_ssize_t index, PyObject *gradient, struct ah_plain *plain)
-{
-    PyObject *parameter = PyTuple_GetItem(self->parameters, index);
-    PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
-    int stays = trained == Py_True && self->likes[index].dtype != 0 && is_movable(self, gradient, &self->likes[index], plain);
-
-    Py_XDECREF(trained);
-    PyErr_Clear();
-    return stays;
-}
-
-/* Put a gradient on the shelf, where there is one and nothing is unusual about it; -1 with an exception set. */
-static int shelve(struct intake *self, Py_ssize_t index)
-{
-    struct ah_rack *rack = (struct ah_rack *)self->shelf;
-    struct ah_plain plain;
-    PyObject *gradient;
-
-    if (!rack || !ah_rack_takes(rack, (size_t)index))
-        return 0;
-    if (!(gradient = PyObject_GetAttr(PyTuple_GetItem(self->parameters, index), self->grad)))
-        return -1;
-    if (can_stay(self, index, gradient, &plain))
-        ah_rack_put(rack, (size_t)index, gradient, &plain);
-    Py_DECREF(gradient);
-    return 0;
-}
-
 /* The usual case: 1 if it was one, 0 if not, -1 with an exception set. */
 static int take(struct intake *self, Py_ssize_t index)
 {
@@ -165,10 +134,6 @@ static int take(struct intake *self, Py_ssize_t index)
     if (enter(self->books[COUNTS], index, count) != 0 || enter(self->books[USED], index, 1) != 0)
         return -1;
     if (count < needed)
-        return 1;
-    if (shelve(self, index) != 0)
-        return -1;
-    if (!self->end)
         return 1;
     left = look_up(self->books[LEFT], bucket) - 1;
     if (PyErr_Occurred() || enter(self->books[LEFT], bucket, left) != 0)
@@ -204,7 +169,6 @@ static PyObject *came(PyObject *object, PyObject *const *given, Py_ssize_t numbe
 static void forget(struct intake *self)
 {
     Py_CLEAR(self->end);
-    Py_CLEAR(self->shelf);
     for (int book = 0; book < BOOKS; book++)
         Py_CLEAR(self->books[book]);
 }
@@ -212,18 +176,13 @@ static void forget(struct intake *self)
 static PyObject *begin(PyObject *object, PyObject *args)
 {
     struct intake *self = (struct intake *)object;
-    PyObject *end, *given[BOOKS], *shelf = Py_None;
+    PyObject *end, *given[BOOKS];
 
-    if (!PyArg_ParseTuple(args, "OO!O!O!O!|O:begin", &end, &PyList_Type, &given[COUNTS], &PyList_Type, &given[LEFT],
-                          &PyList_Type, &given[USED], &PyList_Type, &given[NEEDED], &shelf))
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!:begin", &end, &PyList_Type, &given[COUNTS], &PyList_Type, &given[LEFT],
+                          &PyList_Type, &given[USED], &PyList_Type, &given[NEEDED]))
         return NULL;
-    if (shelf != Py_None && !ah_as_rack(shelf)) {
-        PyErr_SetString(PyExc_TypeError, "a Shelf or None");
-        return NULL;
-    }
     forget(self);
     self->end = Py_NewRef(end);
-    self->shelf = shelf == Py_None ? NULL : Py_NewRef(shelf);
     for (int book = 0; book < BOOKS; book++)
         self->books[book] = Py_NewRef(given[book]);
     Py_RETURN_NONE;
@@ -296,12 +255,26 @@ static PyObject *lie(PyObject *object, PyObject *Py_UNUSED(none))
     Py_RETURN_TRUE;
 }
 
+/* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
+static int can_stay(struct intake *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
+{
+    PyObject *parameter = PyTuple_GetItem(self->parameters, index);
+    PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
+    struct ah_plain from;
+    int plain = trained == Py_True && self->likes[index].dtype != 0 && is_movable(self, gradient, &self->likes[index], &from);
+
+    Py_XDECREF(trained);
+    PyErr_Clear();
+    if (plain)
+        *part = from.part;
+    return plain;
+}
+
 static PyObject *gather(PyObject *object, PyObject *order)
 {
     struct intake *self = (struct intake *)object;
     Py_ssize_t number = PyTuple_Check(order) ? PyTuple_Size(order) : 0;
     struct ah_bundle bundle = {0};
-    struct ah_plain found_at = {0};
     PyObject *found = NULL;
     int plain = number > 0;
 
@@ -319,8 +292,7 @@ static PyObject *gather(PyObject *object, PyObject *order)
             ah_bundle_free(&bundle);
             return NULL;
         }
-        plain = can_stay(self, index, gradient, &found_at);
-        bundle.parts[place] = found_at.part;
+        plain = can_stay(self, index, gradient, &bundle.parts[place]);
         PyList_SetItem(found, place, gradient);
     }
     plain = plain && ah_bundle_is_apart(&bundle);
@@ -384,7 +356,7 @@ static void unmake(PyObject *object)
 
 static PyMethodDef METHODS[] = {
     {"came", (PyCFunction)(void (*)(void))came, METH_FASTCALL, "came($self, index, parameter, /)\n--\n\nNote that a gradient is there."},
-    {"begin", begin, METH_VARARGS, "begin($self, end, counts, left, used, needed, shelf=None, /)\n--\n\nTake part in a pass."},
+    {"begin", begin, METH_VARARGS, "begin($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
     {"rest", rest, METH_NOARGS, "rest($self, /)\n--\n\nLeave everything to Python."},
     {"arrange", arrange, METH_VARARGS, "arrange($self, of, views, likes, /)\n--\n\nSay where gradients are to lie."},
     {"lie", lie, METH_NOARGS, "lie($self, /)\n--\n\nMove what does not lie where it is to lie; tell whether all does now."},

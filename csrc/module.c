@@ -11,13 +11,13 @@
 #include "engine.h"
 #include "harbour.h"
 #include "intake.h"
+#include "ladle.h"
 #include "maker.h"
 #include "notice.h"
 #include "port.h"
 #include "post.h"
 #include "process.h"
 #include "quick.h"
-#include "rack.h"
 #include "roster.h"
 #include "sum.h"
 #include "way.h"
@@ -147,7 +147,7 @@ static int fill(PyObject *module)
         add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
         add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
         add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
-        add(module, "Intake", ah_intake_type()) != 0 || add(module, "Shelf", ah_rack_type()) != 0)
+        add(module, "Intake", ah_intake_type()) != 0 || add(module, "Pool", ah_ladle_type()) != 0)
         return -1;
     if (PyModule_AddIntConstant(module, "MOST_HANDS", AH_MOST_HANDS) != 0)
         return -1;

@@ -80,17 +80,6 @@ static void unmake(PyObject *object)
     Py_DECREF(type);
 }
 
-unsigned char *ah_window_memory(PyObject *object, size_t *bytes, struct ah_group **group)
-{
-    struct window *self = (struct window *)object;
-
-    if (PyType_GetSlot(Py_TYPE(object), Py_tp_new) != (void *)make)
-        return NULL;
-    *bytes = self->bytes;
-    *group = &ah_as_segment(self->segment)->group;
-    return self->window.base;
-}
-
 /* Our own region, for a tensor to stand on. */
 static int own(PyObject *object, Py_buffer *view, int flags)
 {

@@ -15,8 +15,4 @@ PyObject *ah_window_type(void);
  * and go with it; the caller keeps the tensor, and so the window, until the call is over. */
 void ah_find_window(const struct ah_group *group, struct ah_part *part);
 
-/* The regions of all ranks, which lie side by side, how large they are together, and the group; NULL, and no exception, where the
- * object is no window. */
-unsigned char *ah_window_memory(PyObject *window, size_t *bytes, struct ah_group **group);
-
 #endif

@@ -205,30 +205,34 @@ class Quick:
     ) -> Self: ...
     def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
-class Shelf:
-    """Where the two ranks of a group average gradients as they come, neither waiting for the other.
+class Pool:
+    """Where the results of a reduction are once for all ranks of a group, as each sees them until it writes to them.
 
-    Both make it alike, from a window with at least `bytes_for` all sizes. ``hooks`` are the hooks on each parameter:
-    with more than one, its gradients stay away. Its length is how many gradients were put there since the last `end`.
+    All ranks make it alike, from a file of `bytes_for` the sizes of ``likes`` and that of an element. Its buffer is the
+    cell of this rank: a bundle is meant for the pool if its last tensor is the first element there, which has its own
+    result as ever. Raises OSError where the kernel does not tell which pages a process has made its own.
     """
 
-    def __new__(cls, window: Window, sizes: tuple[int, ...], hooks: tuple[dict[int, Any], ...], /) -> Self: ...
-    def __len__(self) -> int: ...
+    def __new__(cls, way: Way, segment: Segment, fd: int, likes: tuple[Any, ...], /) -> Self: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     @staticmethod
-    def bytes_for(sizes: tuple[int, ...], /) -> int:
-        """Return how much shared memory items of these sizes need."""
+    def bytes_for(sizes: tuple[int, ...], ranks: int, /) -> int:
+        """Return how much shared memory results of these sizes need, the last of which is that of the cell."""
 
-    def settle(self) -> None:
-        """Take what the other rank has averaged, as long as it goes on to: it may be later, or never come."""
+    def is_free(self) -> bool:
+        """Tell whether nobody here has a result."""
 
-    def end(self) -> tuple[int, ...]:
-        """End the round, after both ranks have met. All gradients are averages but those returned, on both."""
+    def is_clean(self) -> bool:
+        """Tell whether it is free and nobody here has written to a result. What was written is gone then."""
 
-    def has(self, index: int, /) -> bool:
-        """Tell whether a gradient was put there in this round."""
+    def offer(self) -> None:
+        """Let the results of the next call come here, if every rank does. It must be clean."""
 
-    def leave_out(self, index: int, /) -> None:
-        """Never put this one there."""
+    def give(self, parameters: tuple[Any, ...], /) -> bool:
+        """Make the results of the last call gradients, where they came here; tell whether they did."""
+
+    def close(self) -> None:
+        """Let go of the memory; results that somebody has stay as they are, and so does the cell."""
 
 class Intake:
     """Takes gradients as they come, in the usual case: counts them, and moves them to where they are reduced.
@@ -250,10 +254,9 @@ class Intake:
         left: list[int],
         used: list[int],
         needed: list[int],
-        shelf: Shelf | None = None,
         /,
     ) -> None:
-        """Take part in a pass while the weak reference ``end`` is alive; gradients go on ``shelf`` as they come."""
+        """Take part in a pass while the weak reference ``end`` is alive."""
 
     def rest(self) -> None:
         """Leave everything to ``came`` until the next `begin`."""

@@ -25,7 +25,6 @@ __all__ = [
     "GradBucket",
     "HashStore",
     "TCPStore",
-    "accumulated_hooks",
     "backends",
     "batches_asked_for",
     "batches_handed_out",
@@ -340,15 +339,6 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     """Copy each source into its target. One call for all of them; torch's optimizers use it so. Seen in 2.11, 2.13."""
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def accumulated_hooks(parameter: torch.Tensor) -> dict[int, Any]:
-    """Return the hooks of `register_post_accumulate_grad_hook`, a dict that later ones come into. Seen in 2.11, 2.13.
-
-    Whether there are hooks of others tells whether someone looks at a gradient before backward is over.
-    """
-    found: dict[int, Any] = parameter._post_accumulate_grad_hooks
-    return found
 
 
 def optimizers_in_backward(parameter: torch.Tensor) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ranks import harness
-from ranks.training import SHELF
+from ranks.training import POOL
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -220,19 +220,9 @@ else:
     assert results[1].returncode != 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "before", "gone"),
-    [("bucket_cap_mb=0.00005", "", "buckets were complete"), ("", SHELF, "2 gradients had gone")],
-    ids=["buckets", "shelf"],
-)
-def test_a_backward_that_was_cut_short_is_not_mixed_with_the_next(arguments: str, before: str, gone: str) -> None:
-    """A rank that catches an exception in the middle of its reductions and goes on is stopped, and the others told.
-
-    Where gradients are averaged as they come, also before a bucket was complete.
-    """
-    results = run(
-        f"ARGUMENTS = dict({arguments})"
-        """
+def test_a_backward_that_was_cut_short_is_not_mixed_with_the_next() -> None:
+    """A rank that catches an exception in the middle of its reductions and goes on is stopped, and the others told."""
+    results = run("""
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -247,7 +237,7 @@ class Bad(Net):
         return self.c(Fails.apply(x) if rank == 1 and armed else x)
 
 armed = False
-ddp = dist.DistributedDataParallel(Bad(), **ARGUMENTS)
+ddp = dist.DistributedDataParallel(Bad(), bucket_cap_mb=0.00005)
 for _ in range(2):
     step(ddp)
 armed = True
@@ -260,71 +250,74 @@ if rank == 1:
     step(ddp)
 else:
     say(found=attempt(step, ddp))
-""",
-        before=before,
-    )
+""")
     check(results[:1], "peer-failed", "rank 1", "TrainingError")
     assert "backward-unfinished" in results[1].stderr
-    assert gone in results[1].stderr
+    assert "buckets were complete" in results[1].stderr
 
 
-def test_unused_parameters_where_gradients_are_averaged_as_they_come() -> None:
-    """Both ranks are told by name, with one that the other rank has averaged nothing for; the group lives on."""
-    results = run(
-        """
-ddp = dist.DistributedDataParallel(Net())
-for _ in range(2):
-    step(ddp)
-assert ddp.reducer._shelf.core is not None
-say(found=attempt(step, ddp, without="b" if rank else ""))
-for _ in range(2):
+WIDE = """
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(200, 200), torch.nn.Linear(200, 200)
+    def forward(self, x, without=False):
+        return self.a(x) if without else self.b(self.a(x))
+
+def wide(ddp, **kw):
     ddp.zero_grad()
-    step(ddp)
-say(after=[p.grad.tolist() for p in ddp.parameters()])
+    ddp(torch.randn(2, 200), **kw).sum().backward()
+
+def pooled(ddp):
+    return not ddp.reducer._pool._core.is_free()
+"""
+
+
+def test_unused_parameters_where_averages_are_shared() -> None:
+    """All ranks are told by name, and the group and its pool live on."""
+    results = run(
+        WIDE
+        + """
+ddp = dist.DistributedDataParallel(Wide())
+for _ in range(2):
+    wide(ddp)
+before = pooled(ddp)
+say(found=attempt(wide, ddp, without=rank == 1))
+for _ in range(2):
+    wide(ddp)
+say(after=[p.grad.tolist() for p in ddp.parameters()], pooled=[before, pooled(ddp)])
 dist.destroy_process_group()
 """,
-        before=SHELF,
+        before=POOL,
     )
     check(results, "unused-parameters", "b.weight on rank 1", "2 parameters")
     assert results[0]["after"] == results[1]["after"]
+    assert all(each["pooled"] == [True, True] for each in results)
 
 
-def test_a_gradient_that_comes_again_after_it_has_gone() -> None:
-    """It is refused, unless it came again from the first pass on: then it waits for the end."""
+def test_a_rank_that_is_killed_where_averages_are_shared() -> None:
+    """The others are told who, and keep the gradients that they have: those of the pass before, and their own."""
     results = run(
-        """
-class Again(Net):
-    def forward(self, x):
-        x = self.b(self.a(x))
-        for _ in range(2 if armed else 1):
-            x = checkpoint(self.c, x, use_reentrant=True)
-        return x
-
-armed = True
-ddp = dist.DistributedDataParallel(Again())
+        WIDE
+        + """
+ddp = dist.DistributedDataParallel(Wide())
 for _ in range(3):
-    torch.manual_seed(rank)
-    x = torch.randn(2, 4)
-    ddp.zero_grad()
-    with ddp.no_sync():
-        ddp(x).sum().backward()
-    mine = ddp.module.c.weight.grad.clone()
-    parts = [torch.empty(4, 4) for _ in range(size)]
-    dist.all_gather(parts, mine)
-    ddp.zero_grad()
-    ddp(x).sum().backward()
-    assert torch.equal(ddp.module.c.weight.grad, (parts[0] + parts[1]) / 2)
-armed = False
-ddp = dist.DistributedDataParallel(Again())
-for _ in range(2):
-    step(ddp)
-armed = True
-say(found=attempt(step, ddp))
-dist.destroy_process_group()
+    wide(ddp)
+assert pooled(ddp)
+kept = [p.grad for p in ddp.parameters()]
+copies = [each.clone() for each in kept]
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+say(found=attempt(wide, ddp))
+say(kept=all(torch.equal(a, b) for a, b in zip(kept, copies)), own=all(p.grad is not None for p in ddp.parameters()))
 """,
-        before=SHELF,
+        3,
+        before="import os, signal\n" + POOL,
     )
-    check(results, "gradient-twice", "c.", "use_reentrant=False")
+    found = check([results[0], results[2]], "peer-lost", "rank 1")
+    assert all(each["ranks"] == [1] for each in found)
+    assert all(each["kept"] and each["own"] for each in (results[0], results[2]))
 
 
 def test_uneven_inputs_without_join() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BEGIN", "HOOKS", "SHELF", "TORCHS"]
+__all__ = ["BEGIN", "HOOKS", "POOL", "TORCHS"]
 
 _IMPORTS = """
 from collections import namedtuple
@@ -114,12 +114,10 @@ def try_local_sgd():
     return train(ddp, steps=6, optimizer=PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager))
 """
 
-# Before any group: without a core to spare two ranks average gradients as they come, here however small the model is,
-# and on any processor.
-SHELF = """
+# Before any group: without a core to spare averages go to a pool, here in any model that takes more than one meeting.
+POOL = """
 from allhands.engines import shm
-from allhands.parallel import shelf
-shm.cores = lambda: 2
-shelf._LEAST_BYTES = 0
-shelf._is_swift = lambda group: True
+from allhands.parallel import pool
+shm.cores = lambda: 1
+pool._LEAST_BYTES = 1 << 17
 """

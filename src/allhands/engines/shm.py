@@ -11,7 +11,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -206,20 +206,31 @@ class Shm:
         # Of each rank, 0 where it means nothing here.
         self.pids = pids
         self.handing = handing
-        self._windows = 0
+        self._shared_before = 0
         _LIVE.add(self)
         # The core looks at them as long as this lives; at exit the kernel closes them.
         weakref.finalize(self, _close, pidfds).atexit = False
 
     def window(self, size: int, timeout_s: float) -> _core.Window:
         """Make memory that all ranks share, ``size`` bytes for each. Every rank of the group calls this."""
-        self._windows += 1
         stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor, _ = self.handing.share(
-            f"window/{self._windows}", functools.partial(_new_window, stride=stride), timeout_s
-        )
-        try:
+        with self._shared(stride * len(self.pids), "a shared tensor", timeout_s) as descriptor:
             return _core.Window(self.segment, descriptor, stride)
+
+    def pool(self, way: _core.Way, likes: tuple[torch.Tensor, ...], timeout_s: float) -> _core.Pool:
+        """Make memory for results that are like ``likes``, once for all ranks. Every rank of the group calls this."""
+        sizes = (*(like.nbytes for like in likes), likes[0].element_size())
+        with self._shared(_core.Pool.bytes_for(sizes, len(self.pids)), "the results", timeout_s) as descriptor:
+            return _core.Pool(way, self.segment, descriptor, likes)
+
+    @contextlib.contextmanager
+    def _shared(self, size: int, what: str, timeout_s: float) -> Iterator[int]:
+        """Give the descriptor of ``size`` bytes that all ranks share, for ``what`` of theirs."""
+        self._shared_before += 1
+        make = functools.partial(_new_file, size=size, what=what)
+        descriptor, _ = self.handing.share(f"window/{self._shared_before}", make, timeout_s)
+        try:
+            yield descriptor
         finally:
             os.close(descriptor)
 
@@ -283,9 +294,8 @@ def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
     return descriptor, size
 
 
-def _new_window(ranks: int, _: bytes, stride: int) -> tuple[int, int]:
-    size = stride * ranks
-    return allocate("allhands-window", size, f"a shared tensor of {ranks} ranks"), size
+def _new_file(ranks: int, _: bytes, size: int, what: str) -> tuple[int, int]:
+    return allocate("allhands-window", size, f"{what} of {ranks} ranks"), size
 
 
 def _close(pidfds: tuple[int, ...]) -> None:

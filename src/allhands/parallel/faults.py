@@ -80,12 +80,11 @@ def graph_changed(rank: int, name: str) -> AllhandsError:
     )
 
 
-def unfinished(rank: int, ready: int, buckets: int, gone: int) -> AllhandsError:
-    """The last backward pass ended by an exception in the middle of its reductions; ``gone`` were averaged alone."""
-    done = f"{gone} gradients had gone" if gone else f"{ready} of {buckets} buckets were complete"
+def unfinished(rank: int, ready: int, buckets: int) -> AllhandsError:
+    """The last backward pass ended by an exception in the middle of its reductions."""
     return fail(
         "backward-unfinished",
-        f"the last backward pass stopped after {done}",
+        f"the last backward pass stopped after {ready} of {buckets} buckets were complete",
         who=_me(rank),
         why="an exception left it and was caught, while the other ranks wait for the rest of its gradients: from here "
         "on every reduction would mix gradients of different passes",

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from .. import _core, _torch, collectives
 from ..errors import AllhandsError
-from . import faults, lacking, transfer
+from . import faults, heap, lacking, transfer
 from .backward import End, Pass
 from .bucket import FIRST_BYTES
 from .bundle import tie
 from .gradbucket import GradBucket
 from .mark import Mark
+from .pool import Pool
 from .reduction import Averager, all_reduce, broadcast
-from .shelf import Shelf
 from .storage import Bucket, Storage
 
 __all__ = ["Reducer"]
@@ -54,6 +54,7 @@ class Reducer:
         always: bool = False,
     ) -> None:
         self.parameters = list(parameters)
+        heap.keep(sum(each.nbytes for each in self.parameters))
         self.names = list(names)
         self.averager = Averager(group)
         self.find_unused = find_unused
@@ -84,7 +85,7 @@ class Reducer:
         # are where nobody used a parameter, which is known only afterwards.
         plain = not (views or find_unused or any(sparse)) and all(each.is_cpu for each in self.parameters)
         self._may_stay = plain and self.averager.can_bundle()
-        self._shelf = Shelf()
+        self._pool = Pool()
         self._storage = Storage(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
         self.buckets: list[Bucket] = []
@@ -138,7 +139,8 @@ class Reducer:
             broadcast(decided, self._group)
         self._arrange(decided.tolist())
         if self._in_place and not self._beside:
-            self._shelf.build(self.parameters, self.averager)
+            self._bundles[-1] = last = self._pool.build(self._bundles[-1], self.averager)
+            self._marker = None if last.mark is None else Mark(last.mark)
         self._renew()
         return True
 
@@ -189,8 +191,7 @@ class Reducer:
         now = self._now
         if self.passes and now.opened and not now.handed and now.end is not None:
             now.handed = True
-            shelf = self._shelf.core if self._in_place and self.divisor is None else None
-            self._intake.begin(now.end, now.counts, now.left, self._used, self._needed, shelf)
+            self._intake.begin(now.end, now.counts, now.left, self._used, self._needed)
 
     def open(self) -> None:
         """Note that a backward pass begins whose gradients are to be reduced. Called from inside it."""
@@ -214,8 +215,8 @@ class Reducer:
 
     def _reset(self) -> None:
         now = self._now
-        if now.ready or len(self._shelf):
-            raise faults.unfinished(self.rank, now.ready, len(self.buckets), len(self._shelf))
+        if now.ready:
+            raise faults.unfinished(self.rank, now.ready, len(self.buckets))
         if now.end is None and (not self._beside or self._intake.trains(self._trained)):
             # No gradient has come since it was made. Where all of them go at the end, that is where it is seen which
             # parameters are trained.
@@ -242,7 +243,7 @@ class Reducer:
             number, slot = self._of[index]
             if self.views and number >= now.launched:
                 transfer.settle(slot)
-            if count > needed and (number < now.ready or self._shelf.has(index)):
+            if count > needed and number < now.ready:
                 raise faults.twice(self.rank, self.names[index], static=self.static)
             if count == needed:
                 now.left[number] -= 1
@@ -326,13 +327,16 @@ class Reducer:
         return [wait() for wait in self._now.waits]
 
     def _reduce_bundles(self, missing: int) -> None:
-        """Average all gradients where they lie, now that backward is over, but those that are averages already."""
+        """Average all gradients, now that backward is over, where they lie or in the pool."""
         if self._mark is not None:
             self._mark.write(missing)
-        for bundle in self._shelf.meet(self._bundles, self._mark, self.averager):
+        for bundle in self._bundles:
             found = bundle.gather(self._intake, self.names, self.rank)
             self._now.moved += found.moved
-            self.averager.average_bundle(found.tensors, self.divisor)
+            if bundle.mark is None:
+                self.averager.average_bundle(found.tensors, self.divisor)
+            else:
+                self._pool.average(found, self.averager, self.divisor)
 
     def _launch(self, number: int, missing: int = 0) -> None:
         if self._in_place:
@@ -398,10 +402,7 @@ class Reducer:
         first, learns = self.passes == 0, self.static and self.passes == 0
         if learns:
             self._needed, self._left = list(now.counts), []
-        missing: list[int] = []
-        if now.counts != self._needed:
-            self._shelf.note(now.counts, self._needed)
-            missing = lacking.find(now.counts, self._needed, self.parameters)
+        missing = lacking.find(now.counts, self._needed, self.parameters) if now.counts != self._needed else []
         fatal = 0 if self.find_unused or learns else len(missing)
         # Moved by the core, unless something is unusual about one of them.
         lie = self.views and not now.launched and self._intake.lie()
@@ -467,13 +468,11 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass with zeros, and keep nothing of them."""
         waits: list[Callable[[], Any]] = []
-        mark = torch.zeros_like(self._mark.tensor).view(-1) if self._mark is not None else None
-        bundles = self._bundles if self._in_place else []
-        bundles = self._shelf.meet(bundles, Mark(mark[-1]) if bundles and mark is not None else None, self.averager)
-        for number, bundle in enumerate(bundles):
+        mark = None
+        for number, bundle in enumerate(self._bundles if self._in_place else ()):
             zeros = bundle.zeros()
-            mark = zeros[-1].view(-1) if bundle.mark is not None else mark
-            waits.append(self.averager.start_bundle(zeros, self.divisor, wait=number == len(bundles) - 1))
+            mark = zeros[-1].view(-1)
+            waits.append(self.averager.start_bundle(zeros, self.divisor, wait=number == len(self._bundles) - 1))
         for whole in self._storage.wholes if self._in_one else ():
             mark = torch.zeros_like(whole)
             self.averager.average(mark, self.divisor)
