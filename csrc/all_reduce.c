@@ -130,6 +130,20 @@ static int copy_in(const struct task *task, size_t index)
     return AH_OK;
 }
 
+/* Reduce a block of everyone's to where it is in the pool. Where slots are swift it goes there past the caches: its lines were last read by
+ * everyone, and would have to be fetched from there (4 ranks, 14 MiB: 3.9 ms, against 4.4; but Intel's, 2 ranks, 7 MiB: 2.1, against 1.1). */
+static void reduce_to_pool(const struct task *task, size_t at, const void *const *sources, size_t bytes)
+{
+    size_t span, elements = bytes / ah_dtype_bytes(task->dtype);
+    unsigned char *there = ah_bundle_place(&task->pool->into, at, &span);
+    alignas(64) unsigned char block[BLOCK_BYTES];
+    int past = task->group->swift && bytes >= AH_SHORT_BYTES;
+
+    ah_reduce(task->dtype, task->reduction, past ? block : there, sources, task->group->ranks, elements);
+    if (past)
+        ah_copy(there, block, bytes, 1);
+}
+
 /* Reduce `bytes` of everyone's, which are at `given`, NULL for those of this rank that are still in the bundle. The result goes
  * to the bundle from `at` on, if this rank gets one, and to `result`, if that is a place: to both at once where slots are swift (2 ranks,
  * 256 MiB: 26.7 ms, against 29.7), else from one to the other (Intel's, 64 MiB: 12.3 ms, against 14.1). */
@@ -148,11 +162,7 @@ static void reduce_some(const struct task *task, size_t at, const unsigned char 
         for (uint32_t rank = 0; rank < ranks; rank++)
             sources[rank] = given[rank] ? given[rank] + done : mine;
         if (task->pool) {
-            alignas(64) unsigned char block[BLOCK_BYTES];
-            unsigned char *there = ah_bundle_place(&task->pool->into, at + done, &span);
-
-            ah_reduce(task->dtype, task->reduction, block, sources, ranks, some / size);
-            ah_copy(there, block, some, some >= AH_SHORT_BYTES);
+            reduce_to_pool(task, at + done, sources, some);
         } else if (!task->wants) {
             ah_reduce(task->dtype, task->reduction, also, sources, ranks, some / size);
         } else if (!also || (task->both && !task->group->store.past)) {

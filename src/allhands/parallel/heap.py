@@ -11,7 +11,7 @@ _MOST_BYTES = (32 << 20) - (8 << 10)
 
 
 def keep(size: int) -> None:
-    """Let the C library keep memory that was freed, where ``size`` bytes or more come and go in every step.
+    """Let the C library keep memory that was freed, where about ``size`` bytes come and go in every step.
 
     By default glibc gives back to the kernel what is free at the end of the heap beyond 128 KiB, and larger blocks at
     once. Each page that it then gets anew costs 1 to 2 us: a step of a small CNN took 1,200 to 2,800, which is up to 5
