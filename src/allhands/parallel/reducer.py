@@ -54,8 +54,7 @@ class Reducer:
         always: bool = False,
     ) -> None:
         self.parameters = list(parameters)
-        # The gradients, and about as much for what they come of.
-        heap.keep(2 * sum(each.nbytes for each in self.parameters))
+        heap.keep(sum(each.nbytes for each in self.parameters))
         self.names = list(names)
         self.averager = Averager(group)
         self.find_unused = find_unused
