@@ -8,8 +8,9 @@ from setuptools import Extension, setup
 # Limited API of Python 3.11: one binary for every later Python.
 CORE = Extension(
     "allhands._core",
-    sources=sorted(map(str, Path("csrc").glob("*.c"))),
-    depends=sorted(map(str, Path("csrc").glob("*.h"))),
+    sources=sorted(map(str, Path("csrc").glob("*/*.c"))),
+    depends=sorted(map(str, Path("csrc").glob("*/*.h"))),
+    include_dirs=["csrc"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     libraries=["m"],
     extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Werror"],

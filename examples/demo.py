@@ -265,7 +265,7 @@ def run(options: Options, words: list[list[Any]]) -> list[int | None]:
     # Each rank needs torch, and what DDP imports when it is first used. Imported once, before the ranks are forked,
     # this takes seconds; imported by four processes on a laptop's cores, it takes four times as long.
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in ("torch", "torch._dynamo", "allhands.lifecycle"):
+    for name in ("torch", "torch._dynamo", "allhands.groups.lifecycle"):
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]

@@ -42,11 +42,12 @@ if TYPE_CHECKING:
         TrainingError,
         WorldError,
     )
-    from .launch.blame import SpawnExited, SpawnRaised
-    from .launch.children import spawn
-    from .lifecycle import destroy_process_group, init_process_group, process_group
-    from .notes import board
-    from .parallel import (
+    from .groups.lifecycle import destroy_process_group, init_process_group, process_group
+    from .groups.registered import empty, register
+    from .launch.spawn.errors import SpawnExited, SpawnRaised
+    from .launch.spawn.spawn import spawn
+    from .observe.flight_recorder import board
+    from .training import (
         DistributedDataParallel,
         DistributedSampler,
         LengthGroupedBatches,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         shard_iterable,
         sync_gradients,
     )
-    from .shared import empty, register
 
     # isort: split
     from torch.distributed import *  # type: ignore[assignment]  # noqa: F403  # torch's, where not ours
@@ -110,24 +110,24 @@ __all__ = [
 
 # Where what is ours comes from; the exceptions are all in one module.
 _HOMES = {
-    "DistributedDataParallel": ".parallel",
-    "DistributedSampler": ".parallel",
-    "LengthGroupedBatches": ".parallel",
-    "SpawnExited": ".launch.blame",
-    "SpawnRaised": ".launch.blame",
-    "SyncBatchNorm": ".parallel",
-    "average_gradients": ".parallel",
-    "board": ".notes",
-    "destroy_process_group": ".lifecycle",
-    "empty": ".shared",
-    "gather_metrics": ".parallel",
-    "init_process_group": ".lifecycle",
-    "process_group": ".lifecycle",
-    "register": ".shared",
-    "revert_sync_batchnorm": ".parallel",
-    "shard_iterable": ".parallel",
-    "spawn": ".launch.children",
-    "sync_gradients": ".parallel",
+    "DistributedDataParallel": ".training",
+    "DistributedSampler": ".training",
+    "LengthGroupedBatches": ".training",
+    "SpawnExited": ".launch.spawn.errors",
+    "SpawnRaised": ".launch.spawn.errors",
+    "SyncBatchNorm": ".training",
+    "average_gradients": ".training",
+    "board": ".observe.flight_recorder",
+    "destroy_process_group": ".groups.lifecycle",
+    "empty": ".groups.registered",
+    "gather_metrics": ".training",
+    "init_process_group": ".groups.lifecycle",
+    "process_group": ".groups.lifecycle",
+    "register": ".groups.registered",
+    "revert_sync_batchnorm": ".training",
+    "shard_iterable": ".training",
+    "spawn": ".launch.spawn.spawn",
+    "sync_gradients": ".training",
 }
 _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 
@@ -156,7 +156,7 @@ def _is_module(name: str) -> bool:
 
 
 def _from_torch(name: str) -> Any:
-    collectives = importlib.import_module(".collectives", __name__)
+    collectives = importlib.import_module(".groups.collectives", __name__)
     torch_distributed = importlib.import_module("torch.distributed")
     if not hasattr(torch_distributed, name):
         raise AttributeError(f"neither allhands nor torch.distributed has {name!r}")

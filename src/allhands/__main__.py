@@ -22,7 +22,7 @@ def main(program: str = "allhands") -> None:
 
 
 def _run(line: list[str]) -> int | None:
-    from .launch.ahead import run
+    from .launch.start import run
 
     try:
         return run(line)

@@ -149,7 +149,7 @@ def _whoami(ctx: click.Context, as_json: bool) -> None:
     Run it where the script would run: under srun, mpirun or torchrun, or in the pod. Nothing is connected to.
     Exits with 1 where it cannot be said; the report then begins with the reason.
     """
-    from .whoami import render, report
+    from .environments.whoami import render, report
 
     found = report()
     click.echo(json.dumps(found, indent=2) if as_json else render(found))
@@ -163,7 +163,7 @@ def _explain(slug: str | None) -> None:
 
     NAME is what stands in brackets at the end of an error's first line: missing-ranks, peer-failed, ...
     """
-    from .explain import render
+    from .diagnosis.explain import render
 
     # The brackets come along when the name is copied from a message.
     text = render(slug.strip("[]") if slug is not None else None)
@@ -292,10 +292,10 @@ def _collective(operation: str) -> None:
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
     @click.option("--plot", default="", metavar="FILE", help="Draw time and bandwidth into FILE (.png, .svg, .pdf).")
     def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
-        from .bench.bar import bar
         from .bench.collective import measure
-        from .bench.plan import plan
-        from .bench.table import table
+        from .bench.config import plan
+        from .bench.progress_bar import bar
+        from .bench.tables import table
 
         asked = plan(operation, sizes_text=sizes, plot=plot, **asked_for)
         with bar(asked) as notify:

@@ -25,10 +25,10 @@ import msgspec
 import psutil
 
 from allhands.control import handshake, messages
-from allhands.control.beside import Beside, Order, start
+from allhands.control.coordinator_process import Beside, Order, start
 from allhands.control.frames import GREETING, HEADER, MOST_BEFORE_PROOF, MOST_BYTES, Splitter, pack
 from allhands.control.identity import this_process
-from allhands.control.meeting import random_name
+from allhands.control.rendezvous import random_name
 from allhands.diagnosis import Diagnosis
 
 __all__ = [
@@ -53,11 +53,11 @@ STAGES = ("greeting", "hello", "proof", "claim", "member")
 # and says how many times, the slowest, and whatever the coordinator or the store complained about.
 MEMBER = """
 import json, logging, sys, threading, time
-from allhands.control.roll import answer
+from allhands.control.join import answer
 from allhands.control.messages import Claim
 from allhands.control.identity import this_process
 from allhands.settings import Settings
-from allhands.world import World
+from allhands.environments.world import World
 
 rank, socket_name, token = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 remarks = []

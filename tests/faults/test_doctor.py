@@ -22,10 +22,10 @@ from click.testing import CliRunner
 
 from allhands import cli
 from allhands.doctor import Finding, open_case, ports
-from allhands.doctor.examination import examine
-from allhands.doctor.exchange import Told
-from allhands.doctor.listening import Listener
-from allhands.world import Address
+from allhands.doctor.peer_protocol import Told
+from allhands.doctor.peer_server import Listener
+from allhands.doctor.run_checks import examine
+from allhands.environments.world import Address
 from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -403,12 +403,12 @@ def test_a_rank_that_only_py_spy_can_read(tmp_path: Path, spy: str) -> None:
 
 def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the doctor's own is said as one, in yellow, beside all else."""
-    from allhands.doctor import names
+    from allhands.doctor import hostnames
 
     def broken(_: object) -> list[Finding]:
         raise OSError("no")
 
-    monkeypatch.setattr(names, "check", broken)
+    monkeypatch.setattr(hostnames, "check", broken)
     found = examine(open_case(env={}))
     fault = next(each for each in found if each.check == "doctor-names")
     assert (fault.level, "OSError: no" in fault.what) == ("yellow", True)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from allhands.control import handshake, messages
-from allhands.control.beside import Beside
+from allhands.control.coordinator_process import Beside
 from allhands.control.frames import GREETING, Splitter, pack
 from faults.fuzz import (
     STAGES,

@@ -222,7 +222,8 @@ HANDING = {
 HANDED = """
 import os, signal, time
 import allhands as dist
-from allhands.engines import handing, shm
+from allhands.engines.shm import fd_passing as handing
+from allhands.engines.shm import engine as shm
 
 real = shm._pidfds
 def late(handover, number):

@@ -44,7 +44,7 @@ def changed(arguments: list[dict[str, Any]], which: int, **other: Any) -> list[d
 
 
 FAKE_DEVICE = """
-import allhands.lifecycle as lifecycle
+import allhands.groups.lifecycle as lifecycle
 real = lifecycle.Claim
 lifecycle.Claim = lambda **kw: real(**{**kw, "device": "cuda:0"})
 """
@@ -52,7 +52,7 @@ lifecycle.Claim = lambda **kw: real(**{**kw, "device": "cuda:0"})
 # A rank with trouble of its own gives rank 0 two seconds to open the roll call and hear of it; a machine that does much
 # else may take longer to start a coordinator.
 PATIENCE = f"""
-from allhands.control import roll
+from allhands.control import join as roll
 roll._TROUBLE_S = {PATIENT_S}
 """
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from allhands.doctor import Finding, open_case, ports, routes
-from allhands.doctor.exchange import Conversation, Told
-from allhands.doctor.listening import Listener
-from allhands.doctor.visiting import visit
-from allhands.world import Address
+from allhands.doctor.peer_client import visit
+from allhands.doctor.peer_protocol import Conversation, Told
+from allhands.doctor.peer_server import Listener
+from allhands.environments.world import Address
 from hosts.conftest import Host, Making, ip
 from hosts.machine import Machine, Typed, finish, typed, within
 from hosts.names import serving
@@ -255,7 +255,7 @@ def test_clocks_that_differ(cables: Making) -> None:
 def test_a_rank_that_comes_to_a_doctor_is_told(cables: Making) -> None:
     """What listens there is no coordinator, and says so itself to whoever takes it for one."""
     from allhands.control import handshake
-    from allhands.control.greeting import greet
+    from allhands.control.client_handshake import greet
     from allhands.errors import ConnectError
 
     a, b = cables().hosts

@@ -35,13 +35,13 @@ enter()
 import os, socket, time
 import torch
 import allhands as dist
-from allhands import session
+from allhands.groups import session
 """
 
 FORM = (
     ENTER
     + """
-from allhands.control import roll
+from allhands.control import join as roll
 roll._TROUBLE_S = 20.0  # how long a rank with trouble of its own waits for a coordinator to tell it to
 if str(rank) in os.environ.get("ONLY", "01"):
     method, timeout = os.environ.get("METHOD"), float(os.environ["TIMEOUT"])

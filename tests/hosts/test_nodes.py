@@ -109,7 +109,7 @@ def test_large_values_through_the_agents(network: Making) -> None:
     made = network()
     source = """
     import allhands as dist
-    from allhands import session
+    from allhands.groups import session
     dist.init_process_group()
     store, rank = session.current().store, dist.get_rank()
     store.set(f"from {rank}", bytes([rank]) * (16 << 20))

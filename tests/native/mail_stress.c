@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "mail.h"
+#include "p2p/matching.h"
 
 #define RANKS 3
 #define WORKERS 2

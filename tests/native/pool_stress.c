@@ -10,10 +10,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "bundle.h"
-#include "collective.h"
-#include "pool.h"
-#include "reduce.h"
+#include "shm/tensor_list.h"
+#include "collectives/collective.h"
+#include "shm/pool.h"
+#include "shm/reduce.h"
 
 #define RANKS 3
 #define NUMBER 5

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "slot.h"
+#include "shm/cico_slot.h"
 
 #define RANKS 3
 #define SLOT ((size_t)1 << 20)

@@ -10,11 +10,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "bundle.h"
-#include "collective.h"
-#include "hands.h"
-#include "reduce.h"
-#include "wait.h"
+#include "shm/tensor_list.h"
+#include "collectives/collective.h"
+#include "shm/helper_threads.h"
+#include "shm/reduce.h"
+#include "shm/wait.h"
 
 #define MOST_RANKS 5
 /* Small slots make many chunks of few bytes. */

@@ -18,7 +18,7 @@ SCRIPT = """
 import gc, os, threading, time
 import torch
 import allhands as dist
-from allhands import session
+from allhands.groups import session
 
 def held():
     gc.collect()  # An ended member keeps one descriptor until it is collected.

@@ -488,7 +488,7 @@ def _become(order: dict[str, Any]) -> types.ModuleType:
 
 
 if __name__ == "__main__":
-    for needed in ("torch.nn.parallel", "torch.utils.data", "allhands.lifecycle"):
+    for needed in ("torch.nn.parallel", "torch.utils.data", "allhands.groups.lifecycle"):
         importlib.import_module(needed)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)

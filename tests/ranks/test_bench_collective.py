@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import leaks
-from allhands.bench.crew import Crew
-from allhands.bench.plan import Plan
+from allhands.bench.config import Plan
+from allhands.bench.processes import Crew
 from allhands.errors import AllhandsError
 from ranks.harness import environment, launch
 
@@ -119,8 +119,8 @@ def test_a_small_bench_of_the_engine_mpi(tmp_path: Path, against: str) -> None:
 CHECKED = """
     from allhands.bench.buffers import Buffers
     from allhands.bench.operations import OPERATIONS
-    from allhands.bench.peers import Engines
-    from allhands.bench.plan import Plan
+    from allhands.bench.competitors import Engines
+    from allhands.bench.config import Plan
 
     for operation, what in OPERATIONS.items():
         count = what.size(1000, size)

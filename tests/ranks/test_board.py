@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from allhands import notes
+from allhands.observe import flight_recorder
 from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -77,7 +77,7 @@ def test_a_stuck_rank_can_be_read_from_outside() -> None:
         FORM
         + """
 import os, signal, time
-from allhands import notes
+from allhands.observe import flight_recorder as notes
 
 if rank == 0:
     later = dist.all_reduce(torch.ones(3), async_op=True)
@@ -147,7 +147,7 @@ dist.all_reduce(torch.ones(3))
 before = [note.number for note in dist.board().notes]
 child = os.fork()
 if child == 0:
-    from allhands import notes
+    from allhands.observe import flight_recorder as notes
     number = notes.own().begin("all_reduce", "child", "float32", "", (1,), 4, -1, "child.py:1")
     os._exit(0 if [note.group for note in dist.board().notes] == ["child"] else 1)
 _, status = os.waitpid(child, 0)
@@ -165,8 +165,8 @@ def test_a_process_without_a_board_is_named() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         try:
             with pytest.raises(LookupError, match=f"process {other.pid} has no board"):
-                notes.read(other.pid)
+                flight_recorder.read(other.pid)
         finally:
             os.kill(other.pid, signal.SIGTERM)
     with pytest.raises(LookupError, match="there is no process"):
-        notes.read(other.pid)
+        flight_recorder.read(other.pid)

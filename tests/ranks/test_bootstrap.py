@@ -236,7 +236,7 @@ for turn in range(2):
 import allhands
 dist.init_process_group("allhands", init_method=os.environ["FILE"] + "2", rank=rank, world_size=size)
 use(2)
-say(session=allhands.session.current() is not None)
+say(session=allhands.groups.session.current() is not None)
 """,
         2,
         {"FILE": f"file://{tmp_path}/store"},
@@ -316,7 +316,7 @@ def test_signatures_are_torchs() -> None:
     import torch.distributed as theirs
 
     import allhands
-    from allhands.collectives import GUARDED
+    from allhands.groups.collectives import GUARDED
 
     def parameters(function: Any) -> list[tuple[str, Any, Any]]:
         found = inspect.signature(function).parameters.values()

@@ -89,7 +89,7 @@ ODD = """
 import torch
 from torch import nn
 import allhands as dist
-from allhands.engines import shm
+from allhands.engines.shm import engine as shm
 
 torch.set_num_threads(1)
 shm.cores = lambda: CORES

@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 import torch.nn.parallel
 from torch import nn
 import allhands as dist
-from allhands.engines import shm
+from allhands.engines.shm import engine as shm
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 warnings.simplefilter("ignore", FutureWarning)
@@ -383,7 +383,7 @@ def test_ranks_with_different_numbers_of_cores() -> None:
     import torch
     from torch import nn
     import allhands as dist
-    from allhands.engines import shm
+    from allhands.engines.shm import engine as shm
 
     torch.set_num_threads(1)
     shm.cores = lambda: 64 if rank else 1

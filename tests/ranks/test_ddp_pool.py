@@ -13,8 +13,8 @@ import ctypes
 import torch
 from torch import nn
 import allhands as dist
-from allhands.engines import shm
-from allhands.parallel import pool
+from allhands.engines.shm import engine as shm
+from allhands.training import pool
 
 torch.set_num_threads(1)
 # No core beside those of the ranks.
@@ -358,8 +358,8 @@ NO_ROOM = """
 import resource
 import torch
 import allhands as dist
-from allhands.engines import shm
-from allhands.parallel import pool
+from allhands.engines.shm import engine as shm
+from allhands.training import pool
 
 shm.cores = lambda: 1
 pool._LEAST_BYTES = 1 << 20

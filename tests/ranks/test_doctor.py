@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from allhands import stacks
 from allhands.doctor import Finding, jobs
 from allhands.doctor.jobs import examine
 from allhands.errors import ArgumentError
+from allhands.observe import stacks
 from ranks import harness
 from ranks.runner import running
 
@@ -270,7 +270,7 @@ def test_asking_twice_gives_the_stacks_of_now() -> None:
     source = """
     import os, time
     from pathlib import Path
-    from allhands import stacks
+    from allhands.observe import stacks
     stacks.offer()
     def first():
         say(at="first")

@@ -201,7 +201,7 @@ def test_saying_where_a_rank_stands_keeps_nothing_of_its_callers() -> None:
         FORM
         + """
 import weakref
-from allhands.session import current
+from allhands.groups.session import current
 
 class Held: ...
 

@@ -149,7 +149,7 @@ def test_spare_cores_decide_where_nobody_asks() -> None:
     """As many as leave a core for each, none where ranks have no core to spare, and never more than three."""
     results = harness.launch(
         """
-from allhands.engines import shm
+from allhands.engines.shm import engine as shm
 shm.cores = lambda: 16
 many = [shm._hands(ranks) for ranks in (1, 2, 4, 5, 8, 16, 32)]
 shm.cores = lambda: 2

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from allhands.control.coordinator import Coordinator
-from allhands.control.meeting import random_name
+from allhands.control.rendezvous import random_name
 from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nursery")
 SCRIPT = """
 import torch
 import allhands as dist
-from allhands import session
+from allhands.groups import session
 
 with dist.process_group("gloo", timeout=10):
     x = torch.ones(2)

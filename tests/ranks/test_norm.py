@@ -15,7 +15,7 @@ import copy, os, warnings
 import torch
 from torch import nn
 import allhands as dist
-from allhands.parallel import SyncBatchNorm
+from allhands.training import SyncBatchNorm
 
 torch.set_num_threads(1)
 dist.init_process_group(os.environ.get("BACKEND", "allhands"), rank=rank, world_size=size, timeout=30)

@@ -220,7 +220,7 @@ def test_it_looks_like_torchs_function() -> None:
 import inspect, pickle
 import torch.distributed as theirs
 import allhands as dist
-from allhands import collectives
+from allhands.groups import collectives
 
 for name in collectives.QUICK:
     ours, torchs = getattr(dist, name, None), getattr(theirs, name, None)

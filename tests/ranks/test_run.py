@@ -161,13 +161,14 @@ def test_a_child_of_a_worker_has_a_board_of_its_own() -> None:
     """What a worker forks or starts does not write on the board that the launcher reads for the worker."""
     source = """
     import os, subprocess, sys
-    from allhands import notes
+    from allhands.observe import flight_recorder as notes
     print("given", notes._mine().descriptor == int(os.environ["ALLHANDS_BOARD_FD"].split(":")[0]), flush=True)
     if os.fork() == 0:
         print("fork", notes._given(), flush=True)
         os._exit(0)
     os.wait()
-    subprocess.run([sys.executable, "-c", "from allhands import notes; print('exec', notes._given())"], check=True)
+    code = "from allhands.observe import flight_recorder; print('exec', flight_recorder._given())"
+    subprocess.run([sys.executable, "-c", code], check=True)
     """
     ran = run(source, ranks=1)
     assert sorted(ran.lines(0)) == ["exec None", "fork None", "given True"], ran.err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from allhands.control.meeting import outward_address
+from allhands.control.rendezvous import outward_address
 from ranks.certificates import made, tls
 from ranks.harness import Result, free_port, launch
 
@@ -28,7 +28,7 @@ import allhands as dist
 import torch
 from allhands.control import handshake
 from allhands.control.frames import GREETING, HEADER, pack
-from allhands.control.holder import holder
+from allhands.control.port_owner import holder
 from allhands.control.messages import encode
 logging.basicConfig(level=logging.DEBUG)
 where = os.environ.get("WHERE") or None
@@ -239,7 +239,7 @@ def test_a_group_over_tls(certificates: Path) -> None:
         INIT
         + """
 say(init=form(), used=use())
-from allhands import session
+from allhands.groups import session
 store = session.current().store
 store.set(f"large {rank}", bytes([rank]) * 2**20)
 other = store.get(f"large {1 - rank}")

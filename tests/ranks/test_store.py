@@ -15,8 +15,8 @@ from torch.distributed import QueueEmptyError
 from torch.distributed.distributed_c10d import PrefixStore
 
 import allhands
-from allhands import session
 from allhands.control.frames import MOST_BYTES
+from allhands.groups import session
 from ranks.harness import free_port
 
 # Long enough for a reply on a loaded machine, short enough to be waited out.

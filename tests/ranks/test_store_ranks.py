@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 import allhands as dist
 import torch
-from allhands import session
+from allhands.groups import session
 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
 store = session.current().store
 """

@@ -17,7 +17,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.utils.checkpoint import checkpoint
 import torch.nn.functional as F
 import torch.nn.parallel
-from allhands.engines import shm
+from allhands.engines.shm import engine as shm
 
 warnings.simplefilter("ignore", FutureWarning)
 """
@@ -116,8 +116,8 @@ def try_local_sgd():
 
 # Before any group: without a core to spare averages go to a pool, here in any model that takes more than one meeting.
 POOL = """
-from allhands.engines import shm
-from allhands.parallel import pool
+from allhands.engines.shm import engine as shm
+from allhands.training import pool
 shm.cores = lambda: 1
 pool._LEAST_BYTES = 1 << 17
 """

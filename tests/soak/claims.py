@@ -108,7 +108,7 @@ FAULTS = [
         "version-mismatch",
         (1,),
         note="torch compares no versions",
-        body="if ours and faulty and rank == 1:\n    import allhands.lifecycle as lifecycle\n"
+        body="if ours and faulty and rank == 1:\n    import allhands.groups.lifecycle as lifecycle\n"
         "    real = lifecycle.Claim\n"
         "    lifecycle.Claim = lambda **kw: real(**{**kw, 'allhands': '0.0.1'})\n" + FORM,
         fix=code("^install the same torch and allhands everywhere"),

@@ -11,9 +11,9 @@ import secrets
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from unit.test_program import Program
-from unit.test_program import programs as core_programs
-from unit.test_program import run as run_on_core
+from unit.core.test_program import Program
+from unit.core.test_program import programs as core_programs
+from unit.core.test_program import run as run_on_core
 
 pytestmark = pytest.mark.soak
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Past this, ask what second idea moved in.
-MOST_LINES = 500
 # Folders of the machine that something was written on; no one else has them.
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(?:work|root)/")
-SOURCES = sorted(path for folder in ("src", "csrc") for path in (ROOT / folder).rglob("*.*"))
 
 
 def text_files() -> dict[Path, str]:
@@ -34,16 +31,6 @@ def text_files() -> dict[Path, str]:
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
             continue
     return files
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in SOURCES if path.suffix in {".py", ".pyi", ".c", ".h"}],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_a_file_is_one_idea(path: Path) -> None:
-    """No source file is longer than one can keep in mind."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
 def test_no_file_speaks_of_one_machine() -> None:

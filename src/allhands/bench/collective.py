@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from .crew import Crew, cores
-from .floor import COPIES, floor_s, speed
+from .config import Plan
+from .memcpy_floor import COPIES, floor_s, speed
 from .operations import OPERATIONS, bus_bandwidth
-from .plan import Plan
+from .processes import Crew, cores
 
 __all__ = ["measure", "row"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .floor import LEAST_JUDGED
+from .config import Plan
+from .memcpy_floor import LEAST_JUDGED
 from .operations import OPERATIONS
-from .plan import Plan
-from .table import size_words
+from .tables import size_words
 
 __all__ = ["draw"]
 

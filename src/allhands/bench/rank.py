@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from .floor import COPIES
-from .folder import near
-from .plan import Plan
+from .config import Plan
+from .memcpy_floor import COPIES
+from .tempdir import near
 
 __all__ = ["Line", "main", "serve"]
 
@@ -98,7 +98,7 @@ def serve(kind: type[Any], measure: Callable[[Any, int, Any, Line], None]) -> No
     try:
         mpi = None
         if rank < 0:
-            from .peers import start_mpi
+            from .competitors import start_mpi
 
             mpi = start_mpi(getattr(plan, "engine", "shm"))
             rank = mpi.COMM_WORLD.Get_rank()
@@ -127,7 +127,7 @@ def _measure(plan: Plan, rank: int, mpi: Any, line: Line) -> None:
     import torch
 
     from .buffers import Buffers
-    from .peers import Engines
+    from .competitors import Engines
 
     torch.set_num_threads(1)
     engines = Engines(plan, rank, mpi)

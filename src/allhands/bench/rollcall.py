@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..control.beside import Order, start
-from ..control.meeting import random_name
+from ..control.coordinator_process import Order, start
 from ..control.progress import Progress
+from ..control.rendezvous import random_name
 from ..errors import fail
-from .crowd import SPARE_DESCRIPTORS, Plan
+from .simulated_members import SPARE_DESCRIPTORS, Plan
 
 __all__ = ["run"]
 
@@ -31,7 +31,9 @@ _PER_MEMBER = 2
 _PHASE_S = 120.0
 
 # Found where this process found the package, as for the coordinator's own process.
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from allhands.bench.crowd import main; sys.exit(main())"
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from allhands.bench.simulated_members import main; sys.exit(main())"
+)
 
 _Notify = Callable[[str], None]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..control.progress import Progress
 from .course import Course
-from .crew import Crew, cores
-from .spell import Spell
+from .processes import Crew, cores
+from .sample import Spell
 
 __all__ = ["held", "measure", "race", "row"]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from .beside import main
+from .coordinator_process import main
 
 __all__: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .messages import Claim
-from .party import RANKS, Party
+from .wording import RANKS, Party
 
 __all__ = ["Arrival"]
 

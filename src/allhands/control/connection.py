@@ -26,7 +26,7 @@ from .messages import (
     decode_proof,
     encode,
 )
-from .party import Party
+from .wording import Party
 
 if TYPE_CHECKING:
     from .coordinator import Coordinator

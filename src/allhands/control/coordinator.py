@@ -14,9 +14,8 @@ import traceback
 from typing import Any
 
 from ..diagnosis import Diagnosis
-from . import endings, refusals
+from . import diagnoses, endings
 from .arrival import Arrival
-from .census import everyone, telling
 from .comparison import Comparison
 from .connection import Connection
 from .keyvalue import KeyValue
@@ -47,6 +46,7 @@ from .messages import (
     encode,
 )
 from .rollcall import Completed, RefusedRoll, RollCall, Waits, decide
+from .status_query import everyone, telling
 
 __all__ = ["Coordinator"]
 
@@ -199,7 +199,7 @@ class Coordinator:
                 connection.send(Closing())
                 connection.close()
             else:
-                connection.send(Refused(refusals.late(arrival, self.roll, self._completed_wall, now)))
+                connection.send(Refused(diagnoses.late(arrival, self.roll, self._completed_wall, now)))
             return
         connection.arrival = arrival
         self.roll.arrive(arrival)

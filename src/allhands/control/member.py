@@ -24,6 +24,7 @@ import msgspec
 
 from ..diagnosis import Diagnosis
 from ..errors import error, fail
+from .desync import Teller
 from .frames import FrameError, Splitter, pack
 from .messages import (
     Ask,
@@ -47,7 +48,6 @@ from .messages import (
     decode_from_coordinator,
     encode,
 )
-from .tally import Teller
 
 __all__ = ["BESIDE", "LAUNCHER", "Member"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from ..diagnosis import Diagnosis, duration
-from . import refusals
+from . import diagnoses
 from .arrival import Arrival
 from .messages import Claim
-from .party import RANKS, Party
+from .wording import RANKS, Party
 
 __all__ = ["Completed", "Decision", "RefusedRoll", "RollCall", "Waits", "decide"]
 
@@ -41,7 +41,7 @@ class Waits(msgspec.Struct, frozen=True):
     def explanation(self) -> str:
         """Who is here and who is missing, by node."""
         size, here, noun = self.state.world_size, self.state.present, self.state.party.noun
-        names = refusals.by_node([rank for rank in range(size) if rank not in here], self.state)
+        names = diagnoses.by_node([rank for rank in range(size) if rank not in here], self.state)
         waited = duration(self.now - self.state.opened)
         return f"{len(here)} of {size or '?'} {noun}s are here; waiting for {names or 'the first'} ({waited})"
 
@@ -175,23 +175,23 @@ class RollCall(msgspec.Struct):
 def decide(now: float, state: RollCall) -> Decision:
     """Say what follows from who has answered so far: complete, wait, or refuse, with the reason in words."""
     if state.troubled:
-        return RefusedRoll(refusals.trouble(state.troubled[0]))
+        return RefusedRoll(diagnoses.trouble(state.troubled[0]))
     disagreement = _disagreement(state)
     if disagreement is not None:
         return RefusedRoll(disagreement)
     if state.doubles:
-        return RefusedRoll(refusals.duplicate(*state.doubles[0]))
+        return RefusedRoll(diagnoses.duplicate(*state.doubles[0]))
     size = state.world_size
     if state.shared_gpu and _uses_nccl(state):
-        return RefusedRoll(refusals.gpu_shared([state.present[rank] for rank in state.shared_gpu]))
+        return RefusedRoll(diagnoses.gpu_shared([state.present[rank] for rank in state.shared_gpu]))
     if size and len(state.present) == size:
         words = f"all {size} {state.party.noun}s answered after {duration(now - state.opened)}"
         return Completed(words, one_host=state.hosts == 1)
     if now >= state.deadline:
         absent = [rank for rank in range(size) if rank not in state.present]
         if any(rank in state.turned for rank in absent):
-            return RefusedRoll(refusals.turned_away(absent, state))
-        return RefusedRoll(refusals.missing(now, absent, state))
+            return RefusedRoll(diagnoses.turned_away(absent, state))
+        return RefusedRoll(diagnoses.missing(now, absent, state))
     return Waits(now, state)
 
 
@@ -200,8 +200,8 @@ def _disagreement(state: RollCall) -> Diagnosis | None:
         groups = state.disagreement(slug)
         if len(groups) > 1:
             arrivals = {rank: state.present[rank] for members in groups.values() for rank in members}
-            return refusals.disagreement(slug, groups, arrivals)
-    return refusals.out_of_range(state.outside[0]) if state.outside else None
+            return diagnoses.disagreement(slug, groups, arrivals)
+    return diagnoses.out_of_range(state.outside[0]) if state.outside else None
 
 
 def _uses_nccl(state: RollCall) -> bool:

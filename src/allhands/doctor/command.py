@@ -14,14 +14,14 @@ import click
 
 from .. import settings
 from ..environments.address import parse
-from ..world import Address
-from .case import Case, open_case
-from .examination import examine
-from .exchange import Told
+from ..environments.world import Address
 from .finding import Finding, exit_code
 from .jobs import examine as examine_job
-from .listening import Listener
+from .peer_protocol import Told
+from .peer_server import Listener
 from .remedy import apply
+from .request import Case, open_case
+from .run_checks import examine
 from .screen import render, report
 
 __all__ = ["command"]

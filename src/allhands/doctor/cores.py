@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from ..diagnosis import count
-from .case import Case
 from .finding import Finding, green, yellow
+from .request import Case
 from .resources import group_of
 
 __all__ = ["available", "check"]

@@ -20,7 +20,7 @@ import msgspec
 
 from .._version import __version__
 from ..engines.mpi import library
-from .software import Installed, installed, too_old, torch_folder
+from .versions import Installed, installed, too_old, torch_folder
 
 __all__ = ["Ground", "Offer", "look", "offers", "render", "report"]
 

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 
 from ..diagnosis import join
-from .case import Case
 from .finding import Finding, green, yellow
+from .request import Case
 
 __all__ = ["check", "rules"]
 

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .process import look
+from .proc_status import look
 
 __all__ = ["Card", "User", "cards", "device_files"]
 

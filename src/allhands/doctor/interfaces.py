@@ -7,7 +7,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from ..control.listening import is_loopback
+from ..control.bind import is_loopback
 
 __all__ = ["Interface", "chosen", "interfaces", "leads_to"]
 

@@ -7,13 +7,13 @@ import time
 
 from ..diagnosis import count, duration, join
 from ..errors import fail
-from ..launch.descendants import descendants
-from . import trace
-from .crew import Crew, crews, refresh
+from ..launch.process_tree import descendants
+from . import stack_trace
+from .concurrent import Together
 from .finding import Finding, green, yellow
-from .process import look
-from .stuck import Standing, judge, moved
-from .together import Together
+from .job_ranks import Crew, crews, refresh
+from .proc_status import look
+from .stalled_job import Standing, judge, moved
 
 __all__ = ["at_work", "examine"]
 
@@ -69,7 +69,7 @@ def _one(crew: Crew) -> list[Finding]:
     first, started = refresh(crew), time.monotonic()
     if not first.ranks:
         return [green(_SECTION, "over", "the job has just ended")]
-    asked = Together(trace.of, first.pids)
+    asked = Together(stack_trace.of, first.pids)
     time.sleep(_LOOK_S)
     second = refresh(first)
     traces = dict(zip(first.pids, asked.results(), strict=True))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..diagnosis import count, duration, join
-from .case import Case
 from .finding import Finding, green, red, yellow
-from .process import Look, look, processes
+from .proc_status import Look, look, processes
+from .request import Case
 
 __all__ = ["Leftover", "check", "leftovers"]
 

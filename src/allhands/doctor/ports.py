@@ -9,13 +9,13 @@ import socket
 import time
 
 from .. import settings
-from ..control.holder import holder
-from ..control.reach import Attempts, diagnose
+from ..control.connect import Attempts, diagnose
+from ..control.port_owner import holder
 from ..diagnosis import duration, join
-from ..world import Address
-from .case import Case
+from ..environments.world import Address
 from .finding import Finding, green, of, red, yellow
-from .service import STORE, Service, identify
+from .port_probe import STORE, Service, identify
+from .request import Case
 
 __all__ = ["check", "knock"]
 

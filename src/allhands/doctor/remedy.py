@@ -7,7 +7,7 @@ import resource
 from collections.abc import Sequence
 
 from .finding import Finding
-from .process import look
+from .proc_status import look
 
 __all__ = ["apply"]
 

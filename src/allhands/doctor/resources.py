@@ -7,8 +7,8 @@ import resource
 from pathlib import Path
 
 from ..diagnosis import count
-from .case import Case
 from .finding import Finding, green, red, yellow
+from .request import Case
 
 __all__ = ["check", "group_of", "limits"]
 

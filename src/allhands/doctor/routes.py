@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..diagnosis import join
-from .case import Case
 from .finding import Finding, green, red, yellow
 from .interfaces import Interface, chosen, leads_to
+from .request import Case
 
 __all__ = ["check"]
 

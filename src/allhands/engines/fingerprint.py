@@ -13,7 +13,7 @@ import torch
 
 from ..diagnosis import sides
 from ..diagnosis.sides import Judgement
-from . import shm
+from .shm import engine as shm
 
 __all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "judge", "judge_sizes", "unpack"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import fail
-from ..world import Address
 from .base import me, port
+from .world import Address
 
 __all__ = ["parse"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..errors import fail
-from ..world import Address
 from .address import parse
 from .base import Detection, me
+from .world import Address
 
 __all__ = ["NAME", "address", "apply"]
 

@@ -29,7 +29,7 @@ import msgspec
 
 from ..diagnosis import join
 from ..errors import AllhandsError, fail
-from ..world import Address, World
+from .world import Address, World
 
 __all__ = ["DEFAULT_PORT", "Detection", "Environment", "derived_port", "integer", "lines", "me", "port", "text"]
 

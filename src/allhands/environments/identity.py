@@ -10,18 +10,17 @@ import msgspec
 from .. import settings
 from ..diagnosis import join
 from ..errors import AllhandsError
-from ..world import Address, World
 from . import (
     arguments,
     azureml,
     batch,
-    compute,
     flux,
-    hydra,
+    gce,
     indexed,
     jobset,
     launcher,
     lsf,
+    mpich,
     mvapich,
     openmpi,
     pbs,
@@ -36,7 +35,8 @@ from . import (
     vertex,
 )
 from .base import Detection, Environment, text
-from .claims import inner
+from .conflicts import inner
+from .world import Address, World
 
 __all__ = ["ENVIRONMENTS", "Finding", "identify", "survey"]
 
@@ -52,7 +52,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     azureml,
     openmpi,
     mvapich,
-    hydra,
+    mpich,
     ray,
     vertex,
     sagemaker,
@@ -61,7 +61,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     jobset,
     indexed,
     statefulset,
-    compute,
+    gce,
     plain,
     batch,
 )

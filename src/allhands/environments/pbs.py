@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import hydra, mvapich, openmpi
+from . import mpich, mvapich, openmpi
 from .base import Detection, lines, text
 
 __all__ = ["MARK", "NAME", "detect"]
 
 NAME = "pbs"
 MARK = "PBS_JOBID, PBS_NODEFILE and a rank from MPI"
-_RANKS = (openmpi.MARK, mvapich.MARK, hydra.MARK, "PALS_RANKID")
+_RANKS = (openmpi.MARK, mvapich.MARK, mpich.MARK, "PALS_RANKID")
 
 
 def detect(env: Mapping[str, str]) -> Detection | None:
@@ -27,8 +27,8 @@ def detect(env: Mapping[str, str]) -> Detection | None:
         mvapich.number(found)
     else:
         # PALS itself tells no size; Cray's PMI beside it does.
-        hydra.number(found)
-        found.take("rank", "PALS_RANKID", hydra.MARK)
+        mpich.number(found)
+        found.take("rank", "PALS_RANKID", mpich.MARK)
         found.remedy = "load the MPI module that sets PMI_SIZE, or pass world_size="
     found.take("local_rank", "PALS_LOCAL_RANKID").take("local_world_size", "PALS_LOCAL_SIZE")
     found.take("node_rank", "PALS_NODEID")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .base import Detection, text
-from .nodes import node_not_process, several
+from .node_rank_trap import node_not_process, several
 
 __all__ = ["MARK", "NAME", "detect"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import fail
 from .base import DEFAULT_PORT, Detection, me, text
-from .nodes import node_not_process, several
+from .node_rank_trap import node_not_process, several
 
 __all__ = ["MARK", "NAME", "detect"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from .base import DEFAULT_PORT, Detection, text
-from .nodes import node_not_process, several
+from .node_rank_trap import node_not_process, several
 
 __all__ = ["MARK", "NAME", "detect"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..errors import fail
 from .base import DEFAULT_PORT, Detection, integer, me, text
-from .nodes import node_not_process, several
+from .node_rank_trap import node_not_process, several
 
 __all__ = ["MARK", "NAME", "detect"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import AllhandsError, fail
 from .address import parse
 from .base import Detection, integer, me, text
-from .nodes import node_not_process, several
+from .node_rank_trap import node_not_process, several
 
 __all__ = ["MARK", "NAME", "detect"]
 

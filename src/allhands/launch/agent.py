@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import telling
-from .ahead import ENDING, HELD, Ahead
+from . import verdict_text
 from .attempt import Attempt
-from .company import Alone, Company, End
 from .job import Job
 from .keyboard import Keyboard
+from .multinode.node_role import Alone, Company, End
 from .output import Output
+from .start import ENDING, HELD, Ahead
 
 __all__ = ["main"]
 
@@ -49,7 +49,7 @@ class _Agent:
             self._company = Alone(self._job, self._ahead.token, self._ahead.port)
             return await self._run(self._company)
         # One node does not wait for the import of what several need.
-        from .gathering import Gathering
+        from .multinode.agent_rendezvous import Gathering
 
         gathering = Gathering(self._job)
         self._stopping = gathering.stop
@@ -171,7 +171,7 @@ class _Agent:
 
     async def _answer(self) -> None:
         if self._attempt is not None:
-            self._output.write(telling.standing(await self._attempt.ask()))
+            self._output.write(verdict_text.standing(await self._attempt.ask()))
 
     async def _until_broken(self) -> None:
         await self._broken.wait()

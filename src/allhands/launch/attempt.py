@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..settings import SEATS
-from . import descendants, hang, memory
-from .ahead import Ahead
+from . import oom, process_tree, stall
 from .ending import EXPLAIN_S, LEFTOVER_S, Ending
 from .keyboard import Keyboard
 from .output import Output
 from .process import Process
+from .start import Ahead
 from .starting import start
 from .verdict import Outcome
 
 if TYPE_CHECKING:
-    from .company import Company
+    from .multinode.node_role import Company
 
 __all__ = ["Attempt", "Story"]
 
@@ -41,7 +41,7 @@ class Story(msgspec.Struct, frozen=True):
     """All that is known once an attempt is over; `verdict.judge` makes the verdict of it."""
 
     outcomes: list[Outcome]
-    hanging: hang.Hang | None
+    hanging: stall.Hang | None
     stopped: int
     leftovers: list[str]
 
@@ -62,11 +62,11 @@ class Attempt:
         self._output, self._keyboard = output, keyboard
         self._ending = Ending(self.job.grace_s)
         self._changed = asyncio.Event()
-        self._hang: hang.Hang | None = None
-        self._watch = hang.Watch(self.job.hang_timeout_s)
+        self._hang: stall.Hang | None = None
+        self._watch = stall.Watch(self.job.hang_timeout_s)
         self._stopped = 0
         self._leftovers: list[str] = []
-        self._memory = memory.Memory()
+        self._memory = oom.Memory()
 
     async def run(self) -> Story:
         """Start the workers and see them to their end."""
@@ -139,7 +139,7 @@ class Attempt:
         for process in self.processes:
             if process.alive:
                 process.send(signal.SIGKILL)
-        descendants.kill(self._others(), signal.SIGKILL)
+        process_tree.kill(self._others(), signal.SIGKILL)
 
     def reaped(self, pid: int, status: int) -> None:
         """A child of the agent ended; it may be a worker or an orphan."""
@@ -191,7 +191,7 @@ class Attempt:
             self._hang = await self.ask()
             self._ending.fail(time.monotonic(), 0.0)
 
-    async def ask(self) -> hang.Hang:
+    async def ask(self) -> stall.Hang:
         """Find out what every worker is doing: its board and the stacks of its threads."""
         asked = [process for process in self.processes if process.alive and process.ask_stacks()]
         deadline = time.monotonic() + _STACKS_S
@@ -203,7 +203,7 @@ class Attempt:
                 break
             before = now
         alive = [process for process in self.processes if process.alive]
-        return hang.Hang(
+        return stall.Hang(
             boards={process.rank: process.notes() for process in alive},
             stacks={process.rank: process.stacks() if process in asked else "" for process in alive},
             states={process.rank: process.state() for process in alive},
@@ -215,7 +215,7 @@ class Attempt:
 
     def _others(self) -> list[int]:
         workers = {process.pid for process in self.processes if process.alive}
-        return [pid for pid in descendants.descendants(os.getpid(), self._ahead.spared) if pid not in workers]
+        return [pid for pid in process_tree.descendants(os.getpid(), self._ahead.spared) if pid not in workers]
 
     async def _leftover(self) -> None:
         """End what outlives the workers: a moment to go by itself, then SIGTERM, then SIGKILL."""
@@ -229,10 +229,10 @@ class Attempt:
                 number = signal.SIGKILL
             if number and time.monotonic() < patient_s:
                 # Whose end follows the last rank's in any case.
-                others = [pid for pid in others if not descendants.variable(pid, SEATS)]
+                others = [pid for pid in others if not process_tree.variable(pid, SEATS)]
             if number and others:
                 self._name(others)
-                descendants.kill(others, number)
+                process_tree.kill(others, number)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LOOK_S)
@@ -241,5 +241,5 @@ class Attempt:
         if self._leftovers:
             return
         for pid in pids:
-            rank = descendants.variable(pid, "RANK")
-            self._leftovers.append(f"pid {pid} of rank {rank or '?'}: {descendants.command(pid)[:200]}")
+            rank = process_tree.variable(pid, "RANK")
+            self._leftovers.append(f"pid {pid} of rank {rank or '?'}: {process_tree.command(pid)[:200]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ..world import Address
+from ..environments.world import Address
 
 __all__ = ["CAUSES", "Job", "Streams"]
 

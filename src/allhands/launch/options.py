@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from ..world import Address
+from ..environments.world import Address
 from .job import CAUSES, Job, Streams
 
 # Type checkers know the name.

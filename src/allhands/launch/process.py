@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from .. import stacks
+from ..observe import stacks
 from . import worker
-from .evidence import Evidence
+from .exit_evidence import Evidence
 from .job import Job
 
 __all__ = ["Process"]

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from ..world import Address
+from ..environments.world import Address
 from .job import Job
 from .process import Process
 from .variables import mark, variables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..world import Address
+from ..environments.world import Address
 from .job import Job
 
 __all__ = ["MARK", "STALE", "mark", "variables"]

@@ -10,9 +10,9 @@ import msgspec
 
 from ..diagnosis import Diagnosis, duration, ranks
 from ..diagnosis.transport import TRANSPORT
-from ..notes import Board
-from .hang import Hang
-from .loss import Loss, words_of
+from ..observe.flight_recorder import Board
+from .multinode.node_loss import Loss, words_of
+from .stall import Hang
 
 __all__ = ["HANG_STATUS", "Outcome", "Verdict", "judge", "status_word"]
 

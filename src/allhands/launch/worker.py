@@ -12,7 +12,7 @@ import signal
 import sys
 from types import ModuleType
 
-from ..stacks import SIGNAL
+from ..observe.stacks import SIGNAL
 from .record import exited, raised, write
 
 # Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
@@ -74,7 +74,7 @@ def _run(kind: str, target: str, arguments: list[str], record: int, *, init: boo
     formed = False
     try:
         if init:
-            from ..lifecycle import destroy_process_group, init_process_group
+            from ..groups.lifecycle import destroy_process_group, init_process_group
 
             init_process_group()
             formed = True

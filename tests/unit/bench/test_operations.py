@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from allhands.bench.collective import row
-from allhands.bench.floor import copied, floor_s, speed
+from allhands.bench.config import Plan
+from allhands.bench.memcpy_floor import copied, floor_s, speed
 from allhands.bench.operations import OPERATIONS, bus_bandwidth
-from allhands.bench.plan import Plan
 
 MIB = 1 << 20
 

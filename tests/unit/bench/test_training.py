@@ -5,7 +5,7 @@ import pytest
 from allhands.bench import training
 from allhands.bench.course import Course, course
 from allhands.bench.figures import figures
-from allhands.bench.spell import Spell
+from allhands.bench.sample import Spell
 from allhands.bench.training import row
 from allhands.errors import ArgumentError
 

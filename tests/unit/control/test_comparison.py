@@ -7,8 +7,8 @@ import random
 import pytest
 
 from allhands.control.comparison import Comparison, Difference
+from allhands.control.desync import Known, Tally, Teller
 from allhands.control.messages import Recalled, Said, Told
-from allhands.control.tally import Known, Tally, Teller
 
 USUAL = Known(3, "called all_reduce of float32 x 4 by SUM, [4], at train.py:41")
 ODD = Known(5, "called broadcast of float32 x 4 with root 0, [4], at train.py:43")

@@ -11,7 +11,7 @@ from allhands.control import handshake
 from allhands.control.connection import Connection
 from allhands.control.frames import GREETING, pack
 from allhands.control.messages import Proof, encode
-from allhands.control.party import RANKS
+from allhands.control.wording import RANKS
 
 TOKEN = b"open sesame"
 

@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from allhands.control import refusals
+from allhands.control import diagnoses
 from allhands.control.arrival import Arrival
 from allhands.control.identity import Identity
 from allhands.control.messages import Claim
-from allhands.control.party import NODES
 from allhands.control.rollcall import Completed, RefusedRoll, RollCall, Waits, decide
+from allhands.control.wording import NODES
 from allhands.diagnosis import Diagnosis
 
 # The roll call opens at 0 and everyone's time is up a minute later, unless a test says otherwise.
@@ -380,14 +380,14 @@ def test_strangers_cannot_fill_the_memory() -> None:
 def test_a_second_process_of_a_rank_after_completion_is_a_duplicate() -> None:
     """One that was started with the others and comes when the group is formed is a double."""
     state = called(arrival(0, 2), arrival(1, 2))
-    diagnosis = refusals.late(arrival(1, 2, host="node-b", started=5.0), state, completed_wall=10.0, now=2.0)
+    diagnosis = diagnoses.late(arrival(1, 2, host="node-b", started=5.0), state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("duplicate-rank", (1,), ("node-a", "node-b"))
 
 
 def test_one_that_started_after_completion_met_another_job() -> None:
     """A process that did not exist when the group was formed belongs to another job at the same address."""
     state = called(arrival(0, 2), arrival(1, 2))
-    diagnosis = refusals.late(arrival(1, 2, host="node-b", started=11.0), state, completed_wall=10.0, now=42.0)
+    diagnosis = diagnoses.late(arrival(1, 2, host="node-b", started=11.0), state, completed_wall=10.0, now=42.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("port-in-use", (1,), ("node-b",))
     assert diagnosis.what == "node-a:29500 belongs to another job, whose 2 ranks are all there"
     assert diagnosis.who == "rank 1 (node-b, pid 1001) met the job of rank 0 (node-a, pid 1000)"
@@ -398,7 +398,7 @@ def test_one_that_started_after_completion_met_another_job() -> None:
 def test_a_late_one_with_another_world_size(rank: int) -> None:
     """One that was started with the others but counts more ranks is told so, and is the odd one."""
     state = called(arrival(0, 2), arrival(1, 2))
-    diagnosis = refusals.late(arrival(rank, 4, host="node-b"), state, completed_wall=10.0, now=2.0)
+    diagnosis = diagnoses.late(arrival(rank, 4, host="node-b"), state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("world-size-mismatch", (rank,), ("node-b",))
 
 
@@ -407,7 +407,7 @@ def test_a_late_one_of_another_job(odd: dict[str, Any]) -> None:
     """Another job's rank is told that, however late it was started."""
     state = called(arrival(0, 2), arrival(1, 2))
     newcomer = arrival(0, 2, host="node-b", started=99.0, **odd)
-    diagnosis = refusals.late(newcomer, state, completed_wall=10.0, now=2.0)
+    diagnosis = diagnoses.late(newcomer, state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("job-mismatch", (0,), ("node-b",))
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from allhands.doctor import cores, engines, firewall, interfaces, query, resources, stack, surroundings
-from allhands.doctor.case import Case, open_case
+from allhands.doctor import cores, dns, engines, environment, firewall, interfaces, resources, stack_check
 from allhands.doctor.gpus import Card, User
 from allhands.doctor.interfaces import Interface, chosen
-from allhands.doctor.software import Installed, installed
-from allhands.world import Address
+from allhands.doctor.request import Case, open_case
+from allhands.doctor.versions import Installed, installed
+from allhands.environments.world import Address
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, up=True)
 ETH = Interface("eth0", ("10.0.0.2", "fe80::1"), 1500, up=True)
@@ -60,28 +60,28 @@ def test_this_machines_interfaces() -> None:
 def test_resolver_and_hosts_files(tmp_path: Path) -> None:
     """Comments, search domains and several servers are read as the system reads them; no file means this machine."""
     (tmp_path / "resolv").write_text("# x\nnameserver 10.0.0.1\nsearch a.example b.example\nnameserver 10.0.0.2 ; y\n")
-    found = query.resolver(tmp_path / "resolv")
+    found = dns.resolver(tmp_path / "resolv")
     assert found.servers == ("10.0.0.1", "10.0.0.2")
     assert found.spellings("node") == ["node.a.example", "node.b.example", "node"]
     assert found.spellings("node.c") == ["node.c"]
-    assert query.resolver(tmp_path / "none").servers == ("127.0.0.1",)
+    assert dns.resolver(tmp_path / "none").servers == ("127.0.0.1",)
     (tmp_path / "hosts").write_text("10.0.0.3 Node-A node # here\n#10.0.0.4 node\n\n::1 node\n")
-    assert query.listed(tmp_path / "hosts", "node") == ["10.0.0.3", "::1"]
-    assert query.listed(tmp_path / "hosts", "node-a") == ["10.0.0.3"]
+    assert dns.listed(tmp_path / "hosts", "node") == ["10.0.0.3", "::1"]
+    assert dns.listed(tmp_path / "hosts", "node-a") == ["10.0.0.3"]
 
 
 @pytest.mark.parametrize("packet", [b"", b"\0\1", b"\0\1\x81\x80\0\1\0\5\0\0\0\0\xc0", b"\0\1" + b"\xff" * 40])
 def test_packets_that_make_no_sense_are_passed_over(packet: bytes) -> None:
     """What a broken or hostile server sends neither raises nor is believed."""
-    answer, found = query.Answer("x"), dict[str, list[str]]()
-    query._take(packet, {1: ("name", 1)}, found, answer)
+    answer, found = dns.Answer("x"), dict[str, list[str]]()
+    dns._take(packet, {1: ("name", 1)}, found, answer)
     assert found == {}
 
 
 def test_a_name_that_cannot_be_asked_for() -> None:
     """An empty label or one that is too long is never sent."""
-    assert query.ask("127.0.0.1", ["a..b", "x" * 64], 0.1).trouble
-    assert struct.unpack_from("!6H", query._question(7, "a.b", 1))[0] == 7
+    assert dns.ask("127.0.0.1", ["a..b", "x" * 64], 0.1).trouble
+    assert struct.unpack_from("!6H", dns._question(7, "a.b", 1))[0] == 7
 
 
 # Limits -------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ NVIDIA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1")
 )
 def test_driver_and_torch(found: Installed, level: str) -> None:
     """A driver runs the CUDA of its own major version and older ones; none at all, or a torch for CPUs, is said."""
-    first = stack._gpus(Case({}), found, [CARD], "", hardware=True)[0]
+    first = stack_check._gpus(Case({}), found, [CARD], "", hardware=True)[0]
     assert first.level == level
     assert not first.slug or first.slug == "driver-mismatch"
 
@@ -204,23 +204,23 @@ def test_driver_and_torch(found: Installed, level: str) -> None:
 def test_gpus_and_their_users() -> None:
     """Who uses a GPU is named by pid; more ranks than GPUs, and a variable that hides them all, are said."""
     used = Card("1", "GPU-2", "H200", "141 GiB", [User(4711, "python train.py", "100 MiB", mine=True)])
-    found = {each.slug: each for each in stack._gpus(Case({}, ranks=3), NVIDIA, [CARD, used], "", hardware=True)}
+    found = {each.slug: each for each in stack_check._gpus(Case({}, ranks=3), NVIDIA, [CARD, used], "", hardware=True)}
     assert found["gpu-busy"].details["pids"] == [4711]
     assert "pid 4711 (python train.py" in found["gpu-busy"].why
     assert found["gpu-shared"].level == "yellow"
-    hidden = stack._gpus(Case({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [CARD], "", hardware=True)
+    hidden = stack_check._gpus(Case({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [CARD], "", hardware=True)
     assert hidden[1].slug == "gpu-missing"
-    assert stack._gpus(Case({}), NVIDIA, [], "", hardware=False) == []
+    assert stack_check._gpus(Case({}), NVIDIA, [], "", hardware=False) == []
 
 
 def test_a_torch_that_is_missing_or_too_old() -> None:
     """Both are red, with the command that installs one."""
     for found in (Installed(), Installed(torch="2.4.1")):
-        assert stack._torch(found).level == "red"
-        assert "pip install" in stack._torch(found).commands[0]
-    assert stack._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
+        assert stack_check._torch(found).level == "red"
+        assert "pip install" in stack_check._torch(found).commands[0]
+    assert stack_check._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
     broken = Installed(torch="2.13", core=False)
-    assert stack._engines(broken, engines.offers(broken, engines.Ground())).level == "red"
+    assert stack_check._engines(broken, engines.offers(broken, engines.Ground())).level == "red"
 
 
 # The environment ----------------------------------------------------------------------------------------------
@@ -230,28 +230,28 @@ TWO = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2
 
 def test_contradictions_are_red() -> None:
     """What whoami refuses is red, with its name: half an environment, a RANK that counts nodes."""
-    half = surroundings.check(open_case(env={"RANK": "0"}))
+    half = environment.check(open_case(env={"RANK": "0"}))
     assert (half[0].level, half[0].slug) == ("red", "incomplete-environment")
-    node = surroundings.check(open_case(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}))
+    node = environment.check(open_case(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}))
     assert (node[0].level, node[0].slug) == ("red", "node-not-process")
 
 
 @pytest.mark.parametrize(("host", "slugs"), [("localhost", {"", "loopback-advertised"}), ("10.0.0.1", {""})])
 def test_localhost_on_several_machines(host: str, slugs: set[str]) -> None:
     """MASTER_ADDR=localhost is red where only some of the ranks are here."""
-    found = surroundings.check(open_case(env={**TWO, "MASTER_ADDR": host}))
+    found = environment.check(open_case(env={**TWO, "MASTER_ADDR": host}))
     assert {each.slug for each in found} == slugs
 
 
 def test_localhost_on_one_machine_is_well() -> None:
     """On one machine it is what everyone writes."""
     env = {**TWO, "MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "4"}
-    assert {each.level for each in surroundings.check(open_case(env=env))} == {"green"}
+    assert {each.level for each in environment.check(open_case(env=env))} == {"green"}
 
 
 def test_debugging_variables() -> None:
     """Those that make a job slow are named; other values of them are not."""
-    found = surroundings.check(open_case(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
+    found = environment.check(open_case(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
     assert found[-1].slug == "debugging-left"
     assert found[-1].commands == ("unset CUDA_LAUNCH_BLOCKING",)
 

@@ -19,14 +19,14 @@ from click.testing import CliRunner
 import allhands
 from allhands import cli
 from allhands.diagnosis import CATALOGUE
-from allhands.doctor import stack
-from allhands.doctor.case import Case
+from allhands.diagnosis.explain import render as page
+from allhands.doctor import stack_check
 from allhands.doctor.engines import Ground, Offer, look, offers, render, report
-from allhands.doctor.software import Installed, installed
-from allhands.engines.handing import no_room
+from allhands.doctor.request import Case
+from allhands.doctor.versions import Installed, installed
 from allhands.engines.mpi import library, seats
 from allhands.engines.needs import needs
-from allhands.explain import render as page
+from allhands.engines.shm.fd_passing import no_room
 
 NAMES = ["shm", "gloo", "rails", "nccl", "cuda_ipc", "mpi"]
 CPU = Installed(torch="2.13.0+cpu", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
@@ -163,7 +163,7 @@ def test_no_room_in_the_words_of_ranks() -> None:
 def test_the_doctor_says_the_same() -> None:
     """The stack section names the engines that the command offers, and the reasons for the others."""
     found = {each["name"]: each for each in report()["engines"]}
-    said = next(each for each in stack.check(Case({})) if each.check == "engines")
+    said = next(each for each in stack_check.check(Case({})) if each.check == "engines")
     assert said.details["engines"] == [name for name, each in found.items() if each["available"]]
     assert said.details["missing"] == {name: each["why"] for name, each in found.items() if not each["available"]}
 
@@ -201,7 +201,7 @@ def test_without_room() -> None:
     """Where the kernel gives no pages, shared memory is not offered, with the kernel's reason."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-        "from allhands.doctor.engines import look; from allhands.doctor.software import installed\n"
+        "from allhands.doctor.engines import look; from allhands.doctor.versions import installed\n"
         "print(look(installed()).no_memory)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -68,7 +68,7 @@ def test_the_report_for_programs_is_stable() -> None:
 
 def test_what_was_tried_is_no_suspicion_any_more() -> None:
     """Rules of this machine's own firewall are yellow only where nobody tried whether they are in the way."""
-    from allhands.doctor.examination import _weighed
+    from allhands.doctor.run_checks import _weighed
 
     rules = yellow("network", "firewall", "ports-filtered", "rules")
     assert _weighed([rules]) == [rules]

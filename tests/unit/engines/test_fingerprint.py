@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allhands.engines import shm
 from allhands.engines.fingerprint import BYTES, HEAD_BYTES, Call, judge, judge_sizes, unpack
+from allhands.engines.shm import engine as shm
 
 KIND = {name: kind for kind, name in enumerate(shm.KINDS)}
 FLOAT, INT = shm.DTYPES[torch.float32], shm.DTYPES[torch.int32]

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from allhands import _core, choice
-from allhands.engines import shm
-from allhands.engines.fold import fold
+from allhands import _core
+from allhands.engines.gloo.reduce_rows import fold
 from allhands.engines.mpi import library, pmi
+from allhands.engines.shm import engine as shm
 from allhands.errors import AllhandsError
+from allhands.groups import engine_choice
 
 
 @pytest.mark.parametrize(
@@ -75,12 +76,12 @@ def test_mpich_is_answered_from_the_store() -> None:
 
 def test_which_engine_a_backend_is() -> None:
     """The name mpi is torch's allhands with our engine; other names stay as they are; mixtures are refused."""
-    assert choice.split("MPI") == ("allhands", "mpi")
-    assert choice.split("gloo") == ("gloo", "")
-    assert choice.split(None) == (None, "")
+    assert engine_choice.split("MPI") == ("allhands", "mpi")
+    assert engine_choice.split("gloo") == ("gloo", "")
+    assert engine_choice.split(None) == (None, "")
     for mixture in ("cpu:mpi", "cpu:mpi,cuda:nccl", "cuda:nccl,cpu:mpi"):
         with pytest.raises(AllhandsError) as caught:
-            choice.split(mixture)
+            engine_choice.split(mixture)
         assert caught.value.slug == "invalid-argument"
 
 

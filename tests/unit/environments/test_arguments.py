@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from allhands.environments import identify
+from allhands.environments.identity import identify
+from allhands.environments.world import Address
 from allhands.errors import AllhandsError
-from allhands.world import Address
 
 Refuse = Callable[..., AllhandsError]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.environments import identify
+from allhands.environments.identity import identify
 from allhands.errors import AllhandsError
 
 Refuse = Callable[..., AllhandsError]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from allhands.environments import ENVIRONMENTS, identify, survey
+from allhands.environments.identity import ENVIRONMENTS, identify, survey
+from allhands.environments.world import Address
 from allhands.errors import AllhandsError, ArgumentError
-from allhands.world import Address
 
 Refuse = Callable[..., AllhandsError]
 

@@ -7,9 +7,9 @@ from typing import Any
 import click
 import pytest
 
+from allhands.environments.world import Address
 from allhands.launch.command import command
 from allhands.launch.job import Job, Streams
-from allhands.world import Address
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from allhands.environments import identify
+from allhands.environments.identity import identify
+from allhands.environments.world import Address
 from allhands.launch.job import Job
 from allhands.launch.variables import variables
-from allhands.world import Address
 
 
 def found(job: Job, local_rank: int, environment: dict[str, str]) -> dict[str, str]:

@@ -9,8 +9,8 @@ import pytest
 
 from allhands.diagnosis import Diagnosis
 from allhands.launch.job import Job
-from allhands.launch.telling import report, words
 from allhands.launch.verdict import Outcome, Verdict, judge, status_word
+from allhands.launch.verdict_text import report, words
 
 
 def outcome(rank: int, status: int = 0, **parts: Any) -> Outcome:

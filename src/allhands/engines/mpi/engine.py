@@ -13,8 +13,9 @@ from typing import Any
 
 from ... import _core
 from ...diagnosis.sides import Judgement
-from .. import fingerprint, shm
-from ..relay import Difference, Relay
+from .. import fingerprint
+from ..gloo.engine import Difference, Relay
+from ..shm import engine as shm
 from .world import World
 
 __all__ = ["Mpi"]

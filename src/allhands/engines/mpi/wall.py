@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch.distributed.distributed_c10d import Store
 
 from ... import _core
-from ..handing import Apart, Handing, allocate
+from ..shm.fd_passing import Apart, Handing, allocate
 
 __all__ = ["fetch"]
 

@@ -1,8 +1,0 @@
-#include "collective.h"
-
-int ah_barrier(struct ah_group *group, int64_t timeout_ns)
-{
-    const struct ah_call call = {.kind = AH_BARRIER, .root = -1};
-
-    return ah_agree(group, &call, timeout_ns);
-}

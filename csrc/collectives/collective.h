@@ -1,0 +1,109 @@
+/* The operations, one file each. All ranks of the group call the same one with fitting arguments; each returns
+ * an ah_code. Sizes are in bytes and may exceed 4 GiB. A negative timeout waits for ever. */
+#ifndef ALLHANDS_COLLECTIVE_H
+#define ALLHANDS_COLLECTIVE_H
+
+#include "shm/segment.h"
+
+enum ah_kind {
+    AH_BARRIER = 1,
+    AH_ALL_REDUCE,
+    AH_REDUCE,
+    AH_BROADCAST,
+    AH_ALL_GATHER,
+    AH_GATHER,
+    AH_SCATTER,
+    AH_REDUCE_SCATTER,
+    AH_ALL_TO_ALL,
+    /* Between two ranks only: they stand in no call record. */
+    AH_SEND,
+    AH_RECV,
+};
+
+/* A source for each rank; more ranks on one host are refused when the group is made. */
+#define AH_MOST_RANKS 256
+
+/* A tensor, or one of a list. */
+struct ah_part {
+    unsigned char *data;
+    size_t bytes;
+    const struct ah_window *window; /* where it lives, NULL for ordinary memory */
+};
+
+struct ah_pool;
+
+/* Tensors of one type that are taken as one, as if they lay side by side; see bundle.h. */
+struct ah_bundle {
+    struct ah_part *parts;
+    size_t *ends;         /* of each: its bytes and those of all before it */
+    size_t number;        /* at least one */
+    struct ah_pool *pool; /* where results may go in their place; see pool.h */
+};
+
+int ah_barrier(struct ah_group *group, int64_t timeout_ns);
+
+/* A barrier that compares `call`, which is then done by other means; its sequence is filled in. */
+int ah_agree(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns);
+
+int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns);
+
+/* The same for tensors that are reduced as one. Other ranks have tensors of the same sizes, in the same order. Where the results went to
+ * a pool, which says so, the tensors stay as they are. */
+int ah_all_reduce_bundle(struct ah_group *group, struct ah_bundle bundle, uint32_t dtype, uint32_t reduction,
+                         int64_t timeout_ns);
+
+/* The result is in `data` of the root; that of the others stays as it is. */
+int ah_reduce_to(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, uint32_t root,
+                 int64_t timeout_ns);
+
+int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t root, int64_t timeout_ns);
+
+/* `out` has one part for each rank; parts may differ in size, and each must be as large as that rank's `in`. */
+int ah_all_gather(struct ah_group *group, struct ah_part in, const struct ah_part *out, uint32_t dtype,
+                  int64_t timeout_ns);
+
+/* As all_gather, to the root only; `out` is NULL elsewhere. */
+int ah_gather(struct ah_group *group, struct ah_part in, const struct ah_part *out, uint32_t dtype, uint32_t root,
+              int64_t timeout_ns);
+
+/* Part r of the root's `in` goes to rank r; `in` is NULL elsewhere. */
+int ah_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part out, uint32_t dtype, uint32_t root,
+               int64_t timeout_ns);
+
+/* Part r of everyone's `in`, reduced, goes to rank r; all parts are as large as `out`. */
+int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part out, uint32_t dtype,
+                      uint32_t reduction, int64_t timeout_ns);
+
+/* Part r of `in` goes to rank r, part r of `out` comes from it; any sizes that fit each other. */
+int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct ah_part *out, uint32_t dtype,
+                  int64_t timeout_ns);
+
+/* Shared by the operations ------------------------------------------------------------------------------- */
+
+/* Tensors from this size on do not stay in the caches between two steps, so copies to them go past the caches. */
+#define AH_STREAM_BYTES ((size_t)4 << 20)
+
+/* Large tensors move in chunks of this: both buffers of both ranks stay in the second-level cache. Up to a whole
+ * slot goes in one chunk, because each chunk costs two meetings. */
+#define AH_CHUNK_BYTES ((size_t)512 << 10)
+
+static inline size_t ah_min(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* The bytes of chunk `index` out of `bytes`. */
+static inline size_t ah_span(size_t bytes, size_t chunk, size_t index)
+{
+    size_t at = index * chunk;
+
+    return at >= bytes ? 0 : ah_min(chunk, bytes - at);
+}
+
+/* How many chunks `bytes` take: at least one, because every call must be met. */
+static inline size_t ah_chunks(size_t bytes, size_t chunk)
+{
+    return bytes <= chunk ? 1 : (bytes + chunk - 1) / chunk;
+}
+
+#endif

@@ -1,0 +1,172 @@
+/* The Python module allhands._core: takes arguments apart and puts results together, nothing else.
+ * Python.h comes first, as it may change what the system headers declare. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <string.h>
+
+#include "python/args.h"
+#include "shm/tensor_list.h"
+#include "python/py_segment.h"
+#include "mpi/harbour.h"
+#include "python/grad_hook.h"
+#include "python/ladle.h"
+#include "python/maker.h"
+#include "python/py_flight_recorder.h"
+#include "mpi/port.h"
+#include "python/py_p2p.h"
+#include "python/process.h"
+#include "python/fast_path.h"
+#include "python/dict_identity.h"
+#include "python/py_reduce.h"
+#include "python/torch_facts.h"
+#include "python/py_window.h"
+
+static PyObject *set_parent_death_signal(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int signal;
+
+    if (!PyArg_ParseTuple(args, "i:set_parent_death_signal", &signal))
+        return NULL;
+    return PyLong_FromLong(ah_set_parent_death_signal(signal));
+}
+
+static PyObject *adopt_orphans(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLong(ah_adopt_orphans());
+}
+
+static PyObject *peer_credentials(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct ah_credentials peer;
+    int fd, code;
+
+    if (!PyArg_ParseTuple(args, "i:peer_credentials", &fd))
+        return NULL;
+    code = ah_peer_credentials(fd, &peer);
+    if (code != 0) {
+        errno = code;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return Py_BuildValue("iII", (int)peer.pid, (unsigned int)peer.uid, (unsigned int)peer.gid);
+}
+
+static PyObject *board_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromSize_t(ah_board_bytes());
+}
+
+static PyObject *apart(PyObject *Py_UNUSED(module), PyObject *tensors)
+{
+    struct ah_bundle bundle;
+    int found;
+
+    if (ah_as_bundle(tensors, &bundle) != 0)
+        return NULL;
+    found = ah_bundle_is_apart(&bundle);
+    ah_bundle_free(&bundle);
+    return PyBool_FromLong(found);
+}
+
+static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct ah_bundle to = {0}, from = {0};
+    PyObject *targets, *sources, *result = NULL;
+
+    if (!PyArg_ParseTuple(args, "OO:copy", &targets, &sources))
+        return NULL;
+    if (ah_as_bundle(targets, &to) == 0 && ah_as_bundle(sources, &from) == 0) {
+        int alike = to.number == from.number;
+
+        for (size_t index = 0; alike && index < to.number; index++)
+            alike = to.parts[index].bytes == from.parts[index].bytes;
+        for (size_t index = 0; alike && index < to.number; index++)
+            memcpy(to.parts[index].data, from.parts[index].data, to.parts[index].bytes);
+        if (alike)
+            result = Py_NewRef(Py_None);
+        else
+            PyErr_SetString(PyExc_ValueError, "targets and sources differ in their sizes");
+    }
+    ah_bundle_free(&to);
+    ah_bundle_free(&from);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
+     "set_parent_death_signal($module, signal, /)\n--\n\n"
+     "Ask the kernel to send signal to this process when its parent ends; return 0 or an errno."},
+    {"adopt_orphans", adopt_orphans, METH_NOARGS,
+     "adopt_orphans($module, /)\n--\n\n"
+     "Become the parent of every descendant whose own parent ends; return 0 or an errno."},
+    {"peer_credentials", peer_credentials, METH_VARARGS,
+     "peer_credentials($module, fd, /)\n--\n\n"
+     "Return (pid, uid, gid) of the process at the other end of the Unix socket fd."},
+    {"segment_bytes", ah_py_segment_bytes, METH_VARARGS,
+     "segment_bytes($module, ranks, slot_bytes, hands=0, /)\n--\n\n"
+     "Return how large the segment of a group is."},
+    {"wall_bytes", ah_py_wall_bytes, METH_VARARGS,
+     "wall_bytes($module, ranks, /)\n--\n\n"
+     "Return how large the wall of a group over MPI is."},
+    {"reducible", ah_py_reducible, METH_VARARGS,
+     "reducible($module, dtype, reduction, /)\n--\n\n"
+     "Tell whether a reduction is defined on a dtype."},
+    {"reduce", ah_py_reduce, METH_VARARGS,
+     "reduce($module, dtype, reduction, out, sources, bytes, /)\n--\n\n"
+     "Reduce memory at several addresses into one."},
+    {"apart", apart, METH_O,
+     "apart($module, tensors, /)\n--\n\n"
+     "Tell whether no two of some tensors share memory."},
+    {"copy", copy, METH_VARARGS,
+     "copy($module, targets, sources, /)\n--\n\n"
+     "Copy the memory of some tensors to that of others."},
+    {"inhabitants", ah_py_inhabitants, METH_O,
+     "inhabitants($module, tables, /)\n--\n\n"
+     "Return who stands in some dicts, as bytes to compare."},
+    {"segment_format", ah_py_segment_format, METH_VARARGS,
+     "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, swift=<of the processor>, /)\n--\n\n"
+     "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},
+    {"board_bytes", board_bytes, METH_NOARGS,
+     "board_bytes($module, /)\n--\n\n"
+     "Return how large a board is."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add(PyObject *module, const char *name, PyObject *value)
+{
+    int code = value ? PyModule_AddObjectRef(module, name, value) : -1;
+
+    Py_XDECREF(value);
+    return code;
+}
+
+static int fill(PyObject *module)
+{
+    if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
+        add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
+        add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
+        add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
+        add(module, "Intake", ah_intake_type()) != 0 || add(module, "Pool", ah_ladle_type()) != 0)
+        return -1;
+    if (PyModule_AddIntConstant(module, "MOST_HANDS", AH_MOST_HANDS) != 0)
+        return -1;
+    return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
+}
+
+/* Multi-phase initialisation, no state: the module may be loaded in several interpreters of one process. */
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "allhands._core",
+    .m_doc = "The C core of allhands.",
+    .m_size = 0,
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&definition);
+}

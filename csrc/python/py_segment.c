@@ -1,0 +1,344 @@
+/* The Python type allhands._core.Segment: lets go of the interpreter, calls an operation. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "python/py_segment.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <structmember.h>
+#include <sys/mman.h>
+
+#include "python/args.h"
+#include "recorder/flight_recorder.h"
+#include "shm/fingerprint.h"
+#include "collectives/collective.h"
+#include "shm/helper_threads.h"
+#include "python/ladle.h"
+#include "collectives/two_host_all_reduce.h"
+#include "shm/reduce.h"
+#include "python/py_window.h"
+
+/* What moves no more than this on the short way is done before another thread would have had the interpreter. */
+#define SHORT_BYTES ((size_t)4 << 10)
+
+/* Let go of the interpreter's lock; `context` is a segment. */
+static void let_go(void *context)
+{
+    struct ah_segment *self = context;
+
+    self->gate.thread = PyEval_SaveThread();
+}
+
+static int collect(struct ah_group *group, const struct ah_move *move)
+{
+    switch (move->kind) {
+    case AH_BARRIER:
+        return ah_barrier(group, move->limit_ns);
+    case AH_ALL_REDUCE:
+        if (move->bundle.number)
+            return ah_all_reduce_bundle(group, move->bundle, move->dtype, move->reduction, move->limit_ns);
+        return ah_all_reduce(group, move->data, move->dtype, move->reduction, move->limit_ns);
+    case AH_REDUCE:
+        return ah_reduce_to(group, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
+    case AH_BROADCAST:
+        return ah_broadcast(group, move->data, move->dtype, move->root, move->limit_ns);
+    case AH_ALL_GATHER:
+        return ah_all_gather(group, move->data, move->out, move->dtype, move->limit_ns);
+    case AH_GATHER:
+        return ah_gather(group, move->data, move->out, move->dtype, move->root, move->limit_ns);
+    case AH_SCATTER:
+        return ah_scatter(group, move->in, move->data, move->dtype, move->root, move->limit_ns);
+    case AH_REDUCE_SCATTER:
+        return ah_reduce_scatter(group, move->in, move->data, move->dtype, move->reduction, move->limit_ns);
+    case AH_ALL_TO_ALL:
+        return ah_all_to_all(group, move->in, move->out, move->dtype, move->limit_ns);
+    default:
+        return AH_BROKEN;
+    }
+}
+
+/* A segment's move, see struct ah_gate. */
+static int move(void *mover, struct ah_move *move)
+{
+    struct ah_segment *self = mover;
+    int code;
+
+    if (move->kind == AH_ALL_REDUCE && !move->bundle.number)
+        ah_find_window(&self->group, &move->data);
+    else if (move->kind == AH_ALL_REDUCE)
+        ah_find_pool(&self->group, &move->bundle);
+    if (move->note)
+        self->group.now_ns = move->note->started_ns;
+    /* For what moves little, the lock is let go of only where others have to be waited for. */
+    if (move->note && move->note->bytes <= SHORT_BYTES)
+        self->group.let_go = let_go;
+    else
+        let_go(self);
+    code = collect(&self->group, move);
+    if (self->group.let_go)
+        self->group.let_go = NULL;
+    else
+        PyEval_RestoreThread(self->gate.thread);
+    return code;
+}
+
+static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    uint32_t kind, reduction, dtype;
+    struct ah_call call = {0};
+    int64_t limit;
+    int code;
+
+    if (ah_count(n, 6) != 0 || ah_as_number(args[0], &kind) != 0 || ah_as_number(args[1], &reduction) != 0 ||
+        ah_as_number(args[2], &dtype) != 0 || ah_as_time(args[5], &limit) != 0)
+        return NULL;
+    call.kind = (uint16_t)kind;
+    call.reduce = (uint16_t)reduction;
+    call.dtype = (uint16_t)dtype;
+    call.count = PyLong_AsUnsignedLongLong(args[3]);
+    call.root = (int16_t)PyLong_AsLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    AH_RUN(self, code, ah_agree(&self->group, &call, limit));
+    return ah_gate_ended(code);
+}
+
+static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    struct ah_part data;
+    struct ah_rail rail;
+    uint32_t dtype, reduction, fd, first;
+    int64_t limit;
+    int code;
+
+    if (ah_count(n, 8) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
+        ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &fd) != 0 ||
+        ah_as_number(args[5], &first) != 0 || ah_as_number(args[6], &rail.ranks) != 0 ||
+        ah_as_time(args[7], &limit) != 0)
+        return NULL;
+    rail.fd = (int)fd;
+    rail.first = first != 0;
+    AH_RUN(self, code, ah_cross(&self->group, data, dtype, reduction, rail, limit));
+    return ah_gate_ended(code);
+}
+
+static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    uint32_t rank;
+
+    if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
+        return NULL;
+    ah_end(&self->group, AH_ABORTED, rank);
+    Py_RETURN_NONE;
+}
+
+static PyObject *depart(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    ah_depart(&self->group);
+    /* Where a call runs in spite of that, the hands go with the segment. */
+    if (ah_gate_take(&self->gate)) {
+        Py_BEGIN_ALLOW_THREADS
+        ah_dismiss(&self->group);
+        Py_END_ALLOW_THREADS
+        ah_gate_give(&self->gate);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *patience(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    if (ah_count(n, 2) != 0 || ah_as_number(args[0], &self->group.spins) != 0 ||
+        ah_as_number(args[1], &self->group.yields) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reach(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    uint32_t ranks = self->group.ranks;
+
+    if (ah_count(n, 1) != 0)
+        return NULL;
+    if (self->pids || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) != (Py_ssize_t)ranks) {
+        PyErr_SetString(PyExc_ValueError, "a pid for each rank, once");
+        return NULL;
+    }
+    self->pids = calloc(ranks, sizeof *self->pids);
+    if (!self->pids)
+        return PyErr_NoMemory();
+    for (uint32_t rank = 0; rank < ranks; rank++)
+        self->pids[rank] = (int)PyLong_AsLong(PyTuple_GetItem(args[0], rank));
+    if (PyErr_Occurred()) {
+        free(self->pids);
+        self->pids = NULL;
+        return NULL;
+    }
+    self->group.pids = ranks > 1 ? self->pids : NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromUnsignedLong(self->group.culprit);
+}
+
+/* (sequence, kind, reduction, dtype, bytes, root) of the last call of a rank. */
+static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    const struct ah_member *member;
+    const struct ah_card *card;
+    struct ah_call theirs;
+    uint32_t rank, after = (uint32_t)self->group.call.sequence + 1;
+    int came;
+
+    if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
+        return NULL;
+    if (rank >= self->group.ranks) {
+        PyErr_SetString(PyExc_IndexError, "no such rank");
+        return NULL;
+    }
+    member = &self->group.members[rank];
+    card = ah_card_of(&self->group, rank);
+    /* Another's call is looked at once it is whole, and we ourselves came if we got as far as showing ours. */
+    came = ah_has_reached(rank == self->group.rank ? atomic_load(&card->stamp) : atomic_load(&member->noted), after);
+    theirs = card->call;
+    if (!came)
+        theirs.sequence = UINT64_MAX;
+    if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
+        theirs.count = card->bytes != AH_LONG ? card->bytes : atomic_load(&member->largest[(after - 1) % AH_CALLS]);
+    return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
+                         (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
+                         (int)theirs.root);
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *pidfds, *made;
+    struct ah_segment *self;
+    const char *nonce;
+    Py_ssize_t nonce_bytes, bytes;
+    unsigned int rank;
+    int fd;
+
+    if (keywords && PyDict_Size(keywords) != 0) {
+        PyErr_SetString(PyExc_TypeError, "Segment takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "inIy#O!:Segment", &fd, &bytes, &rank, &nonce, &nonce_bytes, &PyTuple_Type, &pidfds))
+        return NULL;
+    if (nonce_bytes != 16 || bytes <= 0) {
+        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes and a size above 0");
+        return NULL;
+    }
+    made = allocate(type, PyTuple_Size(pidfds));
+    if (!made)
+        return NULL;
+    self = (struct ah_segment *)made;
+    for (Py_ssize_t index = 0; index < PyTuple_Size(pidfds); index++)
+        self->pidfds[index] = (int)PyLong_AsLong(PyTuple_GetItem(pidfds, index));
+    self->bytes = (size_t)bytes;
+    self->memory = PyErr_Occurred() ? MAP_FAILED : mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (self->memory == MAP_FAILED) {
+        self->memory = NULL;
+        Py_DECREF(made);
+        return PyErr_Occurred() ? NULL : PyErr_SetFromErrno(PyExc_OSError);
+    }
+    if (ah_segment_open(&self->group, self->memory, self->bytes, rank, (const unsigned char *)nonce, self->pidfds) !=
+            AH_OK ||
+        PyTuple_Size(pidfds) != (Py_ssize_t)self->group.ranks) {
+        Py_DECREF(made);
+        PyErr_SetString(PyExc_ValueError, "this is not the segment that was announced");
+        return NULL;
+    }
+    ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence, move);
+    self->group.pulse = ah_gate_pulse;
+    self->group.context = self;
+    return made;
+}
+
+static void unmake(PyObject *object)
+{
+    struct ah_segment *self = (struct ah_segment *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    /* No call runs any more, and hands have no use for the interpreter's lock. */
+    ah_dismiss(&self->group);
+    if (self->memory)
+        munmap(self->memory, self->bytes);
+    free(self->pids);
+    ah_gate_close(&self->gate);
+    release(object);
+    Py_DECREF(type);
+}
+
+#define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))(name), METH_FASTCALL, text}
+
+static PyMethodDef METHODS[] = {
+    AH_MOVE(barrier, "barrier(timeout_ns) -> code"),
+    METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
+    AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(all_reduce_bundle, "all_reduce_bundle(tensors, dtype, reduction, timeout_ns) -> code"),
+    METHOD(cross, "cross(address, bytes, dtype, reduction, fd, first, ranks, timeout_ns) -> code"),
+    AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
+    AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
+    AH_MOVE(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(scatter, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_MOVE(reduce_scatter, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_MOVE(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
+    METHOD(end, "end(rank): the group is over because of rank"),
+    METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
+    METHOD(reach, "reach(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
+    {"introduce", (PyCFunction)(void (*)(void))ah_gate_introduce, METH_FASTCALL,
+     "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"},
+    {"sequence", ah_gate_sequence, METH_NOARGS, "sequence() -> number of the next call"},
+    {"__enter__", (PyCFunction)(void (*)(void))ah_gate_enter, METH_NOARGS, "Wait for our turn."},
+    {"__exit__", (PyCFunction)(void (*)(void))ah_gate_leave, METH_FASTCALL, "Let the next one have it."},
+    METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
+    {"depart", (PyCFunction)(void (*)(void))depart, METH_NOARGS, "depart(): this rank makes no further call"},
+    {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef MEMBERS[] = {
+    {"queued", T_UINT, offsetof(struct ah_segment, gate.queued), 0, "calls that wait for their turn"},
+    {"shut", T_INT, offsetof(struct ah_segment, gate.shut), 0, "not 0: no more calls of the short way"},
+    {"found", T_INT, offsetof(struct ah_segment, group.found), READONLY, "not 0: this rank found what ended the group"},
+    {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
+    {"swift", T_INT, offsetof(struct ah_segment, group.swift), READONLY, "whether caches hand over what others write: not 0"},
+    {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},
+    {"moved", T_ULONGLONG, offsetof(struct ah_segment, group.moved), READONLY, "moves to a core with fewer ranks"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_members, MEMBERS},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, unmake},
+    {Py_tp_methods, METHODS},
+    {Py_tp_doc, "Segment(fd, bytes, rank, nonce, pidfds): one rank's view of a group's shared memory."},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "allhands._core.Segment",
+    .basicsize = sizeof(struct ah_segment),
+    .itemsize = sizeof(int),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = SLOTS,
+};
+
+PyObject *ah_segment_type(void)
+{
+    return PyType_FromSpec(&SPEC);
+}
+
+struct ah_segment *ah_as_segment(PyObject *object)
+{
+    /* The module has no state to find its types in; what makes an object tells what it is. */
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_segment *)object : NULL;
+}

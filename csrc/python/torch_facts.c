@@ -1,0 +1,439 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "python/torch_facts.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "mpi/harbour.h"
+#include "shm/reduce.h"
+
+static const char *const NAMES[AH_NAMES] = {
+    [AH_NAME_DATA_PTR] = "data_ptr",
+    [AH_NAME_DTYPE] = "dtype",
+    [AH_NAME_IS_CPU] = "is_cpu",
+    [AH_NAME_IS_CONTIGUOUS] = "is_contiguous",
+    [AH_NAME_IS_NEG] = "is_neg",
+    [AH_NAME_SHAPE] = "shape",
+    [AH_NAME_WORLD] = "WORLD",
+    [AH_NAME_SEGMENT] = "segment",
+    [AH_NAME_FAILED] = "failed",
+    [AH_NAME_FILENAME] = "co_filename",
+};
+
+/* Whether attribute or method `name` of a tensor is true. What raises is not plain either. */
+static int is(struct ah_way *way, PyObject *tensor, enum ah_way_name name, int call)
+{
+    PyObject *answer = call ? PyObject_CallMethodObjArgs(tensor, way->names[name], NULL)
+                            : PyObject_GetAttr(tensor, way->names[name]);
+    int yes = answer == Py_True;
+
+    if (!answer)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return yes;
+}
+
+static int is_tensor(const struct ah_way *way, PyObject *object)
+{
+    for (Py_ssize_t index = 0; index < PyTuple_Size(way->tensors); index++) {
+        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(way->tensors, index))
+            return 1;
+    }
+    return 0;
+}
+
+static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, way->names[AH_NAME_DTYPE]);
+    PyObject *code = dtype ? PyDict_GetItemWithError(way->dtypes, dtype) : NULL;
+    uint32_t number = code ? (uint32_t)PyLong_AsUnsignedLong(code) : 0;
+
+    Py_XDECREF(dtype);
+    if (PyErr_Occurred())
+        PyErr_Clear();
+    return number;
+}
+
+/* Whether torch has put off negating the tensor. It is looked at each time, because assigning to `data` changes it and may
+ * leave all else as it was. */
+static int is_negated(struct ah_way *way, PyObject *tensor)
+{
+    PyObject *answer;
+    int no;
+
+    if (way->negation.bit) {
+        const unsigned char *own;
+
+        memcpy(&own, (const char *)tensor + way->negation.address, sizeof own);
+        return !own || (own[way->negation.offset] & way->negation.bit) != 0;
+    }
+    answer = way->negated ? way->negated(tensor, NULL)
+                          : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
+    no = answer == Py_False;
+    if (!answer) /* what raises is not plain either */
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return !no;
+}
+
+/* Ask the tensor one thing after the other. */
+static int ask_each(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
+{
+    PyObject *address, *shape;
+
+    plain->dtype = is(way, tensor, AH_NAME_IS_CPU, 0) ? dtype_of(way, tensor) : 0;
+    if (plain->dtype == 0 || !is(way, tensor, AH_NAME_IS_CONTIGUOUS, 1))
+        return -1;
+    shape = PyObject_GetAttr(tensor, way->names[AH_NAME_SHAPE]);
+    if (!shape || !PyTuple_Check(shape)) {
+        Py_XDECREF(shape);
+        return -1;
+    }
+    plain->dims = (uint32_t)PyTuple_Size(shape);
+    for (uint32_t dim = 0; dim < plain->dims; dim++) {
+        size_t size = PyLong_AsSize_t(PyTuple_GetItem(shape, dim));
+
+        *elements *= size;
+        if (dim < AH_BOARD_DIMS)
+            plain->shape[dim] = size;
+    }
+    Py_DECREF(shape);
+    address = PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_DATA_PTR], NULL);
+    plain->part.data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Our number for a type of DLPack, 0 for one that is only moved. */
+static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
+{
+    uint32_t wide = found->bits == 8 ? 0 : found->bits == 16 ? 1 : found->bits == 32 ? 2 : found->bits == 64 ? 3 : 9;
+
+    if (found->lanes != 1 || wide == 9)
+        return 0;
+    switch (found->code) {
+    case AH_DLPACK_UINT:
+        return AH_U8 + 2 * wide;
+    case AH_DLPACK_INT:
+        return AH_I8 + 2 * wide;
+    case AH_DLPACK_FLOAT:
+        return wide == 1 ? AH_F16 : wide == 2 ? AH_F32 : wide == 3 ? AH_F64 : 0;
+    case AH_DLPACK_BFLOAT:
+        return wide == 1 ? AH_BF16 : 0;
+    case AH_DLPACK_BOOL:
+        return wide == 0 ? AH_BOOL : 0;
+    default:
+        return 0;
+    }
+}
+
+/* Let torch describe the tensor in one call. */
+static int ask_once(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
+{
+    struct ah_dlpack_tensor found;
+
+    if (way->dlpack->describe(tensor, &found) != 0 || found.device_type != AH_DLPACK_CPU)
+        return -1;
+    plain->dtype = dtype_from(&found);
+    plain->dims = (uint32_t)found.dims;
+    plain->part.data = (unsigned char *)found.data + found.byte_offset;
+    for (int32_t dim = found.dims - 1; dim >= 0; dim--) {
+        /* A dimension of one is never stepped along, whatever its stride. */
+        if (found.shape[dim] != 1 && (size_t)found.strides[dim] != *elements && *elements != 0)
+            return -1;
+        *elements *= (size_t)found.shape[dim];
+        if (dim < AH_BOARD_DIMS)
+            plain->shape[dim] = (uint64_t)found.shape[dim];
+    }
+    return plain->dtype != 0 ? 0 : -1;
+}
+
+int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
+{
+    size_t elements = 1, size;
+    int asked;
+
+    if (!is_tensor(way, tensor))
+        return -1;
+    asked = way->dlpack ? ask_once(way, tensor, plain, &elements) : ask_each(way, tensor, plain, &elements);
+    size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
+    /* The memory of a view that torch has put off negating holds the opposite of its values. */
+    if (asked != 0 || is_negated(way, tensor)) {
+        PyErr_Clear();
+        return -1;
+    }
+    /* A tensor without elements may have no address; arithmetic on none is not defined. */
+    if (!plain->part.data)
+        plain->part.data = (unsigned char *)"";
+    plain->part.bytes = elements * size;
+    plain->part.window = NULL;
+    return 0;
+}
+
+uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
+{
+    if (!given)
+        return AH_SUM;
+    for (uint32_t code = 1; code < AH_REDUCTIONS; code++) {
+        if (PyTuple_GetItem(way->reductions, code) == given)
+            return code;
+    }
+    return 0;
+}
+
+/* Whether `state` is of the type that is known: then `kept` has its attributes. */
+static int knows(struct ah_way *way, PyObject *state)
+{
+    PyObject *kept;
+
+    if (state == way->state)
+        return 1;
+    if ((PyObject *)Py_TYPE(state) != PyTuple_GetItem(way->world, 2))
+        return 0;
+    kept = PyObject_GenericGetDict(state, NULL);
+    if (!kept) {
+        PyErr_Clear();
+        return 0;
+    }
+    Py_XDECREF(way->state);
+    Py_XDECREF(way->kept);
+    way->state = Py_NewRef(state);
+    way->kept = kept;
+    return 1;
+}
+
+/* The default group, as a new reference. `WORLD` is a property of a class and asks another one; both are Python code, and
+ * cost more than all else that is found out about a call. So torch's state is looked at directly, if it is of the type
+ * that is known. */
+static PyObject *default_group(struct ah_way *way)
+{
+    if (way->world != Py_None) {
+        PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(way->world, 0), PyTuple_GetItem(way->world, 1));
+        PyObject *found = state && knows(way, state) ? PyDict_GetItemWithError(way->kept, PyTuple_GetItem(way->world, 3)) : NULL;
+
+        if (found)
+            return Py_NewRef(found);
+    }
+    return PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
+}
+
+struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment)
+{
+    PyObject *group, *mover = NULL;
+    struct ah_gated *gated;
+
+    *found = NULL;
+    if (PyDict_Size(way->coalescing) != 0)
+        return NULL;
+    if (given && given != Py_None)
+        group = Py_NewRef(given);
+    else
+        group = default_group(way);
+    if (group && group != Py_None)
+        mover = PyObject_GetAttr(group, way->names[AH_NAME_SEGMENT]);
+    if (!mover) {
+        PyErr_Clear();
+        Py_XDECREF(group);
+        return NULL;
+    }
+    *segment = Py_TYPE(mover) == way->segment_type ? (struct ah_segment *)mover : ah_as_segment(mover);
+    if (*segment && !way->segment_type)
+        way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(mover));
+    gated = *segment || ah_as_harbour(mover) ? (struct ah_gated *)mover : NULL;
+    if (!gated || !gated->gate.notice || gated->gate.shut || gated->gate.queued || gated->gate.size > AH_MOST_RANKS) {
+        Py_DECREF(mover);
+        Py_DECREF(group);
+        return NULL;
+    }
+    *found = group;
+    return gated;
+}
+
+/* Which instruction a frame is at. Python has it since 3.11, outside the limited API; without it, `ask` finds the place. The frame's
+ * attribute of that name would cost a small call a fifteenth of its time. */
+int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
+
+/* Where the call stands ----------------------------------------------------------------------------------- */
+
+static int is_foreign(const struct ah_way *way, PyObject *filename)
+{
+    for (Py_ssize_t index = 0; index < PyTuple_Size(way->foreign); index++) {
+        if (PyUnicode_Tailmatch(filename, PyTuple_GetItem(way->foreign, index), 0, PY_SSIZE_T_MAX, -1) == 1)
+            return 1;
+    }
+    return 0;
+}
+
+/* Ask Python, which walks up to the first frame that is the user's. */
+static int ask(struct ah_way *way, char *text, size_t size)
+{
+    PyObject *answer = PyObject_CallNoArgs(way->call_site);
+    const char *found = answer ? PyUnicode_AsUTF8AndSize(answer, NULL) : NULL;
+
+    if (found)
+        ah_note_text(text, size, found);
+    Py_XDECREF(answer);
+    return found ? 0 : -1;
+}
+
+static int describe(struct ah_way *way, PyFrameObject *frame, PyObject *code, char *text, size_t size)
+{
+    PyObject *filename = PyObject_GetAttr(code, way->names[AH_NAME_FILENAME]);
+    const char *name = filename ? PyUnicode_AsUTF8AndSize(filename, NULL) : NULL;
+    char place[512];
+
+    if (!name || is_foreign(way, filename)) {
+        Py_XDECREF(filename);
+        return -1;
+    }
+    snprintf(place, sizeof place, "%s:%d", strrchr(name, '/') ? strrchr(name, '/') + 1 : name,
+             PyFrame_GetLineNumber(frame));
+    ah_note_text(text, size, place);
+    Py_DECREF(filename);
+    return 0;
+}
+
+int ah_place(struct ah_way *way, char *text, size_t size)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    int at = frame && PyFrame_GetLasti ? PyFrame_GetLasti(frame) : -1;
+    struct ah_site *site;
+    PyObject *code;
+
+    if (at < 0)
+        return ask(way, text, size);
+    code = (PyObject *)PyFrame_GetCode(frame);
+    /* Finding the line from the instruction takes longer the longer the function is, so it is remembered. The code
+     * is kept, so that no other can come to stand at its address. */
+    site = &way->sites[((uintptr_t)code / 64 + (unsigned int)at) % AH_SITES];
+    if (site->code != code || site->at != at) {
+        char found[sizeof site->text];
+
+        if (describe(way, frame, code, found, sizeof found) != 0) {
+            Py_DECREF(code);
+            return PyErr_Occurred() ? -1 : ask(way, text, size);
+        }
+        Py_XDECREF(site->code);
+        site->code = Py_NewRef(code);
+        site->at = at;
+        memcpy(site->text, found, sizeof found);
+    }
+    Py_DECREF(code);
+    memcpy(text, site->text, size < sizeof site->text ? size : sizeof site->text);
+    return 0;
+}
+
+/* The type ------------------------------------------------------------------------------------------------- */
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg;
+    PyObject *negation, *made;
+    struct ah_negation place = {0};
+    struct ah_way *self;
+
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
+                          &world, &is_neg, &negation))
+        return NULL;
+    if (negation != Py_None && !PyArg_Parse(negation, "(nnb)", &place.address, &place.offset, &place.bit))
+        return NULL;
+    if (world != Py_None && (!PyTuple_Check(world) || PyTuple_Size(world) != 4 || !PyDict_Check(PyTuple_GetItem(world, 0)))) {
+        PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
+        return NULL;
+    }
+    if (PyTuple_Size(reductions) != AH_REDUCTIONS) {
+        PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
+        return NULL;
+    }
+    made = allocate(type, 0);
+    if (!made)
+        return NULL;
+    self = (struct ah_way *)made;
+    if (capsule != Py_None) {
+        const struct ah_dlpack *found = PyCapsule_GetPointer(capsule, AH_DLPACK_CAPSULE);
+
+        if (!found) {
+            Py_DECREF(made);
+            return NULL;
+        }
+        if (found->major == AH_DLPACK_MAJOR && found->describe)
+            self->dlpack = found;
+    }
+    self->capsule = Py_NewRef(capsule);
+    self->tensors = Py_NewRef(tensors);
+    self->dtypes = Py_NewRef(dtypes);
+    self->reductions = Py_NewRef(reductions);
+    self->member = Py_NewRef(member);
+    self->world = Py_NewRef(world);
+    self->is_neg = Py_NewRef(is_neg);
+    self->negation = place;
+    if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
+        self->negated = PyCFunction_GetFunction(is_neg);
+    self->coalescing = Py_NewRef(coalescing);
+    self->call_site = Py_NewRef(call_site);
+    self->foreign = Py_NewRef(foreign);
+    for (size_t name = 0; name < AH_NAMES; name++) {
+        self->names[name] = PyUnicode_InternFromString(NAMES[name]);
+        if (!self->names[name]) {
+            Py_DECREF(made);
+            return NULL;
+        }
+    }
+    return made;
+}
+
+static void unmake(PyObject *object)
+{
+    struct ah_way *self = (struct ah_way *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    Py_XDECREF(self->tensors);
+    Py_XDECREF(self->dtypes);
+    Py_XDECREF(self->reductions);
+    Py_XDECREF(self->member);
+    Py_XDECREF(self->world);
+    Py_XDECREF(self->state);
+    Py_XDECREF(self->kept);
+    Py_XDECREF(self->is_neg);
+    Py_XDECREF((PyObject *)self->segment_type);
+    Py_XDECREF(self->coalescing);
+    Py_XDECREF(self->call_site);
+    Py_XDECREF(self->foreign);
+    Py_XDECREF(self->capsule);
+    for (size_t name = 0; name < AH_NAMES; name++)
+        Py_XDECREF(self->names[name]);
+    for (size_t site = 0; site < AH_SITES; site++)
+        Py_XDECREF(self->sites[site].code);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, make},
+    {Py_tp_dealloc, unmake},
+    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg, negation): "
+                "what the short way knows of torch."},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "allhands._core.Way",
+    .basicsize = sizeof(struct ah_way),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = SLOTS,
+};
+
+PyObject *ah_way_type(void)
+{
+    return PyType_FromSpec(&SPEC);
+}
+
+struct ah_way *ah_as_way(PyObject *object)
+{
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_way *)object : NULL;
+}

@@ -1,0 +1,94 @@
+/* What the short way knows of torch: which tensors are plain, what their types and reductions are called here, which
+ * group is meant, and where in the user's code the call stands. The Python type allhands._core.Way. */
+#ifndef ALLHANDS_WAY_H
+#define ALLHANDS_WAY_H
+
+#include <Python.h>
+
+#include "collectives/collective.h"
+#include "python/dlpack.h"
+#include "python/py_segment.h"
+#include "python/py_flight_recorder.h"
+
+/* Places in the user's code that are remembered; a training loop has a handful. */
+#define AH_SITES 64
+
+/* Where a tensor says that negating it was put off: at `address` in the Python object stands the address of torch's own, which
+ * has `bit` at `offset`. No bit where that is not known. */
+struct ah_negation {
+    Py_ssize_t address, offset;
+    unsigned char bit;
+};
+
+/* Reductions that have a plain object in torch; see enum ah_reduction. */
+#define AH_REDUCTIONS 9
+
+enum ah_way_name {
+    AH_NAME_DATA_PTR,
+    AH_NAME_DTYPE,
+    AH_NAME_IS_CPU,
+    AH_NAME_IS_CONTIGUOUS,
+    AH_NAME_IS_NEG,
+    AH_NAME_SHAPE,
+    AH_NAME_WORLD,
+    AH_NAME_SEGMENT,
+    AH_NAME_FAILED,
+    AH_NAME_FILENAME,
+    AH_NAMES,
+};
+
+struct ah_site {
+    PyObject *code;
+    int at; /* the instruction */
+    char text[sizeof((struct ah_note *)0)->site];
+};
+
+struct ah_way {
+    PyObject_HEAD
+    PyObject *tensors;    /* tuple of the types whose objects are plain: subclasses may mean something else */
+    PyObject *dtypes;     /* dict: torch's dtype to ours */
+    PyObject *reductions; /* tuple: torch's object for each of ours, None for none */
+    PyObject *member;     /* the class whose attribute WORLD is the default group */
+    PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_gated_of` */
+    PyObject *state, *kept; /* what was last found there, and the dict of its attributes; NULL before */
+    PyObject *is_neg;     /* torch's method of that name, of some tensor */
+    PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
+    struct ah_negation negation;
+    PyTypeObject *segment_type; /* once one was seen */
+    PyObject *coalescing; /* not empty while torch puts calls off */
+    PyObject *call_site;  /* function that finds the place of a call which is not the direct caller's */
+    PyObject *foreign;    /* tuple of the beginnings of file names that are not the user's */
+    PyObject *capsule;    /* of `describe` */
+    const struct ah_dlpack *dlpack; /* NULL: tensors are asked one thing after the other */
+    PyObject *names[AH_NAMES];
+    struct ah_site sites[AH_SITES];
+};
+
+/* A plain tensor. */
+struct ah_plain {
+    struct ah_part part;
+    uint32_t dtype;
+    uint32_t dims; /* how many it has, also beyond those that are kept */
+    uint64_t shape[AH_BOARD_DIMS];
+};
+
+/* Returns a new reference; NULL with an exception set. */
+PyObject *ah_way_type(void);
+
+/* The object if it is a way, else NULL (and no exception). */
+struct ah_way *ah_as_way(PyObject *object);
+
+/* Look at a tensor; -1, and no exception, where it is not plain. */
+int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain);
+
+/* Ours for torch's reduction, 0 for one that has to go torch's way. */
+uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given);
+
+/* What moves the data of a group (NULL or None: the default one), where it can be called now, as a new reference; the
+ * same as `segment` if it is one. The group comes in `found`. NULL, and no exception, where there is none. */
+struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment);
+
+/* Put the place of the call into `text`; -1 with an exception set. */
+int ah_place(struct ah_way *way, char *text, size_t size);
+
+#endif

@@ -1,0 +1,157 @@
+"""One rank of `allhands bench ddp`: trains each model with each contestant in turn, and times their steps."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import allhands
+
+from .course import Course
+from .models import build
+from .rank import Line, serve
+from .sample import Spell
+
+__all__ = ["main"]
+
+# How long a contestant trains at a time, and at least how many steps: the others of the round are to find the machine
+# as it was. Of the same number of steps, many short spells say more than few long ones (4 ranks on 2 cores, MLP: 2.8
+# ±0.2 ms of communication in 60 spells of 0.05 s, 3.7 ±0.7 in 25 of 0.15).
+_SPELL_S = 0.05
+_LEAST_STEPS = 2
+
+# A step this long fills the caches itself. It needs none before it that is not timed, and is a spell of its own; there
+# are so many of them in a round, as what it varies by is more of what communication takes.
+_LONG_S = 0.1
+_LONG_TURNS = 2
+
+# Ranks come within seconds of each other, and a step takes at most a second: more is a hang.
+_TIMEOUT_S = 60.0
+
+# Where memory is measured: steps enough for buckets to be rebuilt and every allocator to have seen all it will.
+_MEMORY_STEPS = 12
+
+# Before that each group moves so much, so that the memory that it keeps for any message is there.
+_MEMORY_BYTES = 64 << 20
+
+
+class _Learner:
+    """A model, how it is synchronised, and its optimizer."""
+
+    def __init__(self, model: str, who: str, rank: int, gloo: Any) -> None:
+        self.works = who != "single" or rank == 0
+        self._lockstep = who == "lockstep"
+        self._model, self._batch = build(model)
+        # Each at its best: torch's with views of its buckets, ours as it comes.
+        if who == "allhands":
+            self._model = allhands.DistributedDataParallel(self._model)
+        elif who in {"torch", "gloo"}:
+            group = gloo if who == "gloo" else None
+            self._model = TorchDDP(self._model, process_group=group, gradient_as_bucket_view=True)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+
+    def step(self) -> None:
+        """Train one batch."""
+        self._optimizer.zero_grad()
+        self._model(self._batch).pow(2).mean().backward()
+        if self._lockstep:
+            allhands.barrier()
+        self._optimizer.step()
+
+    def spell(self, steps: int, *, first: bool = True) -> Spell:
+        """Train for ``steps``, with ``first`` one before them that is not timed."""
+        cores, ends = 0.0, [0.0] * (steps + 1)
+        if first:
+            allhands.barrier()
+            if self.works:
+                self.step()  # Wakes what has slept, and fills the caches.
+        allhands.barrier()
+        if self.works:
+            # Of all threads: what an engine's own threads compute is taken from somebody's core too.
+            cores, ends[0] = time.process_time(), time.perf_counter()
+            for step in range(steps):
+                self.step()
+                ends[step + 1] = time.perf_counter()
+            cores = (time.process_time() - cores) / steps
+        each = [end - begin for begin, end in itertools.pairwise(ends)]
+        slowest = torch.tensor([*each, sum(each) / steps], dtype=torch.float64)
+        total = torch.tensor(cores, dtype=torch.float64)
+        # Whoever has nothing to do sleeps here.
+        allhands.all_reduce(slowest, op=allhands.ReduceOp.MAX)
+        allhands.all_reduce(total)
+        return Spell(float(slowest[-1]), float(slowest[:-1].min()), float(total))
+
+
+def main() -> None:
+    """Be one rank; see `rank.serve`."""
+    serve(Course, _learn)
+
+
+def _learn(asked: Course, rank: int, _: Any, line: Line) -> None:
+    torch.set_num_threads(1)
+    allhands.init_process_group("allhands", rank=rank, world_size=asked.ranks, timeout=_TIMEOUT_S)
+    gloo = torch_dist.new_group(backend="gloo")
+    if rank == 0:
+        line.tell(about={"allhands": allhands.__version__, "torch": torch.__version__}, wait=True)
+    for model in asked.models:
+        if len(asked.who) == 1:
+            _remember(model, asked, rank, gloo, line)
+        else:
+            _race(model, asked, rank, gloo, line)
+    allhands.destroy_process_group()
+
+
+def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
+    learners = {who: _Learner(model, who, rank, gloo) for who in asked.who}
+    takes = {}
+    for who, learner in learners.items():
+        for _ in range(2):  # The first builds, the second rebuilds.
+            learner.spell(1)
+        takes[who] = learner.spell(2).step_s
+    long = min(takes.values()) >= _LONG_S
+    steps = {who: 1 if long else max(_LEAST_STEPS, int(_SPELL_S / step_s)) for who, step_s in takes.items()}
+    # What was imported takes Python's collector 0.1 s to go through, in the middle of somebody's spell.
+    gc.collect()
+    gc.freeze()
+    spells: dict[str, list[Spell]] = {who: [] for who in learners}
+    turns = _LONG_TURNS if long else 1
+    for turn in range(asked.rounds * turns):
+        # By lot, the same on all ranks: nobody always comes after the same neighbour.
+        for who in random.Random(turn).sample([*learners], len(learners)):  # noqa: S311  # no secret
+            spells[who].append(learners[who].spell(steps[who], first=not long))
+        if rank == 0:
+            line.tell(size=model, round=turn // turns + 1, wait=True)
+    if rank == 0:
+        parameters = list(build(model)[0].parameters())
+        about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}
+        line.tell(size=model, spells=spells, model=about, wait=True)
+    gc.unfreeze()
+
+
+def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
+    """Train with one contestant; the command looks at the memory of all ranks before and after."""
+    # What is imported when something is first used, and what groups have, is no part of what a model takes.
+    TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
+    if asked.who[0] == "allhands":
+        # It lets the C library keep memory (`parallel.heap`), which is not to count for torch's.
+        allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
+    for group in (gloo, None):
+        allhands.all_reduce(torch.ones(_MEMORY_BYTES // 4), group=group)
+    allhands.barrier()
+    if rank == 0:
+        line.tell(size=model, phase="before", wait=True)
+    learner = _Learner(model, asked.who[0], rank, gloo)
+    for _ in range(_MEMORY_STEPS):
+        learner.step()
+    allhands.barrier()
+    if rank == 0:
+        line.tell(size=model, phase="after", wait=True)
+    # Nobody lets go of anything before all were looked at: what is shared then would be taken for somebody's own.
+    allhands.barrier()

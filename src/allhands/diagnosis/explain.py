@@ -1,0 +1,90 @@
+"""What `allhands explain` shows: the page on one diagnosis, or the list of all; and the index in `docs/`.
+
+The pages themselves are `diagnosis/pages/SLUG.md`; this module only finds and arranges them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..errors import fail
+from . import CATALOGUE, Entry, closest, join, page
+
+__all__ = ["index", "render"]
+
+# The catalogue is one list in order; each of its sections begins with this slug.
+_SECTIONS = {
+    "rank-out-of-range": "Who am I",
+    "address-unresolvable": "Reaching the coordinator",
+    "missing-ranks": "The roll call",
+    "nccl-missing": "What the group runs on",
+    "peer-failed": "Life and death of a group",
+    "unused-parameters": "Training",
+    "name-shadowed": "Found by the doctor",
+}
+
+# From docs/diagnoses.md. Not through the link docs/diagnoses: code hosting sites do not follow it.
+_PAGES = "../src/allhands/diagnosis/pages"
+
+# A link from page to page is worth reading in a terminal only as the slug it leads to.
+_LINK = re.compile(r"\[([a-z-]+)\]\(\1\.md\)")
+
+
+def render(slug: str | None) -> str:
+    """Return the page on ``slug`` for a terminal, or the list of all slugs for None.
+
+    Raises `ArgumentError` for a slug that is not in the catalogue, naming those that look like it.
+    """
+    if slug is None:
+        return _listing()
+    if slug not in CATALOGUE:
+        near = closest(slug)
+        guess = f"Did you mean {join(near, 'or')}? " if near else ""
+        raise fail(
+            "invalid-argument",
+            f"there is no diagnosis {slug!r}",
+            who="the name given to explain",
+            fix=f"{guess}`allhands explain` lists them all",
+        )
+    return _LINK.sub(r"\1", page(slug))
+
+
+def index() -> str:
+    """Return the contents of ``docs/diagnoses.md``: every diagnosis with its exception, linked to its page."""
+    lines = [
+        "# Diagnoses",
+        "",
+        "Every error of allhands ends its first line with a name in brackets, such as `[missing-ranks]`. The name is",
+        "stable: it never changes its meaning. `allhands explain NAME` prints the page that is linked here.",
+    ]
+    for heading, entries in _sections():
+        lines += ["", f"## {heading}", "", "| name | exception | meaning |", "| --- | --- | --- |"]
+        lines += [
+            f"| [{entry.slug}]({_PAGES}/{entry.slug}.md) | {_raised(entry)} | {entry.meaning} |" for entry in entries
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _raised(entry: Entry) -> str:
+    return "none: `allhands doctor` says it" if entry.error == "AllhandsError" else f"`{entry.error}`"
+
+
+def _listing() -> str:
+    width = max(map(len, CATALOGUE))
+    blocks = [
+        "\n".join([heading, *(f"  {entry.slug:<{width}}  {entry.meaning}" for entry in entries)])
+        for heading, entries in _sections()
+    ]
+    return "\n\n".join([*blocks, "`allhands explain NAME` prints the page on one of them."]) + "\n"
+
+
+def _sections() -> Iterator[tuple[str, list[Entry]]]:
+    heading, entries = "", list[Entry]()
+    for entry in CATALOGUE.values():
+        if entry.slug in _SECTIONS:
+            if entries:
+                yield heading, entries
+            heading, entries = _SECTIONS[entry.slug], []
+        entries.append(entry)
+    yield heading, entries

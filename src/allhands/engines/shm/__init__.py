@@ -1,0 +1,5 @@
+"""Shared memory of one host."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

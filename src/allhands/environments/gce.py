@@ -1,0 +1,92 @@
+"""Google Compute Engine: custom metadata of the instances says who they are, since there is no convention.
+
+Set on the instance template (`gcloud … --metadata`): `allhands-hosts=a,b,c`, the instances in order, the same for
+all; or per instance `allhands-rank`, `allhands-world-size` and `allhands-coordinator` (HOST:PORT).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..errors import fail
+from . import metadata
+from .address import parse
+from .base import DEFAULT_PORT, Detection, me, text
+from .node_rank_trap import node_not_process, several
+
+__all__ = ["MARK", "NAME", "detect"]
+
+NAME = "compute"
+MARK = "a Google machine whose metadata has allhands-hosts or allhands-rank, without RANK"
+_PRODUCT = Path("/sys/class/dmi/id/product_name")
+
+_Ask = Callable[[str, str], str | None]
+
+
+def _product() -> str:
+    try:
+        return _PRODUCT.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def detect(
+    env: Mapping[str, str],
+    ask: _Ask = metadata.ask,
+    product: Callable[[], str] = _product,
+) -> Detection | None:
+    """Recognise an instance that its metadata numbers. Asks the metadata server only on a Google machine."""
+    server = text(env, "GCE_METADATA_HOST")
+    # A pod on such a machine is not the machine; Kubernetes has files of its own here.
+    if text(env, "RANK") or text(env, "KUBERNETES_SERVICE_HOST") or not (server or "Google" in product()):
+        return None
+    answer = ask(server, "instance/?recursive=true")
+    try:
+        instance = json.loads(answer or "{}")
+        attributes, host = instance.get("attributes", {}), str(instance.get("hostname", ""))
+        attributes = dict(attributes)
+    except (ValueError, AttributeError, TypeError):
+        return None
+    told = {str(key): str(value) for key, value in attributes.items() if str(key).startswith("allhands-")}
+    if not {"allhands-hosts", "allhands-rank"} & told.keys():
+        return None
+    found = Detection(NAME, "the instance's metadata has keys of allhands", {**env, **told}, late_names=True)
+    if several(env):
+        raise node_not_process("the metadata", several(env), "on Compute Engine, instances are numbered")
+    return _hosts(found, told, host) if "allhands-hosts" in told else _numbers(found, told)
+
+
+def _hosts(found: Detection, told: Mapping[str, str], host: str) -> Detection:
+    names = told["allhands-hosts"].replace(",", " ").split()
+    mine, _, domain = host.partition(".")
+    short = [name.partition(".")[0] for name in names]
+    if mine not in short:
+        raise fail(
+            "incomplete-environment",
+            f"this instance is not in its metadata's allhands-hosts={told['allhands-hosts']}",
+            who=me(),
+            why=f"its own name is {mine or 'unknown'}",
+            fix="give every instance the same allhands-hosts, with all their names in order",
+        )
+    for name in ("rank", "node_rank"):
+        found.say(name, short.index(mine), "this instance's place in allhands-hosts (metadata)")
+    found.say("world_size", len(names), "allhands-hosts (metadata)")
+    # Internal DNS names are NAME.ZONE.c.PROJECT.internal; a bare name is in this instance's own zone.
+    first = names[0] if "." in names[0] or not domain else f"{names[0]}.{domain}"
+    found.call(f"compute-{told['allhands-hosts']}", "allhands-hosts (metadata)")
+    return found.meet(lambda: (first, "allhands-hosts (metadata)"), DEFAULT_PORT, "the default")
+
+
+def _numbers(found: Detection, told: Mapping[str, str]) -> Detection:
+    found.take("rank", "allhands-rank").take("node_rank", "allhands-rank")
+    found.take("world_size", "allhands-world-size", "WORLD_SIZE")
+    found.remedy = "set allhands-rank and allhands-world-size, or allhands-hosts, in the instances' metadata"
+    where = told.get("allhands-coordinator", "")
+    if not where:
+        return found.meet()
+    why = f"allhands-coordinator={where} (metadata)"
+    address = parse(where, why)
+    found.call(f"compute-{address}", why)
+    return found.meet(lambda: (address.host, "metadata"), address.port, why)

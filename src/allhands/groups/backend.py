@@ -1,0 +1,372 @@
+"""The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
+
+Where ranks share memory tensors go through it, between hosts by rails (`engines.rails`) or over Gloo (`engines.relay`);
+those of a GPU by way of the host's memory. Sparse tensors are left to Gloo.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .. import _core, _torch
+from ..engines.gloo.engine import Relay
+from ..engines.hierarchical import engine as hierarchical
+from ..engines.shm import engine as shm
+from ..engines.shm.fd_passing import Apart
+from . import ending, engine_choice, lifecycle
+from . import session as _session
+from .hostgroup import HostGroup, Via
+from .staging import Flat, Flats, extents
+from .staging import dense as _dense
+from .widegroup import Wide
+
+__all__ = ["Group", "WideGroup", "create"]
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def create(options: Any, pg_options: Any) -> Any:
+    """Make one group; torch calls this through `registration`.
+
+    Inside `allhands.init_process_group` the roll call is already done. Where torch's own
+    `init_process_group("allhands")` was called it is done here, and torch's store is the place to meet.
+    """
+    del pg_options  # Neither engine takes any.
+    store, rank, size = options.store, options.group_rank, options.group_size
+    session = _session.current()
+    if not options.global_ranks_in_group and not lifecycle.forming():
+        # torch forms a default group by itself. A session that is left over belongs to one that it destroyed.
+        ending.end(wait_s=0.0)
+        session = lifecycle.attend(store, rank, size, options.timeout)
+        store = session.store
+    elif options.global_ranks_in_group and session is not None:
+        # torch's own store where torch formed the default group; on ours, connections can be ended.
+        store = PrefixStore(f"{options.group_id}/", session.store)
+    gloo = _torch.gloo(store, rank, size, options.timeout)
+    if session is None:
+        return gloo
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    engine_name = engine_choice.chosen(store, rank)
+    if engine_name == "mpi":
+        from .mpigroup import form  # It is made of what stands below.
+
+        return form(store, rank, ranks, options.group_id, gloo=gloo, session=session, timeout=options.timeout)
+    engine = _engine(engine_name, store, gloo, rank, ranks, session=session, timeout=options.timeout)
+    kind = Group if isinstance(engine, shm.Shm) else WideGroup
+    return kind(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
+
+
+def _engine(  # what a group is
+    name: str, store: Store, gloo: Any, rank: int, ranks: list[int], *, session: _session.Session, timeout: timedelta
+) -> shm.Shm | Relay:
+    """Make the engine that fits the ranks of a group, Gloo's where that is ``name``; each of them calls this."""
+    size, check = len(ranks), session.member.check
+    if name == "gloo" or (session.one_host and size > shm.MOST_RANKS):
+        return Relay(gloo, rank, ranks)
+    if session.one_host:
+        # Ranks on one machine that cannot share memory all the same are on hosts of their own.
+        with suppress(Apart):
+            return shm.form(store, rank, size, timeout.total_seconds(), check)
+    address = session.wire.address or session.own_address
+    return hierarchical.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)
+
+
+def _options(kind: Any, **values: Any) -> Any:
+    """Return torch's options object with those of ``values`` that were given."""
+    made = kind()
+    for name, value in values.items():
+        if value is not None:
+            setattr(made, name, value)
+    return made
+
+
+@_torch.untraced
+class Group(HostGroup):
+    """The collectives of a group on one host. The methods are those that torch calls; all ranks call the same ones."""
+
+    # Collectives -------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce to everyone."""
+        if isinstance(tensors, torch.Tensor):
+            tensors, opts = [tensors], _options(dist.AllreduceOptions, reduceOp=opts, timeout=timeout)
+        return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors to everyone, those of one type that follow each other as one."""
+        return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def _reduce_each(self, name: str, tensors: list[torch.Tensor], opts: Any) -> Any:
+        if not _dense(*tensors):
+            return self._sparse(name, tensors, opts, can=True)
+        via = self._via(tensors)
+
+        def run() -> None:
+            for _, alike in itertools.groupby(tensors, key=lambda tensor: tensor.dtype):
+                self._reduce_alike(name, list(alike), opts.reduceOp, via)
+
+        return self._do(name, run, tensors, opts, via)
+
+    def _reduce_alike(self, name: str, tensors: list[torch.Tensor], op: Any, via: Via) -> None:
+        """Reduce tensors of one type to everyone."""
+        dtype, reduction, factor = self._reduction(name, tensors[0], op)
+        if len(tensors) > 1 and isinstance(via.core, _core.Segment) and _core.apart(extents(tensors)):
+            with Flats(tensors, factor=factor, device=via.device) as flats:
+                self._call(via.core.all_reduce_bundle, flats.places, dtype, reduction)
+            return
+        for tensor in tensors:
+            with Flat(tensor, factor=factor, device=via.device) as flat:
+                self._call(via.core.all_reduce, *flat.place, dtype, reduction)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce to the root."""
+        opts = opts or dist.ReduceOptions()
+        if not _dense(*tensors):
+            return self._sparse("reduce", tensors, opts)
+        via = self._via(tensors)
+
+        def run() -> None:
+            for tensor in tensors:
+                dtype, reduction, factor = self._reduction("reduce", tensor, opts.reduceOp)
+                with Flat(tensor, back=self._rank == opts.rootRank, factor=factor, device=via.device) as flat:
+                    self._call(via.core.reduce, *flat.place, dtype, reduction, opts.rootRank)
+
+        return self._do("reduce", run, tensors, opts, via)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Give the root's tensor to everyone."""
+        if isinstance(tensors, torch.Tensor):
+            tensors, opts = [tensors], _options(dist.BroadcastOptions, rootRank=opts, timeout=timeout)
+        opts = opts or dist.BroadcastOptions()
+        if not _dense(*tensors):
+            return self._sparse("broadcast", tensors, opts)
+        via = self._via(tensors)
+
+        def run() -> None:
+            for tensor in tensors:
+                with Flat(tensor, back=self._rank != opts.rootRank, device=via.device) as flat:
+                    code = shm.dtype_code(tensor.dtype)
+                    self._call(via.core.broadcast, *flat.place, code, opts.rootRank)
+
+        return self._do("broadcast", run, tensors, opts, via)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give everyone's tensor to everyone, as a list."""
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = opts or _torch.AllgatherOptions()
+        if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
+            return self._sparse("all_gather", inputs, opts)
+        via = self._via(inputs)
+
+        def run() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                self._gather_into(output, tensor, via)
+
+        return self._do("all_gather", run, [tensor for each in outputs for tensor in each], opts, via)
+
+    def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor, via: Via) -> None:
+        self._same_number("all_gather", outputs)
+        self._same_type("all_gather", tensor, *outputs)
+        with Flat(tensor, back=False, device=via.device) as flat, Flats(outputs, device=via.device) as out:
+            self._call(via.core.all_gather, *flat.place, out.places, shm.dtype_code(tensor.dtype))
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Give everyone's tensor to everyone, as one tensor."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Give several tensors of everyone to everyone, each as one tensor."""
+        opts = opts or _torch.AllgatherOptions()
+        if not _dense(*outputs, *inputs):
+            return self._sparse("all_gather_into_tensor", inputs, opts)
+        via = self._via(inputs)
+
+        def run() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                with Flat(output, device=via.device) as flat:
+                    self._gather_into(self._equal_parts(flat.tensor), tensor, via)
+
+        return self._do("all_gather_into_tensor", run, outputs, opts, via)
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Give several tensors of everyone to everyone, as lists."""
+        # outputs[rank][index] here, where allgather has outputs[index][rank].
+        turned = [[each[index] for each in outputs] for index in range(len(inputs))]
+        return self.allgather(turned, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give everyone's tensor to the root."""
+        opts = opts or dist.GatherOptions()
+        if not _dense(*inputs, *(tensor for each in outputs for tensor in each)):
+            return self._sparse("gather", inputs, opts)
+        via = self._via(inputs)
+
+        def run() -> None:
+            code = shm.dtype_code(inputs[0].dtype)
+            with Flat(inputs[0], back=False, device=via.device) as flat:
+                if self._rank != opts.rootRank:
+                    self._call(via.core.gather, *flat.place, None, code, opts.rootRank)
+                    return
+                self._same_number("gather", outputs[0])
+                with Flats(outputs[0], device=via.device) as out:
+                    self._call(via.core.gather, *flat.place, out.places, code, opts.rootRank)
+
+        return self._do("gather", run, [tensor for each in outputs for tensor in each], opts, via)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give each rank its tensor of the root's list."""
+        opts = opts or dist.ScatterOptions()
+        if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
+            return self._sparse("scatter", outputs, opts)
+        via = self._via(outputs)
+
+        def run() -> None:
+            code = shm.dtype_code(outputs[0].dtype)
+            with Flat(outputs[0], device=via.device) as flat:
+                if self._rank != opts.rootRank:
+                    self._call(via.core.scatter, None, *flat.place, code, opts.rootRank)
+                    return
+                self._same_number("scatter", inputs[0])
+                with Flats(inputs[0], back=False, device=via.device) as given:
+                    self._call(via.core.scatter, given.places, *flat.place, code, opts.rootRank)
+
+        return self._do("scatter", run, outputs, opts, via)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce each tensor of the list to the rank it is for."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = opts or dist.ReduceScatterOptions()
+        if not _dense(*outputs, *(tensor for each in inputs for tensor in each)):
+            return self._sparse("reduce_scatter", outputs, opts)
+        via = self._via(outputs)
+
+        def run() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._reduce_into(output, given, opts.reduceOp, via)
+
+        return self._do("reduce_scatter", run, outputs, opts, via)
+
+    def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any, via: Via) -> None:
+        self._same_number("reduce_scatter", inputs)
+        self._same_type("reduce_scatter", output, *inputs)
+        dtype, reduction, factor = self._reduction("reduce_scatter", output, op)
+        if inputs[self._rank].numel() != output.numel():
+            raise self._wrong("reduce_scatter", "this rank's tensor of the list and the output differ in size")
+        if any(tensor.numel() != output.numel() for tensor in inputs):
+            self._reduce_uneven(output, inputs, dtype, reduction, factor, via)
+            return
+        with (
+            Flat(output, device=via.device) as flat,
+            Flats(inputs, back=False, factor=factor, device=via.device) as given,
+        ):
+            self._call(via.core.reduce_scatter, given.places, *flat.place, dtype, reduction)
+
+    def _reduce_uneven(  # noqa: PLR0917  # what a reduction is
+        self, output: torch.Tensor, inputs: _Tensors, dtype: int, reduction: int, factor: complex | None, via: Via
+    ) -> None:
+        output.copy_(inputs[self._rank].reshape(output.shape))
+        for root, tensor in enumerate(inputs):
+            mine = root == self._rank
+            with Flat(output if mine else tensor, back=mine, factor=factor, device=via.device) as flat:
+                self._call(via.core.reduce, *flat.place, dtype, reduction, root)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Reduce each part of one tensor to the rank it is for."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Reduce each part of several tensors to the rank it is for."""
+        opts = opts or dist.ReduceScatterOptions()
+        if not _dense(*outputs, *inputs):
+            return self._sparse("reduce_scatter_tensor", outputs, opts)
+        via = self._via(outputs)
+
+        def run() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                with Flat(tensor, back=False, device=via.device) as flat:
+                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp, via)
+
+        return self._do("reduce_scatter_tensor", run, outputs, opts, via)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """Give each rank its tensor of the list."""
+        opts = opts or dist.AllToAllOptions()
+        if not _dense(*outputs, *inputs):
+            return self._sparse("all_to_all", outputs, opts)
+        self._same_number("all_to_all", outputs)
+        self._same_number("all_to_all", inputs)
+        via = self._via(inputs)
+
+        def run() -> None:
+            with Flats(outputs, device=via.device) as out, Flats(inputs, back=False, device=via.device) as given:
+                code = shm.dtype_code(inputs[0].dtype)
+                self._call(via.core.all_to_all, given.places, out.places, code)
+
+        return self._do("all_to_all", run, outputs, opts, via)
+
+    def all_to_all_single(  # torch's signature
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        """Give each rank its part of one tensor; splits are in rows, [] for even ones."""
+        opts = opts or dist.AllToAllOptions()
+        if not _dense(output, tensor):
+            return self._sparse("all_to_all_single", [output], opts)
+        via = self._via([output, tensor])
+
+        def run() -> None:
+            with Flat(output, device=via.device) as out, Flat(tensor, back=False, device=via.device) as given:
+                code = shm.dtype_code(tensor.dtype)
+                parts = (
+                    shm.parts(self._rows(given.tensor, input_splits)),
+                    shm.parts(self._rows(out.tensor, output_splits)),
+                )
+                self._call(via.core.all_to_all, *parts, code)
+
+        return self._do("all_to_all_single", run, [output], opts, via)
+
+    def _rows(self, tensor: torch.Tensor, splits: list[int]) -> _Tensors:
+        size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise self._wrong("all_to_all_single", f"{rows} rows cannot be split evenly among {size} ranks")
+            splits = [rows // size] * size
+        if sum(splits) != rows or len(splits) != size:
+            raise self._wrong("all_to_all_single", f"splits {splits} do not add up to {rows} rows for {size} ranks")
+        return list(torch.split(tensor, splits))
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for everyone."""
+        opts = opts or dist.BarrierOptions()
+        return self._do("barrier", lambda: self._call(self._core.barrier), [], opts)
+
+    # Older names, which older versions of torch and its C++ code call.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+class WideGroup(Wide, Group):
+    """The collectives of a group on several hosts."""

@@ -1,0 +1,141 @@
+"""Where to meet, from what the user wrote: the URL of `init_method`, a store, or nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import msgspec
+from torch.distributed.distributed_c10d import Store
+
+from .._torch import TCPStore, rendezvous
+from ..control.connect import reach
+from ..control.rendezvous import Board, FileBoard
+from ..environments.identity import identify
+from ..environments.world import Address, World
+from ..errors import WorldError, fail
+from .store import StoreBoard
+
+__all__ = ["Bootstrap", "bootstrap"]
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """Who this process is, the board where ranks meet (None: an address or this host), and its own trouble."""
+
+    world: World
+    board: Board | None = None
+    trouble: WorldError | None = None
+
+
+def bootstrap(
+    init_method: str | None, store: Store | None, *, rank: int, world_size: int, generation: int, deadline: float
+) -> Bootstrap:
+    """Say who this process is and where it meets the others; raise for what makes no sense.
+
+    ``generation`` counts the groups of this process, so that the next one does not find the last one's notice.
+    """
+    if store is not None and init_method is not None:
+        raise fail(
+            "invalid-argument",
+            "init_process_group got both init_method= and store=",
+            who=f"rank {rank}",
+            why="each of them says where ranks meet",
+            fix="pass one of them",
+        )
+    method = init_method or "env://"
+    url = urlsplit(method)
+    query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+    rank = _number("rank", rank, query)
+    world_size = _number("world_size", world_size, query)
+    key = f"allhands/{generation}/coordinator"
+    if store is not None:
+        found = _who(rank, world_size, None)
+        return msgspec.structs.replace(found, board=StoreBoard(store, f"{key}/{found.world.job}"))
+    match url.scheme:
+        case "env":
+            found = _who(rank, world_size, None)
+            if found.world.agent_store:
+                board = StoreBoard(_agent_store(found.world, deadline), f"{key}/{found.world.job}")
+                return msgspec.structs.replace(found, board=board)
+            return found
+        case "tcp":
+            try:
+                host, port = url.hostname, url.port
+            except ValueError:
+                raise _bad_url(method, "a port is a number from 1 to 65535") from None
+            if not host or not port:
+                raise _bad_url(method, "it needs a host and a port: tcp://HOST:PORT")
+            return _who(rank, world_size, Address(host, port))
+        case "file":
+            path = unquote(url.netloc + url.path)
+            if not path:
+                raise _bad_url(method, "it needs a path: file:///path/to/file")
+            return msgspec.structs.replace(_who(rank, world_size, None), board=FileBoard(path))
+        case _:
+            return _elsewhere(method, rank, world_size, key, deadline)
+
+
+def _number(name: str, given: int, query: dict[str, str]) -> int:
+    """Return the argument, or the number in the URL (`tcp://…?rank=0`), as torch reads it."""
+    if given != -1 or name not in query:
+        return given
+    try:
+        return int(query[name])
+    except ValueError:
+        raise _bad_url(f"{name}={query[name]}", f"{name} is not a number") from None
+
+
+def _bad_url(method: str, why: str) -> Exception:
+    return fail(
+        "invalid-argument",
+        f"init_method={method!r} is not a place to meet",
+        who="this process",
+        why=why,
+        fix="use env://, tcp://HOST:PORT, file:///PATH, or nothing on one host",
+    )
+
+
+def _who(rank: int, world_size: int, coordinator: Address | None) -> Bootstrap:
+    if world_size == 0:
+        raise fail("invalid-argument", "world_size=0 makes no group", who=f"rank {rank}", fix="pass at least 1")
+    own_rank = None if rank == -1 else rank
+    own_size = None if world_size == -1 else world_size
+    try:
+        return Bootstrap(identify(rank=own_rank, world_size=own_size, coordinator=coordinator))
+    except WorldError as problem:
+        if problem.slug != "rank-out-of-range" or not problem.ranks:
+            raise
+        # The others wait for a rank that will never come, so they are told: the roll call refuses it by name.
+        world = identify(rank=0, world_size=own_size, coordinator=coordinator)
+        return Bootstrap(world._replace(rank=problem.ranks[0]), trouble=problem)
+
+
+def _agent_store(world: World, deadline: float) -> Store:
+    """Connect to the store of torchrun's agent, which already holds MASTER_PORT."""
+    address = world.coordinator
+    if address is None:
+        raise fail(
+            "incomplete-environment",
+            "torchrun's agent has a store, but MASTER_ADDR and MASTER_PORT do not say where",
+            who=f"rank {world.rank}",
+            fix="start the script with torchrun, and leave MASTER_ADDR and MASTER_PORT alone in it",
+        )
+    # torch's own client says little about why it cannot connect.
+    reach(address, deadline, who=f"rank {world.rank} (pid {os.getpid()})", late_names=world.late_names).close()
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    store: Store = TCPStore(address.host, address.port, is_master=False, timeout=left, wait_for_workers=False)
+    return store
+
+
+def _elsewhere(method: str, rank: int, world_size: int, key: str, deadline: float) -> Bootstrap:
+    """Meet through a rendezvous handler that someone registered with torch."""
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        store, rank, world_size = next(rendezvous(method, rank, world_size, timeout=left))
+    except RuntimeError as problem:
+        if "No rendezvous handler" not in str(problem):
+            raise
+        raise _bad_url(method, "torch knows no such scheme either") from problem
+    return msgspec.structs.replace(_who(rank, world_size, None), board=StoreBoard(store, key))

@@ -1,0 +1,440 @@
+"""torch's communication functions with the same signatures, whose failures say who and why.
+
+Each call is noted while it runs (so that others can be told what this rank is doing), refused at once when
+the group is known to be over, and its engine's error is turned into the diagnosis behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from .. import _core, _torch
+from ..engines.shm import engine as shm
+from ..errors import AllhandsError, NotInitialised, fail
+from ..observe import flight_recorder
+from . import conjugate, engine_choice, monitored_barrier
+from . import session as _session
+from .desync_check import overhear
+from .interruptible import interruptible, watched
+
+__all__ = [
+    "GUARDED",
+    "QUICK",
+    "P2POp",
+    "Pending",
+    "asking",
+    "guarded",
+    "note_destroyed",
+    "quick",
+    "require_group",
+    "way",
+]
+
+# Everything in torch.distributed that communicates. What a torch version does not have is left out.
+GUARDED: tuple[str, ...] = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "split_group",
+)
+
+# Whether torch.compile is reading this function: it knows torch's own and puts them into its graph.
+_compiling = torch.compiler.is_dynamo_compiling
+
+# Where the last group was destroyed, for the message of whoever uses it afterwards.
+_destroyed_at = ""
+
+
+def note_destroyed(site: str) -> None:
+    """Remember that the default group was destroyed at ``site`` ("" once there is a new one)."""
+    global _destroyed_at  # noqa: PLW0603  # one default group per process, as in torch
+    _destroyed_at = site
+
+
+def require_group(name: str) -> None:
+    """Raise not-initialised or already-destroyed where there is no default group."""
+    if dist.is_initialized():
+        return
+    if _destroyed_at:
+        raise fail(
+            "already-destroyed",
+            f"{name} was called after the process group was destroyed",
+            who="this process",
+            why=f"destroy_process_group ran at {_destroyed_at}",
+            fix="move the call before it, or form a new group with init_process_group",
+        )
+    raise fail(
+        "not-initialised",
+        f"{name} was called, but there is no process group yet",
+        who="this process",
+        why="init_process_group has not run in this process",
+        fix="call allhands.init_process_group() first, or use `with allhands.process_group():`",
+    )
+
+
+class Pending(dist.Work):
+    """An operation under way. `wait` raises the diagnosis where the engine fails."""
+
+    def __init__(
+        self, work: Any, session: _session.Session, name: str, site: str, *, patient: bool = False, note: int = 0
+    ) -> None:
+        super().__init__()
+        self._note = note
+        self._patient = patient
+        self._work = work
+        self._session = session
+        self._name = name
+        self._site = site
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the operation is done, at most ``timeout``."""
+        if timeout is not None:
+            # A limit of the caller's own: running into it says nothing about the group.
+            return bool(self._work.wait(timeout))
+        wait = interruptible(self._session, self._work.wait) if self._patient else self._wait
+        well = False
+        try:
+            done = bool(_run(self._session, self._name, self._site, wait))
+            well = True
+        finally:
+            self._close(well=well)
+        return done
+
+    def _wait(self) -> Any:
+        if self._session.wary and _must_listen():
+            watched(self._work, self._session)
+        return self._work.wait()
+
+    def _close(self, *, well: bool) -> None:
+        """Close the note of the operation, once: it is known to be over."""
+        if self._note:
+            flight_recorder.own().end(self._note, well)
+            self._note = 0
+
+    def synchronize(self) -> None:
+        """Wait until the operation is done, as `wait` does."""
+        _run(self._session, self._name, self._site, self._work.synchronize)
+
+    def is_completed(self) -> bool:
+        """Tell whether the operation is done."""
+        if not self._work.is_completed():
+            return False
+        self._close(well=True)
+        return True
+
+    def is_success(self) -> bool:
+        """Tell whether it went well."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """Return what went wrong, if anything."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """Return its tensors."""
+        return self._work.result()
+
+    def get_future(self) -> Any:
+        """Return it as a future."""
+        return self._work.get_future()
+
+    def source_rank(self) -> int:
+        """Return the rank that sent what was received."""
+        return int(self._work.source_rank())
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())  # noqa: SLF001  # torch's own object collectives call it so
+
+
+def _run(session: _session.Session, name: str, site: str, function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    before = session.enter(name, site)
+    try:
+        return function(*args, **kw)
+    except AllhandsError:
+        raise
+    except RuntimeError as problem:
+        explained = session.explain(problem, name, site)
+        if explained is None:
+            raise
+        # The engine's own words are a page of C++ about a closed socket; they help only where nothing better is known.
+        raise explained from (problem if explained.slug == "engine-failed" else None)
+    finally:
+        session.leave(before)
+
+
+def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return ``function`` issued beside the caller and waited for with an open ear; None where it cannot be.
+
+    Only for functions that can be asked not to wait.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "async_op" not in names:
+        return None
+    place = names.index("async_op")
+    group_place = names.index("group")
+
+    def call(*args: Any, **kw: Any) -> Any:
+        group = kw.get("group", args[group_place] if len(args) > group_place else None) or dist.group.WORLD
+        if len(args) > place or kw.get("async_op") or getattr(group, "hears_signals", False):
+            return function(*args, **kw)
+        work = function(*args, **{**kw, "async_op": True})
+        if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":
+            return None  # Not a member of the group, or put off until the end of a coalescing block.
+        session = _session.current()
+        if session is not None:
+            watched(work, session)
+        work.wait()
+        return None
+
+    return call
+
+
+def _must_listen() -> bool:
+    """Tell whether this thread is the one that signals are for, and nothing of a GPU is at stake.
+
+    On a GPU, torch orders an operation that is not waited for differently.
+    """
+    return threading.current_thread() is threading.main_thread() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Tell whether this is a receive from any source."""
+    if name not in {"recv", "irecv"}:
+        return False
+    return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
+
+
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """Return the first tensor among ``values``, or in a list there."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+            return value[0]
+    return None
+
+
+def _note(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> int:
+    """Put an operation of torch's own groups on the board; ours write there themselves. Return its number."""
+    if getattr(group, "writes_notes", False):
+        return 0
+    tensor = _first_tensor((*args, *kw.values()))
+    known = (
+        (str(tensor.dtype).removeprefix("torch."), "", tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        if tensor is not None
+        else ("", "", (), 0)
+    )
+    board = flight_recorder.own()
+    number = board.begin(name, getattr(group, "group_name", ""), *known, -1, site)
+    board.run(number, 0)
+    return number
+
+
+def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Tell whether a message goes through shared memory, where waiting hears signals and the group's end itself."""
+    tensor = args[0] if args else kw.get("tensor")
+    group = (args[2] if len(args) > 2 else kw.get("group")) or dist.group.WORLD
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "hears_signals", False)
+
+
+def _is_deaf(name: str, work: dist.Work) -> bool:
+    """Tell whether ``work`` is a send of Gloo, which may not be told that its connection ended.
+
+    Of large sends under way when the group ends, one in ten or so waits until its timeout.
+    """
+    # An engine's own class; those of this package are Python's and end with the group.
+    return name in {"isend", "batch_isend_irecv"} and type(work) is dist.Work
+
+
+def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
+    behind = op
+    while behind not in {dist.isend, dist.irecv}:
+        if not hasattr(behind, "__wrapped__"):
+            return op
+        behind = behind.__wrapped__
+    return behind
+
+
+class P2POp(dist.P2POp):
+    """One operation for `batch_isend_irecv`. torch takes its own `isend` and `irecv` only, so ours stand for them."""
+
+    def __new__(cls, op: Callable[..., Any], *args: Any, **kw: Any) -> Self:
+        """Check the operation as torch does."""
+        made: Self = super().__new__(cls, _torchs(op), *args, **kw)
+        return made
+
+    def __init__(self, op: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        super().__init__(_torchs(op), *args, **kw)
+
+
+def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return torch's function ``name``, or ``function`` in its place, with its failures explained."""
+    if function is None:
+        function = monitored_barrier.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
+    if name.startswith("new_"):
+        function = engine_choice.new_group(function)
+    beside = _beside(function)
+    parameters = list(inspect.signature(function).parameters)
+    place = parameters.index("group") if "group" in parameters else len(parameters)
+    torchs, function = function, functools.wraps(function)(conjugate.resolving(function))
+    beside = conjugate.resolving(beside) if beside is not None else None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kw: Any) -> Any:
+        if _compiling():
+            return torchs(*args, **kw)
+        session = _session.current()
+        if session is None:
+            require_group(name)
+            return function(*args, **kw)
+        session.member.check_process()
+        session.member.check()
+        if not dist.is_initialized():
+            require_group(name)
+        site = _session.call_site()
+        alert = _hears(args, kw)
+        patient = not alert and _from_anyone(name, args, kw)
+        if name in {"send", "recv"} and not alert and (patient or _must_listen()):
+            work = interruptible(session, function)
+        else:
+            work = beside if beside is not None and _must_listen() else function
+        group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
+        heard = session.overheard.get(group)
+        began = heard.before(name, args, kw, site) if heard is not None else None
+        note, well = _note(name, group, args, kw, site), False
+        try:
+            result = _run(session, name, site, work, *args, **kw)
+            well = True
+            if name == "new_group" and isinstance(result, dist.ProcessGroup):
+                overhear(session, result)
+        finally:
+            if heard is not None:
+                heard.after(began, well=well)
+            pending = well and isinstance(result, dist.Work)
+            if note and not pending:
+                flight_recorder.own().end(note, well)
+        if isinstance(result, dist.Work):
+            return Pending(result, session, name, site, patient=patient or _is_deaf(name, result), note=note)
+        if isinstance(result, list) and result and isinstance(result[0], dist.Work):
+            return [Pending(work, session, name, site, patient=_is_deaf(name, work)) for work in result]
+        return result
+
+    return call
+
+
+# What the parameters of torch's functions are to the short way: the numbers of `enum role` in csrc/quick.c.
+_OUT, _IN, _OP, _GROUP, _ASYNC, _PEER, _GROUP_PEER, _TAG, _OTHER = range(9)
+_ROLES = {"op": _OP, "group": _GROUP, "async_op": _ASYNC, "tag": _TAG}
+_PEERS = {"src": _PEER, "dst": _PEER, "group_src": _GROUP_PEER, "group_dst": _GROUP_PEER}
+_ONE = {"tensor": _OUT, **_PEERS}
+
+# Those that have a short way through our own groups: which operation of the core each is, whether it has one tensor
+# where the core has one for each rank or any number of them, and what its own parameters are.
+_SHORT: dict[str, tuple[str, bool, dict[str, int]]] = {
+    "all_gather": ("all_gather", False, {"tensor_list": _OUT, "tensor": _IN}),
+    "all_gather_into_tensor": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
+    "all_gather_single": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
+    "all_reduce": ("all_reduce", True, _ONE),
+    "all_reduce_coalesced": ("all_reduce", False, {"tensors": _OUT}),
+    "all_to_all": ("all_to_all", False, {"output_tensor_list": _OUT, "input_tensor_list": _IN}),
+    "all_to_all_single": ("all_to_all", True, {"output": _OUT, "input": _IN}),
+    "barrier": ("barrier", False, {}),
+    "broadcast": ("broadcast", False, _ONE),
+    "gather": ("gather", False, {"tensor": _IN, "gather_list": _OUT, **_PEERS}),
+    "recv": ("recv", False, _ONE),
+    "reduce": ("reduce", False, _ONE),
+    "reduce_scatter": ("reduce_scatter", False, {"output": _OUT, "input_list": _IN}),
+    "reduce_scatter_single": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
+    "reduce_scatter_tensor": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
+    "send": ("send", False, _ONE),
+    "scatter": ("scatter", False, {"tensor": _OUT, "scatter_list": _IN, **_PEERS}),
+}
+QUICK: tuple[str, ...] = tuple(_SHORT)
+
+
+@functools.cache
+def way() -> _core.Way:
+    """Tell the core what it has to know of torch."""
+    known = {code: op for op, code in shm.REDUCTIONS.items()}
+    return _core.Way(
+        (torch.Tensor, torch.nn.Parameter),
+        dict(shm.DTYPES),
+        tuple(known.get(code) for code in range(shm.PREMUL_SUM)),  # which is no object, but one for each factor
+        dist.GroupMember,
+        _torch.coalescing(),
+        _session.call_site,
+        _session.NOT_THE_USERS,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        _torch.world_place(),
+        torch.empty(0).is_neg,
+        _torch.negation_place(),
+    )
+
+
+def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
+    """Return `guarded` with the short way of our own groups before it, for a caller that waits.
+
+    A ``function`` in the place of torch's has parameters of the same names.
+    """
+    function = function or getattr(dist, name)
+    kind, whole, own = _SHORT[name]
+    names = tuple(map(sys.intern, inspect.signature(function).parameters))
+    roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
+    made = _core.Quick(way(), guarded(name, function), name, names, roles, shm.KINDS.index(kind), whole)
+    _torch.traced_as(made, function)
+    return functools.update_wrapper(made, function)
+
+
+def asking(name: str) -> Callable[..., Any]:
+    """Return torch's function ``name``, which asks about a group, with its "no group" explained."""
+    function = engine_choice.named(dist.get_backend) if name == "get_backend" else getattr(dist, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kw: Any) -> Any:
+        try:
+            return function(*args, **kw)
+        except NotInitialised:
+            raise
+        except ValueError:
+            require_group(name)
+            raise
+
+    return call

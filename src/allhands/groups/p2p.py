@@ -1,0 +1,350 @@
+"""Messages between two ranks of a group on one host, as torch knows them: `send`, `recv` and what is under way.
+
+A caller that waits does the work itself. What was begun and is not waited for is moved on by a thread of its own,
+which lives from the first such message to the end of the group and sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..engines.shm import engine as shm
+from ..errors import fail
+from ..observe import flight_recorder
+from . import failure
+from . import session as _session
+from .staging import Flat
+from .work import Done
+
+if TYPE_CHECKING:
+    from .._core import Request
+    from .hostgroup import HostGroup
+
+__all__ = ["Call", "Mail", "Message", "Sent"]
+
+# How often the end of a group looks whether the last sends are on their way.
+_LOOK_S = 0.002
+
+# torch's own functions that wait at once for what `isend` and `irecv` begin.
+_WAITING = frozenset(inspect.unwrap(function).__code__ for function in (dist.send, dist.recv))
+
+# Frames between torch's `send` and here, and some more: other libraries wrap it.
+_FRAMES = 5
+
+# The core's word for a message that is not over yet.
+_UNDER_WAY = -1
+
+
+class Sent(Done):
+    """A message that was over before it was asked for, sent or received."""
+
+    def __init__(self, tensors: list[torch.Tensor], peer: int) -> None:
+        super().__init__(tensors)
+        self._peer = peer
+
+    def source_rank(self) -> int:
+        """Return the group rank that sent it."""
+        return self._peer
+
+    # torch's `recv` from any source calls it so.
+    _source_rank = source_rank
+
+
+class Message(dist.Work):
+    """A message under way. Whoever waits for it moves it on."""
+
+    def __init__(self, mail: Mail, call: Call, key: int, request: Request | None) -> None:
+        super().__init__()
+        self.key = key
+        self._request = request
+        self._mail = mail
+        self._call = call
+        self._lock = threading.Lock()
+        self._over = False
+        self._peer = -1
+        self._problem: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is over; raise what went wrong. A ``timeout`` of its own raises without ending it."""
+        limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        if not self._over:
+            self.finish(self._mail.wait(self._call, self._request, -1 if limit is None else int(limit * 1e9)))
+        if not self._over:
+            raise RuntimeError(f"Operation timed out: {self._call.name} was not done within {limit} s")
+        if self._problem is not None:
+            raise self._problem
+        return True
+
+    def finish(self, outcome: int) -> None:
+        """Take the core's word for how it went; nothing where it is still under way, or was told before."""
+        if outcome == _UNDER_WAY:
+            return
+        with self._lock:
+            if self._over:
+                return
+            try:
+                self._peer = self._mail.outcome(self._call, outcome)
+                self._call.bring_back()
+            except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
+                self._problem = problem
+            self._call.over(well=self._problem is None)
+            self._over = True
+            future = self._future
+        self._mail.forget(self)
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._problem is not None:
+            future.set_exception(self._problem)
+        else:
+            future.set_result(self._call.tensors)
+
+    def is_completed(self) -> bool:
+        """Tell whether it is over, after moving it on."""
+        if not self._over and self._request is not None:
+            self.finish(self._mail.look(self._request))
+        return self._over
+
+    def is_success(self) -> bool:
+        """Tell whether it went well."""
+        return self.is_completed() and self._problem is None
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, if anything."""
+        return self._problem
+
+    def synchronize(self) -> None:
+        """Wait, as `wait` does."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return self._call.tensors
+
+    def source_rank(self) -> int:
+        """Return the group rank that sent it, -1 before it is over."""
+        return self._peer
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future that has its tensors, or raises, once it is over."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            over = self._over
+            if not over:
+                if self._future is None:
+                    self._future = future
+                future = self._future
+        if over:
+            self._settle(future)
+        elif self._request is not None:
+            self._mail.core.due(self._request)
+        # A failed future handed over as it is ends the process in torch's C++ code; one made so raises.
+        return future.then(lambda done: done.value())
+
+
+class Call:
+    """One call of `send` or `recv`: what it is called, where it was made, who it is about, and its tensors.
+
+    It stands on the board from here until `over`.
+    """
+
+    def __init__(self, name: str, group: str, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
+        self.name = name
+        self.tag = tag
+        self.site = _session.call_site()
+        self.tensors = tensors
+        self.peer = peer
+        self._stand_in = Flat(tensors[0], back=name == "recv")
+        self.flat = self._stand_in.tensor
+        kind, target = str(self.flat.dtype).removeprefix("torch."), -1 if peer is None else peer
+        shape, board = tuple(tensors[0].shape), flight_recorder.own()
+        self._note = board.begin(name, group, kind, "", shape, self.flat.nbytes, target, self.site)
+        board.run(self._note, 0)
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int, int]:
+        """Address, bytes, type, peer and tag, as the core takes them."""
+        flat, peer = self.flat, -1 if self.peer is None else self.peer
+        return flat.data_ptr(), flat.nbytes, shm.dtype_code(flat.dtype), peer, self.tag
+
+    def bring_back(self) -> None:
+        """Copy what came to where it was asked for."""
+        self._stand_in.__exit__(None, None, None)
+
+    def over(self, *, well: bool) -> None:
+        """Note that it is over."""
+        flight_recorder.own().end(self._note, well)
+
+
+class Mail:
+    """One rank's messages in a group. The methods may be called from any thread."""
+
+    def __init__(self, group: HostGroup) -> None:
+        self.core = group.engine.mail
+        self._group = group
+        self._keys = itertools.count()
+        # Kept until they are over: torch's callers may forget both the Work and the tensor.
+        self._pending: dict[int, Message | None] = {}
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, limit_ns: int) -> dist.Work:
+        """Send one tensor to a rank of the group. Small ones are on their way at once."""
+        return self._begin(self._call("send", tensors, rank, tag), limit_ns)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int | None, tag: int, limit_ns: int) -> dist.Work:
+        """Receive one tensor from a rank of the group, or from anyone."""
+        return self._begin(self._call("recv", tensors, rank, tag), limit_ns)
+
+    def close(self, within_s: float) -> None:
+        """Let sends that nobody waited for get away, then end what is left, all within about ``within_s``."""
+        member = self._group.session.member
+        if self._closed or member.forked:
+            return
+        self._closed = True
+        deadline = time.monotonic() + within_s
+        while self.core.unsent() and member.verdict is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        self.core.stop()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
+        for message in list(self._pending.values()):
+            if message is not None:
+                message.is_completed()
+
+    # For Message -------------------------------------------------------------------------------------------
+
+    def wait(self, call: Call, request: Any, limit_ns: int) -> int:
+        """Wait for a posted message, and let others know that this rank does."""
+        session = self._group.session
+        session.member.check_process()
+        before = session.enter(call.name, call.site)
+        try:
+            return self.core.wait(request, limit_ns)
+        finally:
+            session.leave(before)
+
+    def look(self, request: Any) -> int:
+        """Move things on and return how a posted message is."""
+        self._group.session.member.check_process()
+        return self.core.look(request)
+
+    def outcome(self, call: Call, outcome: int) -> int:
+        """Return the rank that a message came from or went to; raise where it did neither."""
+        peer, code = divmod(outcome, 256)
+        if not code:
+            return peer
+        group = self._group
+        if self._closed and group.session.member.verdict is None:
+            raise fail(
+                "already-destroyed",
+                f"{call.name} at {call.site} was under way when its group was destroyed",
+                who=f"rank {group.session.member.rank}",
+                why="destroy_process_group ran before the message was there",
+                fix="wait() for what isend and irecv return before the group is destroyed",
+            )
+        peers = group.ranks if call.peer is None else [group.ranks[call.peer]]
+        mine = group.session.member.rank
+        others = [rank for rank in peers if rank != mine]
+        raise failure.explain(group, shm.Trouble(shm.CODES[code], peer), call.name, call.site, others) from None
+
+    def forget(self, message: Message) -> None:
+        """Let go of a message that is over."""
+        self._pending.pop(message.key, None)
+
+    # Inside ------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, tensors: list[torch.Tensor], rank: int | None, tag: int) -> Call:
+        group = self._group
+        # A forked child has the segment too, and would be taken for its parent.
+        group.session.member.check_process()
+        wrong = ""
+        if len(tensors) != 1:
+            wrong = f"a message is one tensor, not {len(tensors)}"
+        elif rank is not None and not 0 <= rank < len(group.ranks):
+            wrong = f"there is no rank {rank} in a group of {len(group.ranks)}"
+        elif not 0 <= tag < 1 << 64:
+            wrong = f"a tag is a number from 0 on, not {tag}"
+        if wrong:
+            who = f"rank {group.session.member.rank}"
+            raise fail("invalid-argument", f"{name}: {wrong}", who=who, fix="see the call")
+        return Call(name, group.getGroupName(), tensors, rank, tag)
+
+    def _begin(self, call: Call, limit_ns: int) -> dist.Work:
+        core, sends = self.core, call.name == "send"
+        if _waited_for():
+            session = self._group.session
+            before, well = session.enter(call.name, call.site), False
+            try:
+                found = self.outcome(call, (core.send if sends else core.recv)(*call.arguments, limit_ns))
+                call.bring_back()
+                well = True
+            finally:
+                call.over(well=well)
+                session.leave(before)
+            return Sent(call.tensors, found)
+        key = next(self._keys)
+        # The thread may hear of it before we do.
+        self._pending[key] = None
+        posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
+        if isinstance(posted, int):
+            del self._pending[key]
+            return self._at_once(call, posted)
+        message = Message(self, call, key, posted)
+        self._pending[key] = message
+        if self._thread is None:
+            self._start()
+        return message
+
+    def _at_once(self, call: Call, outcome: int) -> dist.Work:
+        """Return what was over when it was begun. What went wrong is raised where it is waited for."""
+        if outcome & 255:
+            message = Message(self, call, -1, None)
+            message.finish(outcome)
+            return message
+        call.bring_back()
+        call.over(well=True)
+        return Sent(call.tensors, outcome >> 8)
+
+    def _start(self) -> None:
+        """Have a thread move on what nobody waits for."""
+        with self._starting:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="allhands-mail", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while keys := self.core.serve():
+            for key in keys:
+                message = self._pending.get(key)
+                while message is None and key in self._pending:
+                    time.sleep(0)  # Whoever posted it is about to say.
+                    message = self._pending.get(key)
+                if message is not None:
+                    message.is_completed()
+
+
+def _waited_for() -> bool:
+    """Tell whether torch's blocking `send` or `recv` calls: then nobody else has to move the message on."""
+    frame = sys._getframe(2)  # noqa: SLF001  # inspect.currentframe, two frames up
+    for _ in range(_FRAMES):
+        if frame.f_code in _WAITING:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

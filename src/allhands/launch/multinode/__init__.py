@@ -1,0 +1,5 @@
+"""Agents on several nodes."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

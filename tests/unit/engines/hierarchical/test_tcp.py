@@ -1,0 +1,112 @@
+"""Rails: what is begun arrives in its order, and every wait has an end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from allhands.engines.hierarchical.tcp import Rail, join
+
+LATER_S = 20.0
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Rail, Rail]]:
+    """Yield the two ends of a rail between two hosts, with ranks 10 and 20."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    first, second = Rail([None, ends[0]], [10, 20]), Rail([ends[1], None], [10, 20])
+    yield first, second
+    first.close()
+    second.close()
+
+
+def soon() -> float:
+    """Return a deadline that no test comes to."""
+    return time.monotonic() + LATER_S
+
+
+def test_exchanges_keep_their_order(pair: tuple[Rail, Rail]) -> None:
+    """Several exchanges under way, larger than any buffer of the kernel, arrive whole and in their order."""
+    given = [bytes([number]) * (1_000_000 * number) for number in (1, 2, 3)]
+
+    def work(host: int) -> list[bytes]:
+        rail, other = pair[host], 1 - host
+        takes = [bytearray(len(each)) for each in given]
+        begun = []
+        for each, take in zip(given, takes, strict=True):
+            gives: list[memoryview | None] = [None, None]
+            room: list[memoryview | None] = [None, None]
+            gives[other], room[other] = memoryview(each), memoryview(take)
+            begun.append(rail.begin(gives, room))
+        for exchange in begun:
+            rail.finish(exchange, soon())
+        return [bytes(take) for take in takes]
+
+    with ThreadPoolExecutor(2) as both:
+        assert list(both.map(work, (0, 1))) == [given, given]
+
+
+def test_a_wait_ends_with_the_time_with_the_peer_and_with_the_group(pair: tuple[Rail, Rail]) -> None:
+    """Who does not answer is late, who has closed is gone, and the group's end wakes whoever waits; each is named."""
+    first, second = pair
+    room: list[memoryview | None] = [None, memoryview(bytearray(8))]
+    nothing: list[memoryview | None] = [None, None]
+    waiting = first.begin(nothing, room)
+    with pytest.raises(RuntimeError, match="Timed out waiting for rank 20"):
+        first.finish(waiting, time.monotonic() + 0.01)
+    threading.Timer(0.05, first.end).start()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        first.finish(waiting, soon())
+    with pytest.raises(RuntimeError, match="connection closed by rank 10"):
+        second.finish(second.begin(nothing, list(reversed(room))), soon())
+
+
+def test_strangers_do_not_join() -> None:
+    """Who connects and does not know the word, or says nothing, is not taken for a rank."""
+    store = dist.HashStore()
+    began = threading.Event()
+
+    def first() -> Rail:
+        began.set()
+        return join(store, 0, [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
+
+    def second() -> Rail:
+        return join(store, 1, [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
+
+    with ThreadPoolExecutor(2) as both:
+        one = both.submit(first)
+        began.wait()
+        port = int(store.get("0").decode().split()[1])
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"?" * 20)
+            assert stranger.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", port)):
+            other = both.submit(second)
+            rails = one.result(), other.result()
+    take = bytearray(3)
+    sent = rails[0].begin([None, memoryview(b"yes")], [None, None])
+    came = rails[1].begin([None, None], [memoryview(take), None])
+    rails[0].finish(sent, soon())
+    rails[1].finish(came, soon())
+    assert take == b"yes"
+    for rail in rails:
+        rail.close()
+
+
+def test_who_cannot_be_reached_is_named() -> None:
+    """A port that nobody listens on, as behind a firewall: engine-failed with the address."""
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set("0", f"127.0.0.1 {port} {'00' * 32}")
+    with pytest.raises(Exception, match="engine-failed") as caught:
+        join(store, 1, [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
+    assert f"port {port} of rank 0 on 127.0.0.1" in str(caught.value)
