@@ -144,7 +144,7 @@ def test_a_rank_that_exits_or_raises_in_the_middle_ends_it_for_all(name: str, ho
     fall(name, how)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "gather"])
+@pytest.mark.parametrize("name", ["all_reduce", pytest.param("gather", marks=pytest.mark.soak)])
 def test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline(name: str) -> None:
     """SIGSTOP proves nothing until the timeout has passed; then the rank that does not answer is named."""
     fall(name, "stop")

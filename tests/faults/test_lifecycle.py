@@ -129,7 +129,7 @@ say(x=x.tolist())
         assert (result.returncode, result.complaints) == (0, "")
 
 
-@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=SOAK), "torch"])
+@pytest.mark.parametrize("how", ["fork", *(pytest.param(how, marks=SOAK) for how in ("spawn", "torch"))])
 def test_an_exception_in_a_child_of_multiprocessing_reaches_peers(how: str) -> None:
     """In children of multiprocessing, whose exceptions pass by sys.excepthook, peers are told all the same."""
     result = launch(

@@ -228,6 +228,7 @@ dist.barrier()
     harness.well(results)
 
 
+@pytest.mark.soak
 def test_the_time_of_a_message_begins_with_waiting_for_it() -> None:
     """A receive may be posted long before its message; once someone waits, or has a future, its time runs."""
     results = harness.launch(

@@ -28,7 +28,10 @@ def test_a_host_that_does_not_resolve(host: str, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "timeout"),
-    [("http", 20), ("silent", 3), ("tcpstore", 3), pytest.param("silent", 13, marks=pytest.mark.soak)],
+    [
+        ("http", 20),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("silent", 3), ("tcpstore", 3), ("silent", 13)]),
+    ],
 )
 def test_something_else_has_the_port(name: str, timeout: int) -> None:
     """Rank 0 names who holds its port (pid and command); the others say that this is no coordinator, or is silent."""

@@ -95,6 +95,7 @@ def test_ranks_that_disagree() -> None:
     assert "[collective-mismatch]" in ran.verdict
 
 
+@pytest.mark.soak
 def test_a_rank_that_never_comes() -> None:
     """A rank that does not answer the roll call is to blame, not those that waited for it."""
     source = """

@@ -136,6 +136,7 @@ def test_interfaces(cables: Making) -> None:
     assert {each.level for each in look(GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="eth")} == {"green"}
 
 
+@pytest.mark.soak
 def test_an_address_that_does_not_answer_beside_one_that_does(cables: Making) -> None:
     """IPv4 and IPv6 are both tried: a name with a dead address of one kind is yellow, and the other one is named."""
     a, b = cables().hosts
@@ -198,6 +199,7 @@ def test_a_firewall_that_rejects_is_seen_there(cables: Making) -> None:
     assert not shut.details["open"]
 
 
+@pytest.mark.soak
 def test_large_packets_that_vanish(cables: Making) -> None:
     """A switch that passes only smaller packets than the machines send is found, and the fix that is shown works."""
     a, b = cables().hosts

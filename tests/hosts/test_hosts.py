@@ -210,6 +210,7 @@ def test_filtered_gloo_ports_end_by_the_deadline(network: Making) -> None:
         assert outcome["hosts"] in ([made.hosts[0].ipv4], [made.hosts[1].ipv4])
 
 
+@pytest.mark.soak
 def test_a_pulled_cable_is_noticed(network: Making) -> None:
     """A host that vanishes in the middle of a collective is lost to the others, and they to it, within seconds."""
     made = network()

@@ -86,6 +86,7 @@ def test_a_small_bench(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
 @needs_mpi
 def test_a_small_bench_against_mpi(tmp_path: Path) -> None:
     """MPI, Gloo and allhands are measured in the same ranks; the third rank of a ping-pong is idle."""
@@ -187,6 +188,7 @@ def test_a_rank_that_dies_is_reported(peers: tuple[str, ...]) -> None:
     assert gone(pids)
 
 
+@pytest.mark.soak
 @both_ways
 def test_ranks_that_hang_are_reported(peers: tuple[str, ...]) -> None:
     """Ranks that say nothing for too long are ended, and the error says so."""

@@ -201,7 +201,11 @@ say(again=dist.get_rank())
 
 
 @pytest.mark.parametrize(
-    "flags", [["--standalone"], ["--nnodes", "1", "--rdzv-backend", "static"]], ids=["c10d", "static"]
+    "flags",
+    [
+        pytest.param(["--standalone"], id="c10d"),
+        pytest.param(["--nnodes", "1", "--rdzv-backend", "static"], id="static", marks=pytest.mark.soak),
+    ],
 )
 def test_under_torchrun(flags: list[str]) -> None:
     """A script under torchrun forms its group, twice, although torchrun's own store has MASTER_PORT."""

@@ -160,6 +160,7 @@ def test_ranks_that_torchrun_started() -> None:
         job.results()
 
 
+@pytest.mark.soak
 def test_under_the_launcher() -> None:
     """Under `allhands run`, as people type it: green while it moves, red and exit status 1 once a wait is long."""
     source = """

@@ -245,6 +245,7 @@ say(found=attempt(bad.wait), future=attempt(future.wait))
         assert "different calls" in result["future"]["text"], result["future"]
 
 
+@pytest.mark.soak
 def test_one_member_of_a_subgroup_is_named() -> None:
     """At the deadline only ranks of the group that waits are named; who is outside of it owes nothing."""
     results = harness.launch(

@@ -96,9 +96,13 @@ def test_ranks_with_the_same_token_form_a_group(where: dict[str, str], tmp_path:
     ("tokens", "where", "why"),
     [
         ([SECRET, OTHER, SECRET], address(), "its proof does not fit this process's token"),
-        ([SECRET, OTHER, SECRET], {}, "its proof does not fit this process's token"),
+        pytest.param(
+            [SECRET, OTHER, SECRET], {}, "its proof does not fit this process's token", marks=pytest.mark.soak
+        ),
         ([SECRET, "", SECRET], address(), "the job has a token and this process has none"),
-        (["", SECRET, ""], address(), "this process has a token and the coordinator has none"),
+        pytest.param(
+            ["", SECRET, ""], address(), "this process has a token and the coordinator has none", marks=pytest.mark.soak
+        ),
     ],
     ids=["wrong", "wrong-local", "missing", "only-here"],
 )
@@ -264,9 +268,21 @@ say(lost=attempt(store.get, "never"))
     ("rank_0", "rank_1", "slug", "words"),
     [
         ({}, {"ca": "other"}, "not-authorised", "the coordinator's certificate is not accepted"),
-        ({"cert": "elsewhere"}, {}, "not-authorised", "the coordinator's certificate is not accepted"),
-        ({}, None, "wrong-service", "as a coordinator with TLS does where ALLHANDS_TLS_CA is not set"),
-        (None, {}, "wrong-service", "the TLS handshake failed"),
+        pytest.param(
+            {"cert": "elsewhere"},
+            {},
+            "not-authorised",
+            "the coordinator's certificate is not accepted",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            {},
+            None,
+            "wrong-service",
+            "as a coordinator with TLS does where ALLHANDS_TLS_CA is not set",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(None, {}, "wrong-service", "the TLS handshake failed", marks=pytest.mark.soak),
     ],
     ids=["wrong-authority", "wrong-host", "plain-member", "plain-coordinator"],
 )
