@@ -434,7 +434,7 @@ if {how!r} == "thread":
     say(x=x.item())
 else:
     init()
-say(coordinator=dist.session.current().beside.pid)
+say(coordinator=dist.groups.session.current().beside.pid)
 if {how!r} == "kill":
     time.sleep(60)
 """

@@ -239,7 +239,7 @@ def test_a_killed_rank_is_lost_within_a_second(victim: int) -> None:
         INIT
         + f"""
 gate("formed")
-say(ready=dist.session.current().beside.pid if rank == 0 else 0)
+say(ready=dist.groups.session.current().beside.pid if rank == 0 else 0)
 if rank == {victim}:
     time.sleep(60)
 say(blocked=attempt(dist.all_reduce, x))
@@ -268,7 +268,7 @@ def test_a_killed_coordinator_is_lost_within_a_second() -> None:
         INIT
         + """
 gate("formed")
-say(coordinator=dist.session.current().beside.pid if rank == 0 else 0)
+say(coordinator=dist.groups.session.current().beside.pid if rank == 0 else 0)
 say(blocked=attempt(dist.recv, x, src=1 - rank))
 dist.destroy_process_group()
 say(again=attempt(dist.all_reduce, x))
@@ -366,7 +366,7 @@ def test_a_late_rank_is_named_with_what_it_does() -> None:
         """
 import allhands as dist, datetime, torch, time
 def elsewhere():
-    while not dist.session.current().member.verdict:
+    while not dist.groups.session.current().member.verdict:
         time.sleep(0.05)
 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
 dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1.5)) or gate("formed")

@@ -21,9 +21,8 @@ from .. import _core, _torch
 from ..engines.shm import engine as shm
 from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
-from . import conjugate, engine_choice, monitored_barrier
+from . import conjugate, desync_check, engine_choice, monitored_barrier
 from . import session as _session
-from .desync_check import overhear
 from .interruptible import interruptible, watched
 
 __all__ = [
@@ -138,8 +137,6 @@ class Pending(dist.Work):
         return done
 
     def _wait(self) -> Any:
-        if self._session.wary and _must_listen():
-            watched(self._work, self._session)
         return self._work.wait()
 
     def _close(self, *, well: bool) -> None:
@@ -337,17 +334,17 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
         else:
             work = beside if beside is not None and _must_listen() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
-        heard = session.overheard.get(group)
-        began = heard.before(name, args, kw, site) if heard is not None else None
+        check = session.desync_checks.get(group)
+        began = check.before(name, args, kw, site) if check is not None else None
         note, well = _note(name, group, args, kw, site), False
         try:
             result = _run(session, name, site, work, *args, **kw)
             well = True
             if name == "new_group" and isinstance(result, dist.ProcessGroup):
-                overhear(session, result)
+                desync_check.start(session, result)
         finally:
-            if heard is not None:
-                heard.after(began, well=well)
+            if check is not None:
+                check.after(began, well=well)
             pending = well and isinstance(result, dist.Work)
             if note and not pending:
                 flight_recorder.own().end(note, well)

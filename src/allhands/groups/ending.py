@@ -51,7 +51,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
     if broken_off:
         limit = 0.0
     member = session.member
-    known = session.failed or member.heard or not session.told_late
+    known = session.failed or member.heard
     if not session.failed and not member.over:
         still = member.leave(how, 0.0 if member.verdict is not None else limit)
         if still and limit:
@@ -94,7 +94,7 @@ def _end_torch(session: Session) -> None:
         if not session.abandoned:
             # The last that holds the groups, in a cycle. Gloo's threads end with them; left to the collector at the
             # interpreter's end, one that is about to let go of a tensor takes the process down with SIGABRT.
-            session.overheard.clear()
+            session.desync_checks.clear()
 
     thread = threading.Thread(target=run, name="allhands-destroy", daemon=True)
     thread.start()

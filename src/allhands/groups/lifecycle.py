@@ -23,11 +23,10 @@ from ..engines.cuda import nccl_abort
 from ..engines.needs import needs
 from ..errors import AllhandsError, error, fail
 from ..observe import flight_recorder, stacks
-from . import engine_choice, registration
+from . import desync_check, engine_choice, registration
 from . import session as _session
 from .bootstrap import Bootstrap, bootstrap
 from .collectives import note_destroyed
-from .desync_check import forget, overhear
 from .ending import abandon, end, hook
 from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
 from .session import Session, call_site
@@ -135,7 +134,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             form()  # The current GPU belongs to the thread.
         else:
             form_by(max(deadline, time.monotonic() + _LEAST_CONNECT_S), session, form)
-        overhear(session, dist.group.WORLD)
+        desync_check.start(session, dist.group.WORLD)
     except Exception as problem:  # noqa: BLE001  # raised again as what it means
         explained = not_formed(session, name, problem)
         abandon(session, explained)
@@ -212,7 +211,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         if group in _torch.groups():
             session = _session.current()
             if session is not None:
-                forget(session, group)
+                desync_check.stop(session, group)
             dist.destroy_process_group(group)
         return
     site = call_site()

@@ -26,9 +26,8 @@ from .. import _torch
 from ..control.join import Seat
 from ..control.member import Member
 from ..control.messages import Status
-from ..diagnosis import Diagnosis, duration, join, ranks, title
+from ..diagnosis import Diagnosis, duration, join, ranks
 from ..diagnosis.transport import TIMEOUT, TRANSPORT
-from ..engines import terminate
 from ..engines.cuda import nccl_abort
 from ..engines.gloo.wire import Wire
 from ..errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
@@ -108,13 +107,11 @@ class Session:
         self.failed = False
         flight_recorder.own().sign(seat.member.rank, seat.member.world_size)
         self.undo: list[Callable[[], None]] = []
-        # By group: what compares the calls of torch's own groups (`overheard.Overheard`).
-        self.overheard: dict[Any, Any] = {}
-        # Whether calls of this rank are compared only after they began.
-        self.told_late = False
+        # By group: compares the calls of torch's own groups (`desync_check.DesyncCheck`).
+        self.desync_checks: dict[Any, Any] = {}
         # Where threads wait for an operation in Python; ``abandoned`` once they were told not to.
         self.waiting: set[threading.Event] = set()
-        self.wary = self.abandoned = False
+        self.abandoned = False
         self._main = threading.main_thread().ident
         # By thread: an operation beside the main thread is not what the main thread is doing.
         self._doing: dict[int, tuple[str, str, float]] = {}
@@ -200,32 +197,6 @@ class Session:
     def cut(self) -> None:
         """End what this rank may be waiting in, on its own account."""
         self.wire.cut()
-
-    def watch_gloo(self) -> None:
-        """Find out why before Gloo ends this process over a call that does not fit."""
-        undo = None if self.wary else terminate.before_end(self._gloo_gives_up)
-        if undo is not None:
-            self.wary = True
-            self.undo.append(undo)
-
-    def _gloo_gives_up(self) -> None:
-        """Gloo is about to end this process: tell of it, and let who can raise the reason do so. In Gloo's thread.
-
-        Returns where the process has to end: nobody found a reason, or whoever waits cannot be reached.
-        """
-        if self.member.forked:
-            return
-        self.member.census()  # Everyone tells first what it called.
-        verdict = self.member.wait_for_verdict(_VERDICT_S)
-        if verdict is None:
-            return
-        reached = self.release()
-        if reached:
-            # Gloo's thread holds locks of Gloo's; without it nothing moves there, and nothing need.
-            threading.Event().wait()
-        said = verdict.render(title(verdict.slug))
-        sys.stderr.write(f"\nGloo ends this process. The cause, as allhands saw it:\n{said}\n")
-        sys.stderr.flush()
 
     def explain(
         self,

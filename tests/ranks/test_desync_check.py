@@ -1,4 +1,4 @@
-"""torch's own groups on one host: calls that differ are told on every rank, and what only looks odd is left alone."""
+"""Calls of torch's own groups on one host that differ raise on every rank; equal ones never do."""
 
 from __future__ import annotations
 
