@@ -28,7 +28,7 @@ TABLE: dict[str, str] = {
     "ALLHANDS_COORDINATOR": "where the launcher's coordinator listens: tcp://HOST:PORT or unix:NAME",
     "ALLHANDS_NODE_ADDRESS": "the address by which other nodes reach this one (set by allhands' launcher)",
     "ALLHANDS_RESTART": "how often the job was restarted (set by allhands' launcher)",
-    "ALLHANDS_BOARD_FD": "descriptor and pid of the board that the launcher made (set by allhands' launcher)",
+    "ALLHANDS_RECORDER_FD": "descriptor and pid of the flight recorder, made by it (set by allhands' launcher)",
     "ALLHANDS_BIND": "the address that rank 0's coordinator binds, where it is not the one peers connect to",
     "ALLHANDS_TLS_CERT": "certificate chain (PEM) of the coordinator; turns TLS on",
     "ALLHANDS_TLS_KEY": "private key (PEM) of that certificate",
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
     token_file: str = ""
     job: str = ""
     attempt: int = 0
-    board_fd: str = ""
+    recorder_fd: str = ""
     bind: str = ""
     node_address: str = ""
     tls_cert: str = ""

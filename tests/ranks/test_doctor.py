@@ -254,7 +254,7 @@ def test_a_process_that_offers_nothing_is_left_alone() -> None:
     """A process without the handler is not sent the signal, which would end it; it is no rank, and that is said."""
     with subprocess.Popen(["sleep", "60"]) as process:  # noqa: S607  # any program
         try:
-            assert stacks.ask(process.pid, 0.2) == ""
+            assert stacks.request(process.pid, 0.2) == ""
             assert process.poll() is None
             with pytest.raises(ArgumentError, match=f"no job with the process {process.pid}"):
                 examine(process.pid, None)
@@ -272,7 +272,7 @@ def test_asking_twice_gives_the_stacks_of_now() -> None:
     import os, time
     from pathlib import Path
     from allhands.observe import stacks
-    stacks.offer()
+    stacks.register()
     def first():
         say(at="first")
         while not (Path(os.environ["GATES"]) / "on").exists():
@@ -286,10 +286,10 @@ def test_asking_twice_gives_the_stacks_of_now() -> None:
     """
     with harness.running(source, 1) as job:
         job.wait_for("at")
-        assert "in first\n" in stacks.ask(job.ranks[0].pid, 10)
+        assert "in first\n" in stacks.request(job.ranks[0].pid, 10)
         (job.folder / "gates" / "on").touch()
         job.wait_for("second")
-        again = stacks.ask(job.ranks[0].pid, 10)
+        again = stacks.request(job.ranks[0].pid, 10)
         assert "in second\n" in again
         assert "in first\n" not in again
         (job.folder / "gates" / "off").touch()

@@ -158,13 +158,14 @@ def test_spawn_and_pickle_inside() -> None:
 
 
 def test_a_child_of_a_worker_has_a_board_of_its_own() -> None:
-    """What a worker forks or starts does not write on the board that the launcher reads for the worker."""
+    """What a worker forks or starts does not write into the flight recorder that the launcher reads for the worker."""
     source = """
     import os, subprocess, sys
-    from allhands.observe import flight_recorder as notes
-    print("given", notes._mine().descriptor == int(os.environ["ALLHANDS_BOARD_FD"].split(":")[0]), flush=True)
+    from allhands.observe import flight_recorder
+    given = int(os.environ["ALLHANDS_RECORDER_FD"].split(":")[0])
+    print("given", flight_recorder._mine().descriptor == given, flush=True)
     if os.fork() == 0:
-        print("fork", notes._given(), flush=True)
+        print("fork", flight_recorder._given(), flush=True)
         os._exit(0)
     os.wait()
     code = "from allhands.observe import flight_recorder; print('exec', flight_recorder._given())"

@@ -27,7 +27,7 @@ class Rank:
     number: int
     world_size: int
     seen: Look
-    board: flight_recorder.Board | None
+    board: flight_recorder.FlightRecorder | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def crews() -> list[Crew]:
 def refresh(crew: Crew) -> Crew:
     """Return the same ranks as they are now; those that have ended are left out."""
     now = [
-        replace(rank, seen=seen, board=flight_recorder.owned(rank.pid, seen.inner_pid))
+        replace(rank, seen=seen, board=flight_recorder.read_owned(rank.pid, seen.inner_pid))
         for rank in crew.ranks
         if (seen := look(rank.pid)) is not None and not seen.zombie
     ]
@@ -65,7 +65,7 @@ def _rank(pid: int) -> Rank | None:
     seen = look(pid)
     if seen is None or seen.zombie or pid == os.getpid():
         return None
-    board = flight_recorder.owned(pid, seen.inner_pid)
+    board = flight_recorder.read_owned(pid, seen.inner_pid)
     told = _told(seen)
     if board is None and told is None:
         return None

@@ -41,7 +41,7 @@ def examine(pid: int | None, name: str | None) -> list[Finding]:
             "invalid-argument",
             f"no job with {f'the process {pid}' if pid is not None else f'the name {name}'} runs on this machine",
             who="the process or job given to doctor",
-            why=f"jobs here: {there}" if there else "no process here has a board, or the variables of a rank",
+            why=f"jobs here: {there}" if there else "no process here has a flight recorder, or the variables of a rank",
             fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
         )
     results: list[Finding] = []
@@ -102,7 +102,7 @@ def at_work() -> list[Finding]:
         shown = f"{name}{count(len(each.ranks), 'rank')} (pid {each.pids[0]}{' …' if len(each.pids) > 1 else ''})"
         boards = [rank.board for rank in each.ranks if rank.board is not None]
         waiting = [note for board in boards for note in board.under_way]
-        still = min((note.age_s for board in boards for note in board.notes[-1:]), default=0.0) if waiting else 0.0
+        still = min((note.age_s for board in boards for note in board.entries[-1:]), default=0.0) if waiting else 0.0
         if still >= _STANDSTILL_S:
             results.append(
                 yellow(

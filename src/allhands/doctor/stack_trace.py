@@ -62,7 +62,7 @@ class Trace:
 
 def of(pid: int) -> Trace:
     """Return the stack of the main thread of ``pid``: by its own handler, else by py-spy where that is installed."""
-    text = stacks.ask(pid, _ANSWER_S)
+    text = stacks.request(pid, _ANSWER_S)
     if text:
         return Trace(frames(text), "its own handler", text)
     spy = shutil.which("py-spy")

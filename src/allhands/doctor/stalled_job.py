@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..diagnosis import count, duration, join, ranks
 from ..launch.stall import behind
-from ..observe.flight_recorder import Board, Note
+from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, green, red, yellow
 from .proc_status import Look
 from .stack_trace import Trace, users
@@ -33,13 +33,13 @@ class Standing:
 
     rank: int
     pid: int
-    board: Board | None
+    board: FlightRecorder | None
     seen: Look
     trace: Trace = field(default_factory=Trace)
     busy: float = 0.0
 
     @property
-    def inside(self) -> Note | None:
+    def inside(self) -> Entry | None:
         """The call that it waits in, the oldest first; None outside any."""
         under_way = self.board.under_way if self.board is not None else ()
         return under_way[0] if under_way else None
@@ -80,15 +80,15 @@ class Standing:
         return words.get(call, f"waiting ({call})" if call else "sleeping")
 
 
-def moved(before: Mapping[int, Board | None], after: Mapping[int, Board | None]) -> int:
+def moved(before: Mapping[int, FlightRecorder | None], after: Mapping[int, FlightRecorder | None]) -> int:
     """Return how many calls began or ended between two looks."""
     steps = 0
     for pid, now in after.items():
         then = before.get(pid)
         if now is None:
             continue
-        old = {note.number: note.state for note in then.notes} if then is not None else {}
-        steps += sum(1 for note in now.notes if old.get(note.number) != note.state)
+        old = {note.number: note.state for note in then.entries} if then is not None else {}
+        steps += sum(1 for note in now.entries if old.get(note.number) != note.state)
     return steps
 
 
@@ -115,7 +115,7 @@ def judge(everyone: Sequence[Standing], world_size: int, steps: int, *, host: st
     return [_behind(here[rank], awaited, level, host) for rank in late if rank in here]
 
 
-def _waits(waiting: Mapping[int, Note]) -> str:
+def _waits(waiting: Mapping[int, Entry]) -> str:
     """Say in which calls ranks wait, equal ones together."""
     calls: dict[str, list[int]] = defaultdict(list)
     ages: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _waits(waiting: Mapping[int, Note]) -> str:
     )
 
 
-def _behind(each: Standing, awaited: Mapping[int, Note], level: object, host: str) -> Finding:
+def _behind(each: Standing, awaited: Mapping[int, Entry], level: object, host: str) -> Finding:
     """Say of one rank what it misses and where it is instead."""
     missed = next(iter(awaited.values()), None)
     note = each.inside
@@ -181,7 +181,7 @@ def _behind(each: Standing, awaited: Mapping[int, Note], level: object, host: st
     )
 
 
-def _advice(each: Standing, missed: Note | None, where: str) -> str:
+def _advice(each: Standing, missed: Entry | None, where: str) -> str:
     if each.inside is not None:
         return (
             f"every rank must make the same calls in the same order: see why rank {each.rank} does not come to "
@@ -208,7 +208,7 @@ def _commands(each: Standing) -> tuple[str, ...]:
     return ()
 
 
-def _stopped(each: Standing, inside: Mapping[int, Note], host: str) -> Finding:
+def _stopped(each: Standing, inside: Mapping[int, Entry], host: str) -> Finding:
     waiting = {rank: note for rank, note in inside.items() if rank != each.rank}
     missed = next(iter(waiting.values()), None)
     last = each.board.last if each.board is not None else None
@@ -265,14 +265,14 @@ def _outside(everyone: Sequence[Standing], who: str, world_size: int) -> Finding
     places = [
         f"rank {each.rank} (pid {each.pid}) is at {each.place or 'a line not known'}, {each.doing}" for each in everyone
     ]
-    if all(each.board is None or not each.board.notes for each in everyone):
+    if all(each.board is None or not each.board.entries for each in everyone):
         # A group of torch's own, or none: what it waits for stands on no board.
         return green(_SECTION, "unknown", f"{who} without a call on a board; {join(places[:4])}", places=places)
     return green(_SECTION, "moving", f"{who}, nobody waits in a collective; {state}", join(places[:4]), places=places)
 
 
 def _all_inside(
-    everyone: Sequence[Standing], inside: Mapping[int, Note], world_size: int, level: object, who: str
+    everyone: Sequence[Standing], inside: Mapping[int, Entry], world_size: int, level: object, who: str
 ) -> Finding:
     """All ranks of this machine are in the same call and it does not end: others are missing, or the network."""
     here = {each.rank for each in everyone}

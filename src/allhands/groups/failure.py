@@ -170,7 +170,7 @@ def _detail(group: HostGroup, index: int, sequence: int) -> str:
     except (LookupError, OSError):
         return ""  # Gone, or another user's: what stands in the segment has to do.
     # One note may stand for several calls (coalesced tensors), so it is the last that began at or before it.
-    fitting = [note for note in board.notes if note.group == group.getGroupName() and note.started_s]
+    fitting = [note for note in board.entries if note.group == group.getGroupName() and note.started_s]
     note = max((note for note in fitting if note.sequence <= sequence), key=lambda note: note.number, default=None)
     if note is None:
         return ""

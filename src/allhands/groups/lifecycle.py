@@ -170,8 +170,8 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
     _generation += 1
     world = found.world
     # From here on this rank may have to wait for others, and somebody may want to know where it stands.
-    stacks.offer()
-    flight_recorder.own().sign(world.rank, world.world_size)
+    stacks.register()
+    flight_recorder.set_rank(world.rank, world.world_size)
     trouble = (
         found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank, device)
     )

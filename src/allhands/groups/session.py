@@ -105,7 +105,7 @@ class Session:
         self.wire = Wire()
         self.store = MemberStore(seat.member, self.wire)
         self.failed = False
-        flight_recorder.own().sign(seat.member.rank, seat.member.world_size)
+        flight_recorder.set_rank(seat.member.rank, seat.member.world_size)
         self.undo: list[Callable[[], None]] = []
         # By group: compares the calls of torch's own groups (`desync_check.DesyncCheck`).
         self.desync_checks: dict[Any, Any] = {}
@@ -147,7 +147,7 @@ class Session:
             name, site, since = doing
             return f"in {name} at {site}", time.monotonic() - since
         # The short way writes on the board only.
-        running = [note for note in flight_recorder.board().notes if note.state == "running"]
+        running = [note for note in flight_recorder.board().entries if note.state == "running"]
         for note in sorted(running, key=lambda note: not note.main)[:1]:
             return f"in {note.operation} at {note.site}", note.age_s
         # Not by a name: the frame of this very call is among them, and would keep them all, with what their callers

@@ -52,13 +52,13 @@ class Evidence:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def notes(self) -> flight_recorder.Board | None:
+    def notes(self) -> flight_recorder.FlightRecorder | None:
         """Return what is on its board, None where it had no group."""
         try:
             found = flight_recorder.parse(self.pid, self.board)
         except LookupError:
             return None
-        return found if found.notes else None
+        return found if found.entries else None
 
     def outcome(self, kills: Memory, node: int | None = None) -> Outcome:
         """Return all that is known of its end; ``kills`` tells whom the kernel ended for want of memory."""

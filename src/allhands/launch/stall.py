@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..observe.flight_recorder import Board, Note
+from ..observe.flight_recorder import Entry, FlightRecorder
 
 __all__ = ["Hang", "Watch", "behind"]
 
-_Boards = Mapping[int, Board | None]
+_Boards = Mapping[int, FlightRecorder | None]
 
 
 class Hang(msgspec.Struct, frozen=True):
@@ -59,8 +59,8 @@ class Watch:
         return now - self._since >= self._after_s, longest >= self._after_s
 
 
-def _marks(board: Board | None) -> tuple[object, ...]:
-    return tuple((note.number, note.state) for note in board.notes) if board else ()
+def _marks(board: FlightRecorder | None) -> tuple[object, ...]:
+    return tuple((note.number, note.state) for note in board.entries) if board else ()
 
 
 def behind(boards: _Boards) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def behind(boards: _Boards) -> tuple[int, ...]:
 
     Nobody is behind where all ranks are in the same call.
     """
-    inside: dict[int, Note] = {}
+    inside: dict[int, Entry] = {}
     for rank, board in boards.items():
         if board and board.under_way:
             inside[rank] = board.under_way[0]

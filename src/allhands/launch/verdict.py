@@ -10,7 +10,7 @@ import msgspec
 
 from ..diagnosis import Diagnosis, duration, ranks
 from ..diagnosis.transport import TRANSPORT
-from ..observe.flight_recorder import Board
+from ..observe.flight_recorder import FlightRecorder
 from .multinode.node_loss import Loss, words_of
 from .stall import Hang
 
@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
     after_s: float = 0.0
     record: dict[str, Any] = msgspec.field(default_factory=dict)
     stack: str = ""
-    board: Board | None = None
+    board: FlightRecorder | None = None
     memory: str = ""
     # Which node it was on, where there are several.
     node: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..diagnosis import count, duration, ranks
-from ..observe.flight_recorder import Board
+from ..observe.flight_recorder import FlightRecorder
 from .fold import ranges
 from .job import Job
 from .stall import Hang
@@ -73,7 +73,7 @@ def culprits(verdict: Verdict) -> list[str]:
     return lines
 
 
-def last_calls(boards: Mapping[int, Board | None]) -> list[str]:
+def last_calls(boards: Mapping[int, FlightRecorder | None]) -> list[str]:
     """Return the last collective of each rank, equal ones in one line."""
     found: dict[str, list[int]] = {}
     for rank, board in boards.items():

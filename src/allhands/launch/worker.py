@@ -43,7 +43,7 @@ def main() -> None:
     kind, *numbers = ordered.split(",")
     agent, record, fatal, stacks, board, init = map(int, numbers)
     follow(agent)
-    os.environ["ALLHANDS_BOARD_FD"] = f"{board}:{os.getpid()}"
+    os.environ["ALLHANDS_RECORDER_FD"] = f"{board}:{os.getpid()}"
     for descriptor in (record, fatal, stacks):
         os.set_inheritable(descriptor, False)
     if kind == "program":

@@ -1,8 +1,8 @@
-"""The board: what each rank is doing and did last, in shared memory, readable from outside while ranks hang.
+"""The flight recorder: the last calls of this process's groups, in shared memory that other processes can read.
 
-A process has one board, a memfd that stays open, so that whoever may look into ``/proc/PID/fd`` can read it with
-`read`, however stuck the process is. Nothing here needs torch. (The module is not called ``board`` because that is
-what ``allhands.board()`` is.) Imports nothing that is slow: the launcher makes boards before it starts workers.
+A process has one flight recorder: a memfd that stays open. Any process of the same user can find it in
+``/proc/PID/fd`` and read it with `read`, even while the recorded process hangs or is stopped. Needs no torch and
+imports nothing slow: the launcher creates the recorders of its workers before it starts them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Any, NamedTuple
 
 from .. import _core, settings
 
-__all__ = ["Board", "Note", "board", "make", "own", "owned", "parse", "read"]
+__all__ = ["Entry", "FlightRecorder", "board", "make", "own", "parse", "read", "read_owned", "set_rank"]
 
-_NAME = "allhands-board"
+_NAME = "allhands-recorder"
 
-# A board that could shrink under the process that has it mapped would be a SIGBUS in the middle of a collective.
+# If the file could shrink while it is mapped, the next write would raise SIGBUS in the middle of a collective.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-# The layout of csrc/board.h, version 1.
+# The layout of csrc/recorder/flight_recorder.h, version 1.
 _HEAD = struct.Struct("<8sIIqiiQ")
-_NOTE = struct.Struct("<QQQQqqqIIiI6Q24s24s12s12s64s")
+_ENTRY = struct.Struct("<QQQQqqqIIiI6Q24s24s12s12s64s")
 _HEAD_BYTES = 4096
 _MAGIC, _VERSION = b"allboard", 1
 _STATES = ("", "waiting", "running", "done", "failed")
 
-# A note is written in well under a microsecond; one that is still being written after this many looks belongs to a
-# process that was stopped or killed in the middle of it.
-_LOOKS = 100
+# An entry is written in well under a microsecond. If it still changes after this many reads, the process was stopped
+# or killed while it wrote.
+_READS = 100
 
 
-class Note(NamedTuple):
-    """One operation. Times are on this host's monotonic clock; 0.0 for "not yet"."""
+class Entry(NamedTuple):
+    """One call. Times are on the monotonic clock of this host; 0.0 means "not yet"."""
 
     number: int
     group: str
@@ -59,18 +59,18 @@ class Note(NamedTuple):
 
     @property
     def under_way(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the call waits or runs."""
         return self.state in {"waiting", "running"}
 
     @property
     def age_s(self) -> float:
-        """How long it has been in its state."""
+        """The time since the call entered its state."""
         since = {"waiting": self.issued_s, "running": self.started_s}.get(self.state, self.ended_s)
         return max(0.0, time.monotonic() - since)
 
     @property
     def call(self) -> str:
-        """What was called, for a reader: ``all_reduce SUM of float32[3, 4]``."""
+        """The call in words: ``all_reduce SUM of float32[3, 4]``."""
         words = [self.operation, self.reduction]
         if self.dtype:
             words += ["of", f"{self.dtype}[{', '.join(map(str, self.shape))}]"]
@@ -79,37 +79,38 @@ class Note(NamedTuple):
         return " ".join(word for word in words if word)
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return the call, its source line and its state in one line."""
         return f"{self.call} at {self.site}: {self.state} for {self.age_s:.1f} s"
 
 
-class Board(NamedTuple):
-    """What a process had on its board at one moment, the oldest first. A rank of -1 is one that has no group yet.
+class FlightRecorder(NamedTuple):
+    """A snapshot of one process's flight recorder, oldest entry first. ``rank`` is -1 before a group is formed.
 
-    ``owner`` is the process that writes there, as it calls itself: a launcher and a forked child have it open too.
+    ``owner`` is the pid of the process that writes it, in that process's own pid namespace: the launcher and forked
+    children have the same descriptor open.
     """
 
     pid: int
     rank: int
     world_size: int
-    notes: tuple[Note, ...]
+    entries: tuple[Entry, ...]
     owner: int = 0
 
     @property
-    def under_way(self) -> tuple[Note, ...]:
-        """What waits or runs."""
-        return tuple(note for note in self.notes if note.under_way)
+    def under_way(self) -> tuple[Entry, ...]:
+        """The calls that wait or run."""
+        return tuple(entry for entry in self.entries if entry.under_way)
 
     @property
-    def last(self) -> Note | None:
-        """What it does, else what it did last."""
-        running = tuple(note for note in self.notes if note.state == "running")
-        found = running or self.under_way or self.notes
+    def last(self) -> Entry | None:
+        """The latest call that runs; otherwise the latest that waits; otherwise the latest of all."""
+        running = tuple(entry for entry in self.entries if entry.state == "running")
+        found = running or self.under_way or self.entries
         return found[-1] if found else None
 
 
 class _Own:
-    """This process's board, and the descriptor by which others find it."""
+    """The flight recorder of this process, and the descriptor by which others find it."""
 
     def __init__(self) -> None:
         given = _given()
@@ -118,7 +119,7 @@ class _Own:
 
 
 def make() -> int:
-    """Make the memory of a board, for this process or for one that it starts; return its descriptor."""
+    """Create the memory of a flight recorder, for this process or a child; return its descriptor."""
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, _core.board_bytes())
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -126,11 +127,11 @@ def make() -> int:
 
 
 def _given() -> int | None:
-    """Return the descriptor that the launcher made for exactly this process, None where there is none.
+    """Return the descriptor that the launcher created for this process, or None.
 
-    The variable is inherited by everything that this process starts, and the number may be some other file there.
+    Every child inherits the variable, and in a child the number may be another file: pid and file are checked.
     """
-    number, _, pid = settings.read().board_fd.partition(":")
+    number, _, pid = settings.read().recorder_fd.partition(":")
     if pid != str(os.getpid()) or not number.isdecimal():
         return None
     descriptor = int(number)
@@ -147,19 +148,24 @@ def _mine() -> _Own:
     return _Own()
 
 
-# A child that was forked has its parent's board mapped; what it writes belongs on one of its own.
+# A forked child has its parent's recorder mapped; its own calls belong in a recorder of its own.
 os.register_at_fork(after_in_child=_mine.cache_clear)
 
 
 def own() -> _core.Board:
-    """Return this process's board, to write on."""
+    """Return this process's flight recorder, for writing."""
     return _mine().core
 
 
-def board(pid: int | None = None) -> Board:
-    """Return what this process, or the process ``pid`` of this host, has on its board.
+def set_rank(rank: int, world_size: int) -> None:
+    """Record the rank and world size of this process."""
+    own().sign(rank, world_size)
 
-    Raises LookupError where that process has none, PermissionError where it is another user's.
+
+def board(pid: int | None = None) -> FlightRecorder:
+    """Return a snapshot of the flight recorder of this process, or of the process ``pid`` of this host.
+
+    Raises LookupError if that process has none, PermissionError if it belongs to another user.
     """
     if pid is not None:
         return read(pid)
@@ -167,34 +173,37 @@ def board(pid: int | None = None) -> Board:
     return parse(os.getpid(), _mine().descriptor)
 
 
-def read(pid: int) -> Board:
-    """Return what the process ``pid`` has on its board, without its help: it may hang or be stopped."""
-    for entry in _find(pid):
-        with contextlib.suppress(FileNotFoundError):  # Closed meanwhile: it has ended.
-            return _parse_at(pid, entry)
-    raise LookupError(f"process {pid} has no board: it uses no allhands group")
+def read(pid: int) -> FlightRecorder:
+    """Return a snapshot of the flight recorder of the process ``pid``, which may hang or be stopped.
+
+    Raises LookupError if it has none, PermissionError if it belongs to another user.
+    """
+    for path in _find(pid):
+        with contextlib.suppress(FileNotFoundError):  # Closed meanwhile: the process ended.
+            return _parse_at(pid, path)
+    raise LookupError(f"process {pid} has no flight recorder: it uses no allhands group")
 
 
-def owned(pid: int, called: int | None = None) -> Board | None:
-    """Return the board that the process ``pid`` itself writes on, None where it has none or this user may not look.
+def read_owned(pid: int, inner_pid: int | None = None) -> FlightRecorder | None:
+    """Return the flight recorder that the process ``pid`` itself writes, or None if it has none or access is denied.
 
-    ``called`` is the number that it has in its own pid namespace.
+    ``inner_pid`` is the pid that it has in its own pid namespace.
     """
     try:
-        for entry in _find(pid):
+        for path in _find(pid):
             try:
-                found = _parse_at(pid, entry)
+                found = _parse_at(pid, path)
             except (LookupError, OSError):
                 continue  # Not written yet, or closed meanwhile.
-            if found.owner == (pid if called is None else called):
+            if found.owner == (pid if inner_pid is None else inner_pid):
                 return found
     except (LookupError, OSError):
         return None
     return None
 
 
-def _parse_at(pid: int, entry: str) -> Board:
-    descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+def _parse_at(pid: int, path: str) -> FlightRecorder:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return parse(pid, descriptor)
     finally:
@@ -202,56 +211,56 @@ def _parse_at(pid: int, entry: str) -> Board:
 
 
 def _find(pid: int) -> list[str]:
-    """Return where the boards are that the process has open."""
+    """Return the paths of the flight recorders that the process has open."""
     found = []
     try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
+        with os.scandir(f"/proc/{pid}/fd") as files:
+            for file in files:
                 try:
-                    if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
-                        found.append(entry.path)
+                    if os.readlink(file.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
+                        found.append(file.path)
                 except FileNotFoundError:
                     continue  # Closed meanwhile.
     except FileNotFoundError:
         raise LookupError(f"there is no process {pid}") from None
     except PermissionError:
-        # Another user's; or it ended meanwhile, of which the kernel says the same.
+        # Another user's process; or it ended meanwhile, which the kernel reports in the same way.
         if os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
             raise
         raise LookupError(f"there is no process {pid}") from None
     return found
 
 
-def parse(pid: int, descriptor: int) -> Board:
-    """Return what is on the board in ``descriptor``, that of the process ``pid``, which may be dead.
+def parse(pid: int, descriptor: int) -> FlightRecorder:
+    """Return the content of the flight recorder in ``descriptor``, which belongs to ``pid``, dead or alive.
 
-    Raises LookupError where the process has written none.
+    Raises LookupError if the process has written none.
     """
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
-        magic, version, notes, owner, rank, world_size, _ = _HEAD.unpack_from(memory)
+        magic, version, count, owner, rank, world_size, _ = _HEAD.unpack_from(memory)
         if magic != _MAGIC or version != _VERSION:
-            raise LookupError(f"the board of process {pid} is of another version of allhands")
-        found = sorted(_notes(memory, notes), key=lambda note: note.number)
-    return Board(pid, rank, world_size, tuple(found), owner)
+            raise LookupError(f"the flight recorder of process {pid} is of another version of allhands")
+        found = sorted(_entries(memory, count), key=lambda entry: entry.number)
+    return FlightRecorder(pid, rank, world_size, tuple(found), owner)
 
 
-def _notes(memory: mmap.mmap, count: int) -> Iterator[Note]:
+def _entries(memory: mmap.mmap, count: int) -> Iterator[Entry]:
     for index in range(count):
-        at = _HEAD_BYTES + index * _NOTE.size
-        for _ in range(_LOOKS):
-            fields = _NOTE.unpack_from(memory, at)
+        at = _HEAD_BYTES + index * _ENTRY.size
+        for _ in range(_READS):
+            fields = _ENTRY.unpack_from(memory, at)
             (again,) = struct.unpack_from("<Q", memory, at)
             if fields[0] == again and again % 2 == 0:
                 break
         if fields[7]:
-            yield _note(fields)
+            yield _entry(fields)
 
 
-def _note(fields: tuple[Any, ...]) -> Note:
+def _entry(fields: tuple[Any, ...]) -> Entry:
     _, number, sequence, size, issued, started, ended, state, main, root, dims, *rest = fields
     shape, texts = rest[:6], [text.rstrip(b"\0").decode(errors="replace") for text in rest[6:]]
     operation, group, dtype, reduction, site = texts
-    return Note(
+    return Entry(
         number=number,
         group=group,
         sequence=sequence,

@@ -1,8 +1,8 @@
-"""The stacks of a rank's threads, readable from outside while it hangs: faulthandler writes them on a signal.
+"""The stacks of a rank's threads, readable from outside while the rank hangs.
 
-A process that forms a group offers them: a memfd that stays open, found like the board through ``/proc/PID/fd``. The
-handler runs in C, so it answers while the interpreter's lock is held, a library spins or a lock is never given back.
-Imports nothing that is slow: it stands in every worker before the script.
+A process that forms a group registers a faulthandler on a signal. It writes into a memfd that stays open and is found
+through ``/proc/PID/fd``, like the flight recorder. The handler is written in C: it also works while the GIL is held, a
+library spins or a lock is never released. Imports nothing slow: every worker loads this module before its script.
 """
 
 from __future__ import annotations
@@ -10,59 +10,61 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["SIGNAL", "ask", "make", "offer"]
+__all__ = ["SIGNAL", "make", "register", "request"]
 
-# A real-time signal that neither glibc (the first two) nor debuggers and timers of common libraries take; scripts keep
-# SIGUSR1 and SIGUSR2 for themselves.
+# A real-time signal that neither glibc (it uses the first two) nor the debuggers and timers of common libraries use.
+# SIGUSR1 and SIGUSR2 are left to scripts.
 SIGNAL = signal.SIGRTMIN + 7
 
 _NAME = "allhands-stacks"
 
-# Stacks are some KiB; what is older than this many bytes is cut off before more is asked for.
+# Stacks are some KiB. A file of more bytes than this is emptied before the next request.
 _MOST = 1 << 20
 
-# Between looks whether more was written.
-_PAUSE_S = 0.02
+_POLL_S = 0.02
 
-_offered = False
+_registered = False
 
 
 def make() -> int:
-    """Make the memory, for this process or for one that it starts; return its descriptor."""
+    """Create the memory, for this process or a child; return its descriptor."""
     import fcntl
 
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    # Writers append: whoever asks may empty it, and the writer's place in it does not matter.
+    # The writer appends, so that a reader may empty the file at any time.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     return descriptor
 
 
-def offer() -> None:
-    """Let others ask this process for its stacks. Does nothing where the launcher saw to it, or the signal is taken."""
-    global _offered  # noqa: PLW0603  # one process, one handler
-    if _offered:
+def register() -> None:
+    """Let other processes request this process's stacks.
+
+    Does nothing if the launcher has registered the handler already, or the script uses the signal.
+    """
+    global _registered  # noqa: PLW0603  # one process, one handler
+    if _registered:
         return
-    _offered = True
+    _registered = True
     if _caught(os.getpid()):
         return
     import faulthandler
 
-    # Not closed: it lives as long as the process. A child that is forked writes into it too, when it is asked.
+    # Never closed: it lives as long as the process. Forked children write into it too.
     faulthandler.register(SIGNAL, file=make(), all_threads=True)
 
 
-def ask(pid: int, seconds: float) -> str:
-    """Return the stacks of all threads of ``pid``, "" where it does not offer them, is stopped or does not answer.
+def request(pid: int, timeout_s: float) -> str:
+    """Return the stacks of all threads of ``pid``; "" if it has no handler, is stopped or does not answer in time.
 
-    The signal is sent only to a process that catches it: any other would end.
+    The signal is sent only to a process that handles it: its default action would end any other.
     """
     import time
 
-    place = _find(pid)
-    if place is None or not _caught(pid):
+    path = _find(pid)
+    if path is None or not _caught(pid):
         return ""
     try:
-        descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
@@ -70,13 +72,13 @@ def ask(pid: int, seconds: float) -> str:
             os.ftruncate(descriptor, 0)
         before = os.fstat(descriptor).st_size
         os.kill(pid, SIGNAL)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout_s
         seen = b""
         while time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+            time.sleep(_POLL_S)
             now = os.pread(descriptor, _MOST, before)
-            # The outermost frame of a script comes last; without one, two equal looks must do.
-            if now and now == seen and (b" in <module>\n" in now[-400:] or time.monotonic() > deadline - seconds / 2):
+            # The outermost frame of a script is written last. Without one, two equal reads must suffice.
+            if now and now == seen and (b" in <module>\n" in now[-400:] or time.monotonic() > deadline - timeout_s / 2):
                 break
             seen = now
         return seen.decode(errors="replace")
@@ -87,7 +89,7 @@ def ask(pid: int, seconds: float) -> str:
 
 
 def _find(pid: int) -> str | None:
-    """Return the path of the memfd in ``pid``, None where it has none."""
+    """Return the path of the memfd in ``pid``, or None."""
     folder = f"/proc/{pid}/fd"
     try:
         for name in os.listdir(folder):  # noqa: PTH208  # here and below: pathlib is slow to import
@@ -102,7 +104,7 @@ def _find(pid: int) -> str | None:
 
 
 def _caught(pid: int) -> bool:
-    """Tell whether ``pid`` has a handler for the signal, and is not stopped."""
+    """Return whether ``pid`` has a handler for the signal and is not stopped."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123
             status = file.read()

@@ -6,7 +6,7 @@ import os
 
 from allhands.doctor.job_ranks import Rank, _outermost
 from allhands.doctor.proc_status import look
-from allhands.observe.flight_recorder import Board
+from allhands.observe.flight_recorder import FlightRecorder
 
 
 def rank(number: int, size: int, *, child: bool) -> Rank:
@@ -15,7 +15,7 @@ def rank(number: int, size: int, *, child: bool) -> Rank:
     assert seen is not None
     if child:
         return Rank(10**9 + number, number, size, type(seen)(**{**vars(seen), "parent": os.getpid()}), None)
-    return Rank(os.getpid(), number, size, seen, Board(os.getpid(), number, size, (), os.getpid()))
+    return Rank(os.getpid(), number, size, seen, FlightRecorder(os.getpid(), number, size, (), os.getpid()))
 
 
 def test_what_a_rank_starts_with_its_own_variables_is_no_rank() -> None:

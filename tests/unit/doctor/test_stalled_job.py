@@ -8,7 +8,7 @@ from typing import Any
 from allhands.doctor.proc_status import Look, look
 from allhands.doctor.stack_trace import Trace, frames, users
 from allhands.doctor.stalled_job import Standing, judge, moved
-from allhands.observe.flight_recorder import Board, Note
+from allhands.observe.flight_recorder import Entry, FlightRecorder
 
 DUMP = """Thread 0x00007f0000000001 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
@@ -21,7 +21,7 @@ Current thread 0x00007f0000000002 (most recent call first):
 """
 
 
-def note(number: int, state: str, *, age: float = 60.0, operation: str = "all_reduce", **more: Any) -> Note:
+def note(number: int, state: str, *, age: float = 60.0, operation: str = "all_reduce", **more: Any) -> Entry:
     """Return a note of the default group."""
     at = time.monotonic() - age
     known = {
@@ -33,7 +33,7 @@ def note(number: int, state: str, *, age: float = 60.0, operation: str = "all_re
         "root": -1,
         **more,
     }
-    return Note(
+    return Entry(
         number=number,
         operation=operation,
         bytes=16,
@@ -47,10 +47,12 @@ def note(number: int, state: str, *, age: float = 60.0, operation: str = "all_re
     )
 
 
-def standing(rank: int, *notes: Note, state: str = "S", busy: float = 0.0, dump: str = "") -> Standing:
-    """Return a rank with these notes."""
+def standing(rank: int, *entries: Entry, state: str = "S", busy: float = 0.0, dump: str = "") -> Standing:
+    """Return a rank with these entries."""
     seen = Look(1000 + rank, "python", state, 1, 0, 0, 0, "")
-    return Standing(rank, 1000 + rank, Board(1000 + rank, rank, 3, notes), seen, Trace(frames(dump), "x"), busy)
+    return Standing(
+        rank, 1000 + rank, FlightRecorder(1000 + rank, rank, 3, entries), seen, Trace(frames(dump), "x"), busy
+    )
 
 
 def test_the_main_thread_and_the_users_frame() -> None:
@@ -90,8 +92,8 @@ def test_a_job_that_moves_is_green() -> None:
     """Calls that began or ended between two looks are enough, whatever anyone waits in."""
     (found,) = judge([standing(0, note(5, "running")), standing(1)], 2, 3, host="here")
     assert found.level == "green"
-    before = {1: Board(1, 0, 2, (note(1, "running"),)), 2: None}
-    after = {1: Board(1, 0, 2, (note(1, "done"), note(2, "running"))), 2: None}
+    before = {1: FlightRecorder(1, 0, 2, (note(1, "running"),)), 2: None}
+    after = {1: FlightRecorder(1, 0, 2, (note(1, "done"), note(2, "running"))), 2: None}
     assert (moved(before, after), moved(after, after)) == (2, 0)  # type: ignore[arg-type]  # a dict of boards or None
 
 

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 from allhands.launch.stall import Watch, behind
-from allhands.observe.flight_recorder import Board, Note
+from allhands.observe.flight_recorder import Entry, FlightRecorder
 
 
-def note(number: int = 1, state: str = "running", *, sequence: int = 0, operation: str = "all_reduce") -> Note:
+def note(number: int = 1, state: str = "running", *, sequence: int = 0, operation: str = "all_reduce") -> Entry:
     """Return an operation that began at 100 s."""
-    return Note(
+    return Entry(
         number, "default", sequence, operation, "SUM", "float32", (4,), 16, -1, "a.py:1", state, True, 100.0, 100.0, 0.0
     )  # fmt: skip
 
 
-def board(*notes: Note) -> Board:
+def board(*entries: Entry) -> FlightRecorder:
     """Return a board with these."""
-    return Board(1, 0, 2, notes)
+    return FlightRecorder(1, 0, 2, entries)
 
 
 def test_a_job_that_stands_still() -> None:

@@ -23,10 +23,10 @@ def test_threads() -> None:
 
 def test_what_an_outer_launcher_left() -> None:
     """Variables of another launcher are replaced or taken out; all else is passed on."""
-    outer = {"RANK": "9", "TORCHELASTIC_USE_AGENT_STORE": "True", "ALLHANDS_BOARD_FD": "3:1", "HOME": "/root"}
+    outer = {"RANK": "9", "TORCHELASTIC_USE_AGENT_STORE": "True", "ALLHANDS_RECORDER_FD": "3:1", "HOME": "/root"}
     made = found(Job("a.py", local_world_size=2), 1, outer)
     assert (made["RANK"], made["HOME"]) == ("1", "/root")
-    assert not {"TORCHELASTIC_USE_AGENT_STORE", "ALLHANDS_BOARD_FD"} & set(made)
+    assert not {"TORCHELASTIC_USE_AGENT_STORE", "ALLHANDS_RECORDER_FD"} & set(made)
 
 
 def test_detection_reads_what_was_set() -> None:

@@ -101,7 +101,7 @@ def _settle(order: Order) -> None:
     for name in order.dropped:
         os.environ.pop(name, None)
     os.environ.update(order.environment)
-    os.environ["ALLHANDS_BOARD_FD"] = f"{order.board.number}:{os.getpid()}"
+    os.environ["ALLHANDS_RECORDER_FD"] = f"{order.board.number}:{os.getpid()}"
 
 
 def _watch(parent: int) -> None:

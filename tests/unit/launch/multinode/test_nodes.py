@@ -16,7 +16,7 @@ from allhands.launch.multinode.nodes import Urging, again, merge, ranks_of, shif
 from allhands.launch.stall import Hang
 from allhands.launch.verdict import Outcome, Verdict, judge
 from allhands.launch.verdict_text import brief, words
-from allhands.observe.flight_recorder import Board, Note
+from allhands.observe.flight_recorder import Entry, FlightRecorder
 
 
 def outcome(rank: int, status: int = 0, node: int = 0, **parts: Any) -> Outcome:
@@ -29,10 +29,10 @@ def story(*outcomes: Outcome, hanging: Hang | None = None, stopped: int = 0, lef
     return Story(list(outcomes), hanging, stopped, list(left))
 
 
-def board(rank: int) -> Board:
+def board(rank: int) -> FlightRecorder:
     """Return a board with one call."""
-    note = Note(1, "g", 1, "all_reduce", "SUM", "float32", (2, 3), 24, -1, "t.py:1", "running", True, 1.0, 2.0, 0.0)
-    return Board(1, rank, 4, (note,))
+    note = Entry(1, "g", 1, "all_reduce", "SUM", "float32", (2, 3), 24, -1, "t.py:1", "running", True, 1.0, 2.0, 0.0)
+    return FlightRecorder(1, rank, 4, (note,))
 
 
 def hang(rank: int) -> Hang:

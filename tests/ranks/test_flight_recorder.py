@@ -1,4 +1,4 @@
-"""The board: what a rank is doing and did last can be read in process, and from outside while it hangs."""
+"""The flight recorder of a rank can be read in process, and from outside while the rank hangs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it exited with an error."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
 
-def test_every_way_of_calling_leaves_a_note() -> None:
-    """The short way, torch's way, async operations and other backends' groups all stand on the board, in order."""
+def test_every_call_is_recorded() -> None:
+    """The fast path, calls through torch, asynchronous calls and other backends' groups are recorded, in order."""
     results = harness.launch(
         FORM
         + """
@@ -45,11 +45,11 @@ pending = dist.all_reduce(torch.ones(7, 2), group=gloo, async_op=True)
 pending.wait()
 board = dist.board()
 assert (board.rank, board.world_size) == (rank, size)
-found = [note for note in board.notes if note.operation != "new_group"]
-say(calls=[note.call for note in found], states=[note.state for note in found], sites=[note.site for note in found],
-    bytes=[note.bytes for note in found], groups=[note.group for note in found],
-    sequences=[note.sequence for note in found][:3])
-assert all(note.issued_s <= note.started_s <= note.ended_s for note in found)
+found = [entry for entry in board.entries if entry.operation != "new_group"]
+say(calls=[entry.call for entry in found], states=[entry.state for entry in found],
+    sites=[entry.site for entry in found], bytes=[entry.bytes for entry in found],
+    groups=[entry.group for entry in found], sequences=[entry.sequence for entry in found][:3])
+assert all(entry.issued_s <= entry.started_s <= entry.ended_s for entry in found)
 dist.destroy_process_group()
 """,
         2,
@@ -71,13 +71,13 @@ dist.destroy_process_group()
         assert len(set(result["groups"])) == 2
 
 
-def test_a_stuck_rank_can_be_read_from_outside() -> None:
-    """While a rank waits for one that does not come, and even while it is stopped, another process sees where."""
+def test_stalled_rank_can_be_read_from_outside() -> None:
+    """Another process can read the calls of a rank that waits for a peer, even while that rank is stopped."""
     results = harness.launch(
         FORM
         + """
 import os, signal, time
-from allhands.observe import flight_recorder as notes
+from allhands.observe import flight_recorder
 
 if rank == 0:
     later = dist.all_reduce(torch.ones(3), async_op=True)
@@ -85,14 +85,15 @@ if rank == 0:
 else:
     target = int(dist.distributed_c10d._get_default_store().get("pid").decode())
     deadline = time.monotonic() + 20
-    states = lambda: [note.state for note in notes.read(target).under_way]
+    states = lambda: [entry.state for entry in flight_recorder.read(target).under_way]
     while time.monotonic() < deadline and states() != ["running", "waiting"]:
         time.sleep(0.01)
     time.sleep(0.2)
     os.kill(target, signal.SIGSTOP)
-    seen = notes.read(target)
+    seen = flight_recorder.read(target)
     os.kill(target, signal.SIGCONT)
-    say(rank=seen.rank, calls=[note.call for note in seen.under_way], states=[note.state for note in seen.under_way],
+    under_way = seen.under_way
+    say(rank=seen.rank, calls=[entry.call for entry in under_way], states=[entry.state for entry in under_way],
         last=seen.last.operation, old=seen.last.age_s)
     dist.all_reduce(torch.ones(3))
     dist.all_gather_into_tensor(torch.empty(8, 3), torch.ones(4, 3))
@@ -112,8 +113,8 @@ dist.destroy_process_group()
     assert seen["old"] >= 0.2
 
 
-def test_many_under_way_do_not_hide_what_hangs() -> None:
-    """A call that hangs keeps its place on the board, however many others follow it in another group."""
+def test_later_calls_do_not_overwrite_a_stalled_one() -> None:
+    """A stalled call keeps its entry, however many calls of another group follow it."""
     results = harness.launch(
         FORM
         + """
@@ -122,7 +123,7 @@ held = torch.ones(9)
 work = dist.all_reduce(held, group=other, async_op=True) if rank == 0 else None
 for _ in range(200):
     dist.all_reduce(torch.ones(2))
-say(calls=[note.call for note in dist.board().under_way], notes=len(dist.board().notes))
+say(calls=[entry.call for entry in dist.board().under_way], entries=len(dist.board().entries))
 dist.barrier()
 if rank == 1:
     dist.all_reduce(held, group=other)
@@ -134,25 +135,25 @@ dist.destroy_process_group()
     )
     check(results)
     assert results[0]["calls"] == ["all_reduce SUM of float32[9]"]
-    assert results[0]["notes"] == 32
+    assert results[0]["entries"] == 32
 
 
-def test_a_forked_child_writes_on_a_board_of_its_own() -> None:
-    """What a forked child does never shows up as its parent's doing."""
+def test_forked_child_has_its_own_recorder() -> None:
+    """Calls of a forked child are not recorded as its parent's."""
     results = harness.launch(
         FORM
         + """
 import os
 dist.all_reduce(torch.ones(3))
-before = [note.number for note in dist.board().notes]
+before = [entry.number for entry in dist.board().entries]
 child = os.fork()
 if child == 0:
-    from allhands.observe import flight_recorder as notes
-    number = notes.own().begin("all_reduce", "child", "float32", "", (1,), 4, -1, "child.py:1")
-    os._exit(0 if [note.group for note in dist.board().notes] == ["child"] else 1)
+    from allhands.observe import flight_recorder
+    number = flight_recorder.own().begin("all_reduce", "child", "float32", "", (1,), 4, -1, "child.py:1")
+    os._exit(0 if [entry.group for entry in dist.board().entries] == ["child"] else 1)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 0
-assert [note.number for note in dist.board().notes] == before
+assert [entry.number for entry in dist.board().entries] == before
 dist.destroy_process_group()
 """,
         2,
@@ -160,11 +161,11 @@ dist.destroy_process_group()
     check(results)
 
 
-def test_a_process_without_a_board_is_named() -> None:
-    """Asking for the board of a process that has none, or of none, says so."""
+def test_process_without_a_recorder() -> None:
+    """Reading a process that has no flight recorder, or does not exist, raises LookupError with the reason."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         try:
-            with pytest.raises(LookupError, match=f"process {other.pid} has no board"):
+            with pytest.raises(LookupError, match=f"process {other.pid} has no flight recorder"):
                 flight_recorder.read(other.pid)
         finally:
             os.kill(other.pid, signal.SIGTERM)
