@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from ranks import harness
-from ranks.training import POOL
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -40,9 +39,9 @@ torch.manual_seed(0)
 """
 
 
-def run(script: str, ranks: int = 2, backend: str = "allhands", before: str = "") -> list[harness.Result]:
-    """Run ``script`` on ``ranks``, and ``before`` first; what each said under "found" is an outcome."""
-    return harness.launch(f"BACKEND = {backend!r}\n" + before + BEGIN + script, ranks)
+def run(script: str, ranks: int = 2, backend: str = "allhands") -> list[harness.Result]:
+    """Run ``script`` on ``ranks``; each rank reports the outcome under "found"."""
+    return harness.launch(f"BACKEND = {backend!r}\n" + BEGIN + script, ranks)
 
 
 def check(results: list[harness.Result], slug: str, *words: str) -> list[dict[str, Any]]:
@@ -254,70 +253,6 @@ else:
     check(results[:1], "peer-failed", "rank 1", "TrainingError")
     assert "backward-unfinished" in results[1].stderr
     assert "buckets were complete" in results[1].stderr
-
-
-WIDE = """
-class Wide(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(200, 200), torch.nn.Linear(200, 200)
-    def forward(self, x, without=False):
-        return self.a(x) if without else self.b(self.a(x))
-
-def wide(ddp, **kw):
-    ddp.zero_grad()
-    ddp(torch.randn(2, 200), **kw).sum().backward()
-
-def pooled(ddp):
-    return not ddp.reducer._pool._core.is_free()
-"""
-
-
-def test_unused_parameters_where_averages_are_shared() -> None:
-    """All ranks are told by name, and the group and its pool live on."""
-    results = run(
-        WIDE
-        + """
-ddp = dist.DistributedDataParallel(Wide())
-for _ in range(2):
-    wide(ddp)
-before = pooled(ddp)
-say(found=attempt(wide, ddp, without=rank == 1))
-for _ in range(2):
-    wide(ddp)
-say(after=[p.grad.tolist() for p in ddp.parameters()], pooled=[before, pooled(ddp)])
-dist.destroy_process_group()
-""",
-        before=POOL,
-    )
-    check(results, "unused-parameters", "b.weight on rank 1", "2 parameters")
-    assert results[0]["after"] == results[1]["after"]
-    assert all(each["pooled"] == [True, True] for each in results)
-
-
-def test_a_rank_that_is_killed_where_averages_are_shared() -> None:
-    """The others are told who, and keep the gradients that they have: those of the pass before, and their own."""
-    results = run(
-        WIDE
-        + """
-ddp = dist.DistributedDataParallel(Wide())
-for _ in range(3):
-    wide(ddp)
-assert pooled(ddp)
-kept = [p.grad for p in ddp.parameters()]
-copies = [each.clone() for each in kept]
-dist.barrier()
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-say(found=attempt(wide, ddp))
-say(kept=all(torch.equal(a, b) for a, b in zip(kept, copies)), own=all(p.grad is not None for p in ddp.parameters()))
-""",
-        3,
-        before="import os, signal\n" + POOL,
-    )
-    found = check([results[0], results[2]], "peer-lost", "rank 1")
-    assert all(each["ranks"] == [1] for each in found)
-    assert all(each["kept"] and each["own"] for each in (results[0], results[2]))
 
 
 def test_uneven_inputs_without_join() -> None:

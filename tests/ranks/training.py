@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BEGIN", "HOOKS", "POOL", "TORCHS"]
+__all__ = ["BEGIN", "HOOKS", "TORCHS"]
 
 _IMPORTS = """
 from collections import namedtuple
@@ -112,12 +112,4 @@ def try_local_sgd():
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
     return train(ddp, steps=6, optimizer=PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager))
-"""
-
-# Before any group: without a core to spare averages go to a pool, here in any model that takes more than one meeting.
-POOL = """
-from allhands.engines.shm import engine as shm
-from allhands.training import pool
-shm.cores = lambda: 1
-pool._LEAST_BYTES = 1 << 17
 """

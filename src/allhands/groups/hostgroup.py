@@ -145,11 +145,6 @@ class HostGroup(_Base):  # type: ignore[misc]
             raise self._wrong(name, f"ranks asked for different numbers of bytes: {told}")
         return self.engine.window(size, self._limit_ns / 1e9) if size else None
 
-    def pool(self, way: _core.Way, likes: tuple[torch.Tensor, ...]) -> _core.Pool:
-        """Make memory for results that are like ``likes``, once for all ranks. Every rank calls this with the same."""
-        self.session.member.check_process()
-        return self.engine.pool(way, likes, self._limit_ns / 1e9)
-
     # About the group ---------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name

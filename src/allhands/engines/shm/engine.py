@@ -217,12 +217,6 @@ class Shm:
         with self._shared(stride * len(self.pids), "a shared tensor", timeout_s) as descriptor:
             return _core.Window(self.segment, descriptor, stride)
 
-    def pool(self, way: _core.Way, likes: tuple[torch.Tensor, ...], timeout_s: float) -> _core.Pool:
-        """Make memory for results that are like ``likes``, once for all ranks. Every rank of the group calls this."""
-        sizes = (*(like.nbytes for like in likes), likes[0].element_size())
-        with self._shared(_core.Pool.bytes_for(sizes, len(self.pids)), "the results", timeout_s) as descriptor:
-            return _core.Pool(way, self.segment, descriptor, likes)
-
     @contextlib.contextmanager
     def _shared(self, size: int, what: str, timeout_s: float) -> Iterator[int]:
         """Give the descriptor of ``size`` bytes that all ranks share, for ``what`` of theirs."""

@@ -23,7 +23,6 @@ from .backward import End, Pass
 from .bucket import FIRST_BYTES
 from .gradbucket import GradBucket
 from .mark import Mark
-from .pool import Pool
 from .reduction import Averager, all_reduce, broadcast
 from .storage import Bucket, Storage
 from .tensor_list import tie
@@ -86,7 +85,6 @@ class Reducer:
         # are where nobody used a parameter, which is known only afterwards.
         plain = not (views or find_unused or any(sparse)) and all(each.is_cpu for each in self.parameters)
         self._may_stay = plain and self.averager.can_bundle()
-        self._pool = Pool()
         self._storage = Storage(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
         self.buckets: list[Bucket] = []
@@ -139,9 +137,6 @@ class Reducer:
         if self.averager.size > 1:
             broadcast(decided, self._group)
         self._arrange(decided.tolist())
-        if self._in_place and not self._beside:
-            self._bundles[-1] = last = self._pool.build(self._bundles[-1], self.averager)
-            self._marker = None if last.mark is None else Mark(last.mark)
         self._renew()
         return True
 
@@ -328,16 +323,13 @@ class Reducer:
         return [wait() for wait in self._now.waits]
 
     def _reduce_bundles(self, missing: int) -> None:
-        """Average all gradients, now that backward is over, where they lie or in the pool."""
+        """Average all gradients, now that backward is over, where they lie."""
         if self._mark is not None:
             self._mark.write(missing)
         for bundle in self._bundles:
             found = bundle.gather(self._intake, self.names, self.rank)
             self._now.moved += found.moved
-            if bundle.mark is None:
-                self.averager.average_bundle(found.tensors, self.divisor)
-            else:
-                self._pool.average(found, self.averager, self.divisor)
+            self.averager.average_bundle(found.tensors, self.divisor)
 
     def _launch(self, number: int, missing: int = 0) -> None:
         if self._in_place:
