@@ -139,9 +139,6 @@ def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> No
     """Train with one contestant; the command looks at the memory of all ranks before and after."""
     # What is imported when something is first used, and what groups have, is no part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
-    if asked.who[0] == "allhands":
-        # It lets the C library keep memory (`parallel.heap`), which is not to count for torch's.
-        allhands.DistributedDataParallel(torch.nn.Linear(1, 1))
     for group in (gloo, None):
         allhands.all_reduce(torch.ones(_MEMORY_BYTES // 4), group=group)
     allhands.barrier()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ... import _core, _torch
 from ...errors import AllhandsError
 from ...groups import collectives
-from . import bucket_memory, errors, malloc_hint, missing_gradients
+from . import bucket_memory, errors, missing_gradients
 from .backward import End, Pass
 from .bucket import FIRST_BYTES
 from .gradbucket import GradBucket
@@ -54,7 +54,6 @@ class Reducer:
         always: bool = False,
     ) -> None:
         self.parameters = list(parameters)
-        malloc_hint.keep(sum(each.nbytes for each in self.parameters))
         self.names = list(names)
         self.averager = Averager(group)
         self.find_unused = find_unused
