@@ -111,9 +111,6 @@ test-sanitize: setup
 	  tests/unit/core/test_p2p.py \
 	  tests/unit/core/test_segment.py tests/unit/core/test_program.py tests/unit/core/test_single_copy.py tests/unit/core/test_dict_identity.py \
 	  tests/unit/core/test_reduce.py
-	$(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -Icsrc \
-	  tests/native/pool_stress.c $(PLAIN) -lm -lpthread -o $(SANITIZE)/pool_stress
-	$(SANITIZE)/pool_stress
 
 # The C core's data races: threads as ranks on one mapping, which Python's tests cannot have. Only the files that know
 # nothing of Python. -Wno-tsan: gcc says that it does not follow fences; the core's only one is not what orders data.
@@ -121,7 +118,7 @@ BUILD := build/threads
 PLAIN = $(filter-out csrc/python/% csrc/mpi/harbour.c csrc/mpi/port.c,$(wildcard csrc/*/*.c))
 test-threads: $(CORE) $(wildcard tests/native/*.c)
 	@mkdir -p $(BUILD)
-	@set -e; for program in slot stress mail_stress pool_stress; do \
+	@set -e; for program in slot stress mail_stress; do \
 	  echo "$$program, with -fsanitize=thread"; \
 	  $(CC) -g -O2 -std=c11 -Wall -Wextra -Werror -Wno-tsan -fsanitize=thread -Icsrc tests/native/$$program.c $(PLAIN) \
 	    -lm -lpthread -o $(BUILD)/$$program; \
@@ -129,7 +126,6 @@ test-threads: $(CORE) $(wildcard tests/native/*.c)
 	$(BUILD)/slot
 	$(BUILD)/stress 1 5000
 	$(BUILD)/mail_stress
-	$(BUILD)/pool_stress
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

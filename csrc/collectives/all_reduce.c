@@ -3,7 +3,6 @@
  * once. A small tensor goes in one piece instead: everyone reads everyone, with a single meeting; what fits beside the call
  * takes no slot. A tensor that lives in a window on every rank is reduced where it is. Large ones are shared between the
  * hands of each rank, where it has some. All of this is done with a bundle: one tensor, or several that are reduced as one.
- * Results of several may go to a pool, once for all ranks: then nothing is copied out.
  *
  * Copies to tensors go past the caches where these do not hold all ranks' tensors, so that a line that was read is gone when its
  * result comes; writing round a cached line takes longer. Those to slots may (store.h). */
@@ -15,7 +14,6 @@
 #include "collectives/collective.h"
 #include "shm/copy.h"
 #include "shm/helper_threads.h"
-#include "shm/pool.h"
 #include "shm/reduce.h"
 #include "shm/cico_slot.h"
 #include "shm/wait.h"
@@ -41,7 +39,6 @@ struct task {
     struct ah_bundle bundle;
     size_t bytes, at; /* of all chunks, and where in the bundle they begin */
     const struct ah_window *window;
-    struct ah_pool *pool; /* where results go, NULL for the bundle */
     uint32_t dtype, reduction;
     uint32_t first; /* ticket of the first chunk */
     size_t chunk;
@@ -130,20 +127,6 @@ static int copy_in(const struct task *task, size_t index)
     return AH_OK;
 }
 
-/* Reduce a block of everyone's to where it is in the pool. Where slots are swift it goes there past the caches: its lines were last read by
- * everyone, and would have to be fetched from there (4 ranks, 14 MiB: 3.9 ms, against 4.4; but Intel's, 2 ranks, 7 MiB: 2.1, against 1.1). */
-static void reduce_to_pool(const struct task *task, size_t at, const void *const *sources, size_t bytes)
-{
-    size_t span, elements = bytes / ah_dtype_bytes(task->dtype);
-    unsigned char *there = ah_bundle_place(&task->pool->into, at, &span);
-    alignas(64) unsigned char block[BLOCK_BYTES];
-    int past = task->group->swift && bytes >= AH_SHORT_BYTES;
-
-    ah_reduce(task->dtype, task->reduction, past ? block : there, sources, task->group->ranks, elements);
-    if (past)
-        ah_copy(there, block, bytes, 1);
-}
-
 /* Reduce `bytes` of everyone's, which are at `given`, NULL for those of this rank that are still in the bundle. The result goes
  * to the bundle from `at` on, if this rank gets one, and to `result`, if that is a place: to both at once where slots are swift (2 ranks,
  * 256 MiB: 26.7 ms, against 29.7), else from one to the other (Intel's, 64 MiB: 12.3 ms, against 14.1). */
@@ -161,9 +144,7 @@ static void reduce_some(const struct task *task, size_t at, const unsigned char 
         some = ah_min(ah_min(span, BLOCK_BYTES), bytes - done);
         for (uint32_t rank = 0; rank < ranks; rank++)
             sources[rank] = given[rank] ? given[rank] + done : mine;
-        if (task->pool) {
-            reduce_to_pool(task, at + done, sources, some);
-        } else if (!task->wants) {
+        if (!task->wants) {
             ah_reduce(task->dtype, task->reduction, also, sources, ranks, some / size);
         } else if (!also || (task->both && !task->group->store.past)) {
             ah_reduce_twice(task->dtype, task->reduction, mine, also, sources, ranks, some / size);
@@ -189,9 +170,6 @@ static int reduce_own(const struct task *task, size_t index)
         sources[rank] = rank == group->rank ? NULL : place(task, rank, ticket) + own;
     reduce_some(task, at + own, sources, place(task, group->rank, ticket) + own, next - own);
     ah_post_later(group, AH_REDUCED, ticket + 1);
-    /* Nobody copies from our slot what is in the pool. */
-    if (task->pool)
-        ah_post_later(group, AH_TAKEN, ticket + 1);
     return AH_OK;
 }
 
@@ -226,11 +204,9 @@ static int pipeline(const struct task *task, int begun)
             code = copy_in(task, step);
         if (code == AH_OK && step >= 1 && step - 1 < chunks)
             code = reduce_own(task, step - 1);
-        if (code == AH_OK && step >= 2 && !task->pool)
+        if (code == AH_OK && step >= 2)
             code = copy_out(task, step - 2);
     }
-    if (code == AH_OK && task->pool)
-        code = ah_await_all(task->group, AH_REDUCED, task->first + (uint32_t)chunks);
     return code;
 }
 
@@ -262,15 +238,6 @@ static int some_chunks(struct ah_group *view, const void *job, uint32_t part, ui
     return code;
 }
 
-/* The last tensor of a bundle is its rank's own, and has its result as ever. */
-static void leave_pool(const struct task *task)
-{
-    size_t last = task->bundle.number - 1;
-
-    memcpy(task->bundle.parts[last].data, task->pool->into.parts[last].data, task->bundle.parts[last].bytes);
-    task->pool->filled = 1;
-}
-
 /* Copy in the first chunk and meet. Whoever comes last tells those who sleep before it copies, because their cores are idle until they
  * run (4 ranks on 2 cores, 2.4 MiB after a backward pass: 0.97 ms, against 1.05). What begins again because others announced a window
  * starts one ticket later. */
@@ -279,24 +246,18 @@ static int in_chunks(struct task *task, int met)
     int code;
 
     if (!met) {
-        if (task->pool)
-            ah_pool_announce(task->pool, task->group->call.sequence);
         ah_publish(task->group);
         ah_ring_waiters(task->group);
     }
     code = copy_in(task, 0);
     if (code == AH_OK && !met)
         code = ah_meet(task->group);
-    if (code == AH_OK && task->pool && !ah_pool_agreed(task->pool, task->group->call.sequence))
-        task->pool = NULL;
     if (code == AH_OK && !met && somewhere(task->group)) {
         task->first++;
         return in_chunks(task, 1);
     }
     if (code == AH_OK)
         code = ah_share(task->group, some_chunks, task, parts_of(task->group, task->bytes));
-    if (code == AH_OK && task->pool)
-        leave_pool(task);
     if (code == AH_OK)
         ah_finish(task->group, task->group->ticket);
     return code;
@@ -415,7 +376,6 @@ static int run(struct ah_group *group, struct ah_call *call, struct ah_bundle bu
     };
     int one_shot = bytes * group->ranks <= ONE_SHOT_BYTES && bytes <= group->slot_bytes, code;
 
-    task.pool = one_shot ? NULL : bundle.pool;
     call->count = bytes;
     if (!ah_reducible(task.dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
         return AH_BROKEN;
@@ -443,7 +403,7 @@ int ah_all_reduce_bundle(struct ah_group *group, struct ah_bundle bundle, uint32
 
 int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns)
 {
-    return ah_all_reduce_bundle(group, (struct ah_bundle){&data, &data.bytes, 1, NULL}, dtype, reduction, timeout_ns);
+    return ah_all_reduce_bundle(group, (struct ah_bundle){&data, &data.bytes, 1}, dtype, reduction, timeout_ns);
 }
 
 int ah_reduce_to(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, uint32_t root,
@@ -452,5 +412,5 @@ int ah_reduce_to(struct ah_group *group, struct ah_part data, uint32_t dtype, ui
     struct ah_call call = {
         .kind = AH_REDUCE, .reduce = (uint16_t)reduction, .dtype = (uint16_t)dtype, .root = (int16_t)root};
 
-    return run(group, &call, (struct ah_bundle){&data, &data.bytes, 1, NULL}, group->rank == root, timeout_ns);
+    return run(group, &call, (struct ah_bundle){&data, &data.bytes, 1}, group->rank == root, timeout_ns);
 }

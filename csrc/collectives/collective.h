@@ -30,14 +30,11 @@ struct ah_part {
     const struct ah_window *window; /* where it lives, NULL for ordinary memory */
 };
 
-struct ah_pool;
-
 /* Tensors of one type that are taken as one, as if they lay side by side; see bundle.h. */
 struct ah_bundle {
     struct ah_part *parts;
-    size_t *ends;         /* of each: its bytes and those of all before it */
-    size_t number;        /* at least one */
-    struct ah_pool *pool; /* where results may go in their place; see pool.h */
+    size_t *ends;  /* of each: its bytes and those of all before it */
+    size_t number; /* at least one */
 };
 
 int ah_barrier(struct ah_group *group, int64_t timeout_ns);
@@ -47,8 +44,7 @@ int ah_agree(struct ah_group *group, const struct ah_call *call, int64_t timeout
 
 int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns);
 
-/* The same for tensors that are reduced as one. Other ranks have tensors of the same sizes, in the same order. Where the results went to
- * a pool, which says so, the tensors stay as they are. */
+/* The same for tensors that are reduced as one. Other ranks have tensors of the same sizes, in the same order. */
 int ah_all_reduce_bundle(struct ah_group *group, struct ah_bundle bundle, uint32_t dtype, uint32_t reduction,
                          int64_t timeout_ns);
 

@@ -11,7 +11,6 @@
 #include "python/py_segment.h"
 #include "mpi/harbour.h"
 #include "python/grad_hook.h"
-#include "python/ladle.h"
 #include "python/maker.h"
 #include "python/py_flight_recorder.h"
 #include "mpi/port.h"
@@ -147,7 +146,7 @@ static int fill(PyObject *module)
         add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
         add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
         add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
-        add(module, "Intake", ah_intake_type()) != 0 || add(module, "Pool", ah_ladle_type()) != 0)
+        add(module, "Intake", ah_intake_type()) != 0)
         return -1;
     if (PyModule_AddIntConstant(module, "MOST_HANDS", AH_MOST_HANDS) != 0)
         return -1;

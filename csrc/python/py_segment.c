@@ -15,7 +15,6 @@
 #include "shm/fingerprint.h"
 #include "collectives/collective.h"
 #include "shm/helper_threads.h"
-#include "python/ladle.h"
 #include "collectives/two_host_all_reduce.h"
 #include "shm/reduce.h"
 #include "python/py_window.h"
@@ -67,8 +66,6 @@ static int move(void *mover, struct ah_move *move)
 
     if (move->kind == AH_ALL_REDUCE && !move->bundle.number)
         ah_find_window(&self->group, &move->data);
-    else if (move->kind == AH_ALL_REDUCE)
-        ah_find_pool(&self->group, &move->bundle);
     if (move->note)
         self->group.now_ns = move->note->started_ns;
     /* For what moves little, the lock is let go of only where others have to be waited for. */

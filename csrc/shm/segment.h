@@ -123,7 +123,6 @@ struct ah_window {
 };
 
 struct ah_hands;
-struct ah_pool;
 
 struct ah_group {
     struct ah_header *head;
@@ -155,7 +154,6 @@ struct ah_group {
     const int *pids;     /* of each rank, to read its memory; NULL where that is not to be tried */
     const struct ah_window *windows;
     uint32_t windows_made;
-    struct ah_pool *pools;
     unsigned long long direct;  /* calls that were done in a window */
     unsigned long long reached; /* calls that were done by reading the others' memory */
     unsigned long long moved;   /* how often this rank went to another core, see core.h */

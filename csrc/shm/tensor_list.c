@@ -7,7 +7,6 @@ int ah_bundle_make(struct ah_bundle *bundle, size_t number)
     bundle->parts = calloc(number, sizeof *bundle->parts);
     bundle->ends = calloc(number, sizeof *bundle->ends);
     bundle->number = number;
-    bundle->pool = NULL;
     if (bundle->parts && bundle->ends)
         return 0;
     ah_bundle_free(bundle);

@@ -205,35 +205,6 @@ class Quick:
     ) -> Self: ...
     def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
-class Pool:
-    """Where the results of a reduction are once for all ranks of a group, as each sees them until it writes to them.
-
-    All ranks make it alike, from a file of `bytes_for` the sizes of ``likes`` and that of an element. Its buffer is the
-    cell of this rank: a bundle is meant for the pool if its last tensor is the first element there, which has its own
-    result as ever. Raises OSError where the kernel does not tell which pages a process has made its own.
-    """
-
-    def __new__(cls, way: Way, segment: Segment, fd: int, likes: tuple[Any, ...], /) -> Self: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-    @staticmethod
-    def bytes_for(sizes: tuple[int, ...], ranks: int, /) -> int:
-        """Return how much shared memory results of these sizes need, the last of which is that of the cell."""
-
-    def is_free(self) -> bool:
-        """Tell whether nobody here has a result."""
-
-    def is_clean(self) -> bool:
-        """Tell whether it is free and nobody here has written to a result. What was written is gone then."""
-
-    def offer(self) -> None:
-        """Let the results of the next call come here, if every rank does. It must be clean."""
-
-    def give(self, parameters: tuple[Any, ...], /) -> bool:
-        """Make the results of the last call gradients, where they came here; tell whether they did."""
-
-    def close(self) -> None:
-        """Let go of the memory; results that somebody has stay as they are, and so does the cell."""
-
 class Intake:
     """Takes gradients as they come, in the usual case: counts them, and moves them to where they are reduced.
 
