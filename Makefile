@@ -109,7 +109,7 @@ test-sanitize: setup
 	$(SANITIZED) $(BIN)/python -m pytest -q -p no:cacheprovider -n 2 \
 	  tests/unit/core/test_tensor_list.py tests/unit/core/test_fingerprint.py tests/unit/core/test_collectives.py tests/unit/core/test_cross_collectives.py tests/unit/core/test_ferry.py tests/unit/core/test_helper_threads.py \
 	  tests/unit/core/test_p2p.py \
-	  tests/unit/core/test_segment.py tests/unit/core/test_program.py tests/unit/core/test_single_copy.py tests/unit/core/test_dict_identity.py \
+	  tests/unit/core/test_segment.py tests/unit/core/test_program.py tests/unit/core/test_single_copy.py \
 	  tests/unit/core/test_reduce.py
 
 # The C core's data races: threads as ranks on one mapping, which Python's tests cannot have. Only the files that know

@@ -308,7 +308,6 @@ static PyMemberDef MEMBERS[] = {
     {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
     {"swift", T_INT, offsetof(struct ah_segment, group.swift), READONLY, "whether caches hand over what others write: not 0"},
     {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},
-    {"moved", T_ULONGLONG, offsetof(struct ah_segment, group.moved), READONLY, "moves to a core with fewer ranks"},
     {NULL, 0, 0, 0, NULL},
 };
 

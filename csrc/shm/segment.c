@@ -125,6 +125,4 @@ void ah_segment_hand(const struct ah_group *group, uint32_t hand, struct ah_grou
     view->rank = group->rank;
     view->ranks = group->ranks;
     view->pidfds = group->pidfds;
-    /* There are hands where cores are free: nobody moves. */
-    view->knows_share = 1;
 }

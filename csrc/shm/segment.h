@@ -75,7 +75,6 @@ struct ah_member {
     _Atomic uint32_t taken;
     _Atomic uint32_t departed;  /* not 0: it makes no further call */
     _Atomic uint32_t unreached; /* not 0: it could not read another's memory */
-    _Atomic uint32_t core;      /* which it was on when its last chunk began, and 1; see core.h */
     /* Written by those who wait: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_LINE) _Atomic uint32_t waiters;
     _Atomic uint32_t bell;
@@ -156,10 +155,6 @@ struct ah_group {
     uint32_t windows_made;
     unsigned long long direct;  /* calls that were done in a window */
     unsigned long long reached; /* calls that were done by reading the others' memory */
-    unsigned long long moved;   /* how often this rank went to another core, see core.h */
-    int64_t moved_ns;           /* when it last thought of it */
-    uint32_t share;             /* ranks on a core that are not too many, 0 for any number */
-    int knows_share;
     struct ah_hands *hands;     /* NULL before the first call that they help with */
     /* Called now and then while waiting; not 0 breaks the call off, and the group with it. */
     int (*pulse)(void *context);

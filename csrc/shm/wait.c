@@ -9,8 +9,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "shm/core.h"
-
 /* How long to sleep before looking at deadline, end and liveness again: a dead peer is noticed within this. */
 #define NAP_NS 50000000L
 
@@ -203,6 +201,5 @@ int ah_await_all(struct ah_group *group, enum ah_counter counter, uint32_t ticke
 
 int ah_await_slot(struct ah_group *group, uint32_t ticket)
 {
-    ah_spread_out(group);
     return ah_await_all(group, AH_TAKEN, ticket - AH_DEPTH + 1);
 }

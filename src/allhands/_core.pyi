@@ -316,8 +316,6 @@ class Segment:
     # Calls that were done in a window, without staging.
     direct: int
     reached: int
-    # How often this rank went to a core with fewer ranks.
-    moved: int
     found: int
     # Not 0 where caches hand over what other ranks write.
     swift: int
