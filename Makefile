@@ -107,7 +107,7 @@ test-sanitize: setup
 	  csrc/*/*.c -lm -o $(SANITIZE)/allhands/_core.abi3.so
 	$(SANITIZED) $(BIN)/python -c 'import allhands._core as core; assert "sanitize" in core.__file__'
 	$(SANITIZED) $(BIN)/python -m pytest -q -p no:cacheprovider -n 2 \
-	  tests/unit/core/test_tensor_list.py tests/unit/core/test_fingerprint.py tests/unit/core/test_collectives.py tests/unit/core/test_cross_collectives.py tests/unit/core/test_ferry.py tests/unit/core/test_helper_threads.py \
+	  tests/unit/core/test_tensor_list.py tests/unit/core/test_fingerprint.py tests/unit/core/test_collectives.py tests/unit/core/test_ferry.py tests/unit/core/test_helper_threads.py \
 	  tests/unit/core/test_p2p.py \
 	  tests/unit/core/test_segment.py tests/unit/core/test_program.py tests/unit/core/test_single_copy.py \
 	  tests/unit/core/test_reduce.py

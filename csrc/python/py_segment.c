@@ -15,7 +15,6 @@
 #include "shm/fingerprint.h"
 #include "collectives/collective.h"
 #include "shm/helper_threads.h"
-#include "collectives/two_host_all_reduce.h"
 #include "shm/reduce.h"
 #include "python/py_window.h"
 
@@ -99,25 +98,6 @@ static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_
     if (PyErr_Occurred())
         return NULL;
     AH_RUN(self, code, ah_agree(&self->group, &call, limit));
-    return ah_gate_ended(code);
-}
-
-static PyObject *cross(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
-{
-    struct ah_part data;
-    struct ah_rail rail;
-    uint32_t dtype, reduction, fd, first;
-    int64_t limit;
-    int code;
-
-    if (ah_count(n, 8) != 0 || ah_as_part(args[0], args[1], &data) != 0 || ah_as_number(args[2], &dtype) != 0 ||
-        ah_as_number(args[3], &reduction) != 0 || ah_as_number(args[4], &fd) != 0 ||
-        ah_as_number(args[5], &first) != 0 || ah_as_number(args[6], &rail.ranks) != 0 ||
-        ah_as_time(args[7], &limit) != 0)
-        return NULL;
-    rail.fd = (int)fd;
-    rail.first = first != 0;
-    AH_RUN(self, code, ah_cross(&self->group, data, dtype, reduction, rail, limit));
     return ah_gate_ended(code);
 }
 
@@ -279,7 +259,6 @@ static PyMethodDef METHODS[] = {
     METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
     AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
     AH_MOVE(all_reduce_bundle, "all_reduce_bundle(tensors, dtype, reduction, timeout_ns) -> code"),
-    METHOD(cross, "cross(address, bytes, dtype, reduction, fd, first, ranks, timeout_ns) -> code"),
     AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
     AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
     AH_MOVE(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),

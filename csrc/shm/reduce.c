@@ -235,12 +235,6 @@ WIDE static void divide_f32(float *values, size_t n, float by)
         values[i] /= by;
 }
 
-WIDE static void divide_f64(double *values, size_t n, double by)
-{
-    for (size_t i = 0; i < n; i++)
-        values[i] /= by;
-}
-
 /* Stores a value for each element, in one place or two. */
 #define STORE(type, value)                                                  \
     do {                                                                    \
@@ -280,14 +274,6 @@ MORE_OF(more_of_f32, float)
 MORE_OF(more_of_f64, double)
 
 /* ---------------------------------------------------------------------------------------------------------- */
-
-void ah_divide(uint32_t dtype, void *values, size_t elements, uint32_t by)
-{
-    if (dtype == AH_F32)
-        divide_f32(values, elements, (float)by);
-    if (dtype == AH_F64)
-        divide_f64(values, elements, (double)by);
-}
 
 static void reduce_halves(uint32_t dtype, uint32_t reduction, void *out, const void *const *sources, uint32_t number,
                           size_t elements)

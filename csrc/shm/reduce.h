@@ -45,7 +45,4 @@ void ah_reduce(uint32_t dtype, uint32_t reduction, void *out, const void *const 
 void ah_reduce_twice(uint32_t dtype, uint32_t reduction, void *out, void *also, const void *const *sources, uint32_t number,
                      size_t elements);
 
-/* Divide elements of a floating type of 32 or 64 bits; others stay as they are. */
-void ah_divide(uint32_t dtype, void *values, size_t elements, uint32_t by);
-
 #endif

@@ -264,24 +264,6 @@ class Segment:
     def all_reduce_bundle(self, tensors: tuple[int, ...], dtype: int, reduction: int, timeout_ns: int, /) -> int:
         """Reduce several tensors of one type as one. They are `apart`, and of the same sizes on every rank."""
 
-    def cross(
-        self,
-        address: int,
-        size: int,
-        dtype: int,
-        reduction: int,
-        fd: int,
-        first: bool,
-        ranks: int,
-        timeout_ns: int,
-        /,
-    ) -> int:
-        """An all_reduce over two hosts with as many ranks each, ``ranks`` in all; ``size`` must be one for an even cut.
-
-        ``fd`` is connected to the rank that has our place on the other host, ``first`` says that ours is the first.
-        A bad end that is about our own rank is about that one: timeout, or dead where the connection ended.
-        """
-
     def reduce(self, address: int, size: int, dtype: int, reduction: int, root: int, timeout_ns: int, /) -> int: ...
     def broadcast(self, address: int, size: int, dtype: int, root: int, timeout_ns: int, /) -> int: ...
     def all_gather(self, address: int, size: int, out: tuple[int, ...], dtype: int, timeout_ns: int, /) -> int: ...

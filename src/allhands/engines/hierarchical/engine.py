@@ -109,9 +109,6 @@ class Rails(Relay):
         self._mates = len(hosts[self._host])
         self._most = max(map(len, hosts))
         self._rails = min(map(len, hosts))
-        self._pair = len(hosts) == 2 and self._rails == self._most
-        # Who is at the other end of our connection, where the core uses it.
-        self._far = ranks[rank]
         self._local = local
         self._shared = local.segment if local is not None else None
         self._rail = rail
@@ -185,21 +182,8 @@ class Rails(Relay):
             super()._reduce(data, rows, reduction, root)
             return
         carriers = self._carriers(data.nbytes)
-        rest = data
-        if root is None and carriers > 1 and self._pair and (data.dtype not in _HALVES):
-            even = data.numel() // carriers * carriers
-            self._cross(data[:even], reduction)
-            rest, carriers = data[even:], 1
-        if rest.numel():
-            self._flow(self._reducing(piece, reduction, carriers, root) for piece in _cut(rest, carriers))
-
-    def _cross(self, data: torch.Tensor, reduction: int) -> None:
-        """Let the core reduce ``data``, which can be cut evenly, over two hosts of one size."""
-        other = 1 - self._host
-        fd = self._rail.descriptor(other) if self._rail is not None else -1
-        code = shm.DTYPES[data.dtype]
-        self._far = self._numbers[self._hosts[other][self._place]]
-        self._inside("cross", data.data_ptr(), data.nbytes, code, reduction, fd, self._host == 0, self._size)
+        if data.numel():
+            self._flow(self._reducing(piece, reduction, carriers, root) for piece in _cut(data, carriers))
 
     def _broadcast(self, data: torch.Tensor, root: int) -> None:
         carriers = self._carriers(data.nbytes)
@@ -455,7 +439,7 @@ class Rails(Relay):
         code = getattr(self._shared, name)(*args, left_ns)
         if code:
             how, place = shm.CODES[code], self._shared.culprit()
-            culprit = self._far if place == self._place else self._numbers[self._hosts[self._host][place]]
+            culprit = self._numbers[self._hosts[self._host][place]]
             # In the words that transports use, for `Session.explain` to find out what is behind it.
             late = f"Timed out waiting for rank {culprit}"
             raise RuntimeError(late if how == "timeout" else f"connection closed: rank {culprit} is {how}")

@@ -62,11 +62,6 @@ class Rail:
         self._in: list[deque[tuple[memoryview, Exchange]]] = [deque() for _ in links]
         self._over = False
 
-    def descriptor(self, host: int) -> int:
-        """Return that of the connection to a host, for the core to use while nothing is under way here."""
-        link = self._links[host]
-        return -1 if link is None else link.fileno()
-
     def begin(self, gives: _Buffers, takes: _Buffers) -> Exchange:
         """Begin to give each host its buffer and to take from each what fills ours; None or empty means nothing."""
         made = Exchange()
