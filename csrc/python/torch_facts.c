@@ -63,12 +63,6 @@ static int is_negated(struct ah_way *way, PyObject *tensor)
     PyObject *answer;
     int no;
 
-    if (way->negation.bit) {
-        const unsigned char *own;
-
-        memcpy(&own, (const char *)tensor + way->negation.address, sizeof own);
-        return !own || (own[way->negation.offset] & way->negation.bit) != 0;
-    }
     answer = way->negated ? way->negated(tensor, NULL)
                           : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
     no = answer == Py_False;
@@ -331,15 +325,12 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg;
-    PyObject *negation, *made;
-    struct ah_negation place = {0};
+    PyObject *made;
     struct ah_way *self;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
                           &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
-                          &world, &is_neg, &negation))
-        return NULL;
-    if (negation != Py_None && !PyArg_Parse(negation, "(nnb)", &place.address, &place.offset, &place.bit))
+                          &world, &is_neg))
         return NULL;
     if (world != Py_None && (!PyTuple_Check(world) || PyTuple_Size(world) != 4 || !PyDict_Check(PyTuple_GetItem(world, 0)))) {
         PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
@@ -370,7 +361,6 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->member = Py_NewRef(member);
     self->world = Py_NewRef(world);
     self->is_neg = Py_NewRef(is_neg);
-    self->negation = place;
     if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
         self->negated = PyCFunction_GetFunction(is_neg);
     self->coalescing = Py_NewRef(coalescing);
@@ -416,7 +406,7 @@ static void unmake(PyObject *object)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg, negation): "
+    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
                 "what the short way knows of torch."},
     {0, NULL},
 };

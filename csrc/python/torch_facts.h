@@ -13,13 +13,6 @@
 /* Places in the user's code that are remembered; a training loop has a handful. */
 #define AH_SITES 64
 
-/* Where a tensor says that negating it was put off: at `address` in the Python object stands the address of torch's own, which
- * has `bit` at `offset`. No bit where that is not known. */
-struct ah_negation {
-    Py_ssize_t address, offset;
-    unsigned char bit;
-};
-
 /* Reductions that have a plain object in torch; see enum ah_reduction. */
 #define AH_REDUCTIONS 9
 
@@ -53,7 +46,6 @@ struct ah_way {
     PyObject *state, *kept; /* what was last found there, and the dict of its attributes; NULL before */
     PyObject *is_neg;     /* torch's method of that name, of some tensor */
     PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
-    struct ah_negation negation;
     PyTypeObject *segment_type; /* once one was seen */
     PyObject *coalescing; /* not empty while torch puts calls off */
     PyObject *call_site;  /* function that finds the place of a call which is not the direct caller's */

@@ -185,7 +185,6 @@ class Way:
         capsule: Any,
         world: tuple[dict[str, Any], str, type, str] | None,
         is_neg: Callable[[], bool],
-        negation: tuple[int, int, int] | None,
         /,
     ) -> Self: ...
 

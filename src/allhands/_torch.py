@@ -5,11 +5,9 @@ Nothing else in allhands touches a private torch name; a test checks that.
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
@@ -43,7 +41,6 @@ __all__ = [
     "kept_out",
     "loader_iterator",
     "nccl",
-    "negation_place",
     "optimizers_in_backward",
     "own_buffers",
     "own_modules",
@@ -90,53 +87,6 @@ def world_place() -> tuple[dict[str, Any], str, type, str] | None:
     if vars(state).get("_default_pg", dist) is not state.default_pg:
         return None
     return vars(c10d), sys.intern("_world"), type(state), sys.intern("_default_pg")
-
-
-# More than torch's object of a tensor has (208 bytes in 2.13). What stands behind it is read too, and does no harm.
-_OBJECT_BYTES = 256
-
-
-def negation_place() -> tuple[int, int, int] | None:
-    """Return where a tensor says that negating it was put off: offset in it of an address, offset there, the bit.
-
-    `is_neg` lets go of the interpreter's lock, which costs more than all else that is asked of a small tensor. So the
-    place is found by trying: the `data` of an object is set to a negated view and to a plain one in turn, and one bit
-    of the object must follow, the same in every one that is tried. None where there is none. Seen in 2.11, 2.13.
-    """
-    several, found = torch.zeros(6, dtype=torch.complex64, device="cpu"), set()
-    try:
-        with Path("/proc/self/mem").open("rb", buffering=0) as memory:  # a bad address is an error there, no worse
-            for each in (several, several[0], several.to(torch.complex128).view(1, 2, 1, 3, 1, 1, 1)):
-                for kind in (lambda tensor: tensor, torch.nn.Parameter):
-                    found.add(_place_in(memory, kind(each.imag), each.imag, each.conj().imag))
-    except (AttributeError, OSError, RuntimeError, ValueError):
-        return None
-    return found.pop() if len(found) == 1 else None
-
-
-def _place_in(memory: Any, tensor: Any, plain: torch.Tensor, negated: torch.Tensor) -> tuple[int, int, int]:
-    """Return what `negation_place` does, of one tensor, on whose memory are the two others; ValueError for none."""
-
-    def look(address: int, size: int) -> bytes:
-        memory.seek(address)
-        return bytes(memory.read(size))
-
-    whole = look(id(tensor), type(tensor).__basicsize__)
-    (within,) = (at for at in range(0, len(whole) - 7, 8) if struct.unpack_from("P", whole, at)[0] == tensor._cdata)
-    # The bits that are set whenever the tensor is negated, and those that are ever set when it is not.
-    always, ever = (1 << 8 * _OBJECT_BYTES) - 1, 0
-    for content in (plain, negated) * 4:
-        tensor.data = content
-        state = int.from_bytes(look(tensor._cdata, _OBJECT_BYTES), "little")
-        if tensor.is_neg():
-            always &= state
-        else:
-            ever |= state
-    follows = always & ~ever
-    if follows.bit_count() != 1:
-        raise ValueError
-    byte, bit = divmod(follows.bit_length() - 1, 8)
-    return within, byte, 1 << bit
 
 
 def gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:

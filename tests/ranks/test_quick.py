@@ -153,15 +153,7 @@ dist.destroy_process_group()
 def test_a_sign_is_looked_at_each_time() -> None:
     """A tensor that was plain and is a negated view of the same memory now, or the reverse, keeps its values."""
     results = harness.launch(
-        """
-from allhands import _torch
-
-place = _torch.negation_place()
-assert place is not None
-if rank == 1:
-    _torch.negation_place = lambda: None   # where torch has it elsewhere, it is asked
-"""
-        + FORM
+        FORM
         + """
 def signs(tensor, plain, negated):
     for content, sign in ((plain, 1), (negated, -1), (plain, 1), (plain, 1), (negated, -1)):

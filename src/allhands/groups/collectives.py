@@ -402,7 +402,6 @@ def way() -> _core.Way:
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         _torch.world_place(),
         torch.empty(0).is_neg,
-        _torch.negation_place(),
     )
 
 
