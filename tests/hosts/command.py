@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hosts.hostside import enter, lay
+from hosts.enter_host import enter, lay
 
 enter()
 resolver = os.environ.pop("RESOLVER", "")

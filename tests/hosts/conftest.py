@@ -49,7 +49,7 @@ class Host:
         return f"fd77::{self.number + 1}"
 
     def environment(self) -> dict[str, str]:
-        """Return what a rank needs to move there (`hostside.enter`)."""
+        """Return what a rank needs to move there (`enter_host.enter`)."""
         return {"HOST": json.dumps([self.namespace, self.name, str(self.hosts_file)])}
 
     def run(self, *command: str, text: str = "") -> None:

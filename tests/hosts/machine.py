@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hosts.conftest import Host, Network, ip
-from hosts.hostside import CLONE_NEWNET
+from hosts.enter_host import CLONE_NEWNET
 
 __all__ = ["Machine", "Typed", "finish", "routed", "typed", "within"]
 

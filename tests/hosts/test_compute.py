@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hosts.conftest import Making
-from hosts.google import PREFIX, Metadata
 from hosts.machine import Machine, Typed, finish, routed, typed
+from hosts.metadata_server import PREFIX, Metadata
 from recipes import CLUSTERS, block, copy
 
 pytestmark = [

@@ -30,7 +30,7 @@ WITHIN_S = 5
 CABLE_S = 16.0
 
 ENTER = """
-from hosts.hostside import enter
+from hosts.enter_host import enter
 enter()
 import os, socket, time
 import torch
@@ -105,7 +105,7 @@ def test_a_group_forms_by_a_name_with_an_ipv6_address_only(network: Making, tmp_
     with ExitStack() as stack:
         for host in made.hosts:
             stack.enter_context(serving(host.namespace, "127.0.0.53")).known["node-a"] = made.hosts[0].ipv6
-        lay = "from hosts.hostside import enter, lay\nimport os\nenter()\n"
+        lay = "from hosts.enter_host import enter, lay\nimport os\nenter()\n"
         lay += "lay(os.environ['RESOLVER'], '/etc/resolv.conf')\n"
         env = {"METHOD": f"tcp://node-a:{PORT}", "RESOLVER": str(resolver)}
         results = launch(lay + REDUCE.replace("\nenter()\n", "\n"), 2, env, each=made.each([0, 1]))

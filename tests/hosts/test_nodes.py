@@ -17,7 +17,7 @@ import pytest
 
 from hosts.agents import PORT, TRAINS, WAITS, agents, results
 from hosts.conftest import Host, Making
-from hosts.hostside import CLONE_NEWNET
+from hosts.enter_host import CLONE_NEWNET
 
 pytestmark = pytest.mark.hosts
 

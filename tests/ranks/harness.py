@@ -38,7 +38,7 @@ __all__ = ["Job", "Result", "complaints", "forget_nursery", "free_port", "ipv6",
 TESTS = Path(__file__).resolve().parents[1]
 
 # The first line of every script; what the test wrote begins on the second.
-PRELUDE = "from ranks.rankside import *\n"
+PRELUDE = "from ranks.rank_namespace import *\n"
 
 # Every rank of a test ends by itself long before this; a hang is a failure of the test, not of the machine.
 DEADLINE_S = 60.0

@@ -53,7 +53,7 @@ if rank not in {late}:
         assert found["ranks"] == named
         assert "RuntimeError" in found["bases"]
         assert "in monitored_barrier at " in found["text"]
-        assert f"rank {late[0]} is at rankside.py" in found["text"]
+        assert f"rank {late[0]} is at rank_namespace.py" in found["text"]
         assert found["seconds"] < AT_ONCE_S
         if len(late) > len(named):
             assert "1 more" in found["text"]

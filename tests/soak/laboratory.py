@@ -53,7 +53,7 @@ INTO_S = 0.3
 HEAD = """
 import datetime, json, os, signal, sys, time
 if "HOST" in os.environ:
-    from hosts.hostside import enter, lay
+    from hosts.enter_host import enter, lay
     enter()
     if "RESOLVER" in os.environ:
         lay(os.environ["RESOLVER"], "/etc/resolv.conf")

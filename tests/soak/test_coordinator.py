@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from soak.group_faults import FAULTS
 from soak.laboratory import AT_ONCE_S, Site, told
-from soak.working import FAULTS
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hosts.conftest import Making
-from soak import cables, claims, looked, meetings, ways, working
+from soak import claim_faults, doctor_faults, group_faults, network_faults, rendezvous_faults, route_faults
 from soak.laboratory import AT_ONCE_S, Fault, Site, mended, record, told, words
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
 GRACE_S = 2.0
 
 FAULTS = [
-    *claims.FAULTS,
-    *meetings.FAULTS,
-    *working.FAULTS,
-    *looked.FAULTS,
-    *ways.FAULTS,
-    *cables.FAULTS,
+    *claim_faults.FAULTS,
+    *rendezvous_faults.FAULTS,
+    *group_faults.FAULTS,
+    *doctor_faults.FAULTS,
+    *route_faults.FAULTS,
+    *network_faults.FAULTS,
 ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks.cycles import METHODS, cycle
+from ranks.repeated_lifecycle import METHODS, cycle
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
 

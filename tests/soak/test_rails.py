@@ -73,7 +73,7 @@ COUNTED = {
     "test_groups_overlap_and_threads_share_them",
 }
 
-ENTER = "from hosts.hostside import enter; enter()\n"
+ENTER = "from hosts.enter_host import enter; enter()\n"
 
 
 @pytest.fixture(autouse=True, params=LAYOUTS)

@@ -18,8 +18,8 @@ from hosts.test_doctor import translated as nat
 from ranks.harness import Job
 from soak.laboratory import INTO_S, Fault, Finding, Site
 from soak.remedies import AGAIN
+from soak.route_faults import BOTH, firewall, let_in, named_server
 from soak.scripts import FORM, SPIN
-from soak.ways import BOTH, firewall, let_in, named_server
 
 __all__ = ["FAULTS"]
 

@@ -130,7 +130,7 @@ def full_shm(_: Site) -> Finding:
 # What a DataLoader does with each batch, in a container whose shared memory is full.
 SHARE = """
 import ctypes, subprocess
-from hosts.hostside import CLONE_NEWNS, MS_PRIVATE, MS_REC
+from hosts.enter_host import CLONE_NEWNS, MS_PRIVATE, MS_REC
 libc = ctypes.CDLL(None)
 assert libc.unshare(CLONE_NEWNS) == 0
 assert libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
