@@ -1,8 +1,7 @@
 """Process groups for PyTorch that start in seconds or say why they cannot, and always clean up.
 
-``import allhands as dist`` stands where ``import torch.distributed as dist`` stood: what allhands does not
-do itself is torch's, under the same name. Nothing is imported until it is used, so that tools which need no
-torch do not wait for it.
+``import allhands as dist`` replaces ``import torch.distributed as dist``: every name that allhands does not define
+is torch's. Names are imported on first use, so that tools which need no torch do not wait for its import.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib
 
 from ._version import __version__
 
-# Not from typing, which every worker would wait for before it comes to its script; type checkers know the name.
+# Not imported from typing, which would delay the start of every worker; type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -108,7 +107,7 @@ __all__ = [
     "sync_gradients",
 ]
 
-# Where what is ours comes from; the exceptions are all in one module.
+# name -> module that defines it; the exceptions are all in `errors`.
 _HOMES = {
     "DistributedDataParallel": ".training",
     "DistributedSampler": ".training",
@@ -133,7 +132,7 @@ _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 
 
 def __getattr__(name: str) -> Any:
-    """Find ``name``: ours first, then torch.distributed's. The first use imports torch."""
+    """Import ``name`` from allhands, otherwise from torch.distributed. The first use imports torch."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name in _HOMES:
@@ -149,7 +148,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_module(name: str) -> bool:
-    """Tell whether ``name`` is a module of ours: `from allhands import cli` asks here before it looks for one."""
+    """Return whether ``name`` is a module of ours: `from allhands import cli` calls `__getattr__` first."""
     from importlib.util import find_spec
 
     return find_spec(f"{__name__}.{name}") is not None

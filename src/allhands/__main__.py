@@ -1,6 +1,6 @@
-"""The way in: `allhands` and ``python -m allhands``. Everything goes to the command line, `run` by a shorter way.
+"""Entry point of `allhands` and ``python -m allhands``.
 
-`allhands run` starts workers before it imports what the command line needs (see `launch.ahead`).
+`allhands run` bypasses `cli`, to start workers before it imports what the command line needs (see `launch.start`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(program: str = "allhands") -> None:
-    """Do what the command line says, and exit. ``program`` is what usage lines call it."""
+    """Run the command line and exit. ``program`` is its name in usage lines."""
     if sys.argv[1:2] == ["run"]:
         status = _run(sys.argv[2:])
         if status is not None:
@@ -37,5 +37,5 @@ def _run(line: list[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    # Usage lines name the program as the user would type it, not the path of this file.
+    # Usage lines show the program as users type it, not the path of this file.
     main("python -m allhands")

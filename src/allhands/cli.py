@@ -1,7 +1,7 @@
-"""The command line. Each command only reads its options; what it does, and every sentence, is another module's.
+"""The command line. A command only parses its options; its work and its messages are in another module.
 
-Starts without torch, whose import takes seconds, and imports what a command needs when it runs.
-Exit status: 0, 1 for a failure (its diagnosis on standard error), 2 for a command that makes no sense.
+Starts without torch, whose import takes seconds; a command imports what it needs when it runs.
+Exit status: 0, 1 for a failure (its diagnosis is printed on standard error), 2 for a usage error.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVES", "failed", "main"]
 
-# Paragraphs wider than this are hard to read, however wide the terminal is.
+# Wider paragraphs are hard to read, however wide the terminal is.
 _WIDEST = 100
 
-# The order in which `allhands --help` shows the commands. One that is in no group here comes last.
+# The order in which `allhands --help` shows the commands. A command of no group is shown last.
 _GROUPS = {
     "Start": ("run",),
     "Find out": ("doctor", "engines", "whoami", "explain"),
     "Measure": ("bench",),
+    "Reference": ("help",),
 }
 
 
 class _Commands(click.Group):
-    """A group whose mistakes are answered with "Did you mean", and whose failures with their diagnosis."""
+    """A group that answers an unknown command with "Did you mean", and a failure with its diagnosis."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -46,7 +47,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Here and not around `main`, so that it holds for every way in: the script, -m, and tests.
+        # Here and not around `main`, so that it holds for the script, for -m and in tests.
         from .errors import AllhandsError
 
         try:
@@ -56,7 +57,7 @@ class _Commands(click.Group):
 
 
 def failed(problem: AllhandsError) -> int:
-    """Say on standard error what went wrong; return the exit status."""
+    """Print the diagnosis of a failure on standard error; return the exit status."""
     from .diagnosis import title
     from .errors import ArgumentError
 
@@ -65,7 +66,7 @@ def failed(problem: AllhandsError) -> int:
 
 
 class _Program(_Commands):
-    """The top of the command line, whose help is grouped and lists the environment variables."""
+    """The top of the command line; its help shows the commands in groups."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         grouped = {name for names in _GROUPS.values() for name in names}
@@ -78,13 +79,9 @@ class _Program(_Commands):
                     formatter.write_dl(lines)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
-        from .settings import TABLE
-
-        with formatter.section("Environment variables"):
-            # The column fits the longest name; click would put longer ones on lines of their own.
-            formatter.write_dl(list(TABLE.items()), col_max=max(map(len, TABLE)) + 2)
         formatter.write_paragraph()
-        formatter.write_text("Exit status: 0 success, 1 failure, 2 a command that makes no sense.")
+        formatter.write_text("`allhands help environment` lists the environment variables.")
+        formatter.write_text("Exit status: 0 success, 1 failure, 2 usage error.")
 
 
 @click.group(
@@ -101,7 +98,7 @@ def main(ctx: click.Context) -> None:
 
 
 class _Lazy(click.Command):
-    """A command whose options stand beside what it does: they are imported when it is used or asked for help."""
+    """A command whose options are declared in the module that implements it, which is imported on use."""
 
     def __init__(self, name: str, module: str, **kw: Any) -> None:
         super().__init__(name, **kw)
@@ -123,16 +120,16 @@ main.add_command(
         help="Start a script once per rank, show their output, and say who is to blame if they die.",
     )
 )
-main.add_command(_Lazy("doctor", ".doctor.command", help="Say why a job stalls, or would, and what to do about it."))
+main.add_command(_Lazy("doctor", ".doctor.command", help="Find out why a job stalls, or would, and how to fix it."))
 
 
 @main.command("engines")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def _engines(as_json: bool) -> None:
-    """Say which engines can run here, and what to install for the others.
+    """List the engines that can run here, and what to install for the others.
 
-    An engine moves tensors: shared memory, Gloo, rails between hosts, NCCL, memory of a GPU, MPI. Nothing is connected
-    to and torch is not imported. Exits with 0, whatever is missing.
+    An engine moves tensors: shared memory, Gloo, TCP between hosts, NCCL, memory of a GPU, MPI. Opens no connection and
+    does not import torch. Always exits with 0.
     """
     from .doctor.engines import render, report
 
@@ -144,10 +141,10 @@ def _engines(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def _whoami(ctx: click.Context, as_json: bool) -> None:
-    """Say which rank of which job this process would be, and why.
+    """Show the rank, job and coordinator that this process would have, and why.
 
-    Run it where the script would run: under srun, mpirun or torchrun, or in the pod. Nothing is connected to.
-    Exits with 1 where it cannot be said; the report then begins with the reason.
+    Run it where the script would run: under srun, mpirun or torchrun, or in the pod. Opens no connection. Exits with 1
+    if they cannot be determined; the report then begins with the reason.
     """
     from .environments.whoami import render, report
 
@@ -156,16 +153,49 @@ def _whoami(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(found["exit_code"])
 
 
+@main.command("help")
+@click.argument("topic", required=False, metavar="[environment|COMMAND]")
+@click.pass_context
+def _help(ctx: click.Context, topic: str | None) -> None:
+    """List the environment variables, or print the help of a command.
+
+    `allhands help environment` lists the variables; `allhands help COMMAND` is `allhands COMMAND --help`.
+    """
+    above = ctx.find_root()
+    if topic == "environment":
+        click.echo(_environment_help(above), nl=False)
+        return
+    if topic is None:
+        click.echo(above.get_help())
+        return
+    _, command, _ = main.resolve_command(above, [topic])
+    if command is not None:
+        command.main(["--help"], prog_name=f"{above.info_name} {topic}")
+
+
+def _environment_help(ctx: click.Context) -> str:
+    """Return the tables of environment variables."""
+    from .settings import LAUNCHER_TABLE, TABLE
+
+    formatter = ctx.make_formatter()
+    # The column fits the longest name; click would print longer ones on lines of their own.
+    column = max(map(len, TABLE | LAUNCHER_TABLE)) + 2
+    for heading, table in (("Environment variables", TABLE), ("Set by the launcher only", LAUNCHER_TABLE)):
+        with formatter.section(heading):
+            formatter.write_dl(list(table.items()), col_max=column)
+    return formatter.getvalue()
+
+
 @main.command("explain")
 @click.argument("slug", required=False, metavar="[NAME]")
 def _explain(slug: str | None) -> None:
     """Print the page on a diagnosis, or the list of all.
 
-    NAME is what stands in brackets at the end of an error's first line: missing-ranks, peer-failed, ...
+    NAME is the slug in brackets at the end of an error's first line: missing-ranks, peer-failed, ...
     """
     from .diagnosis.explain import render
 
-    # The brackets come along when the name is copied from a message.
+    # A name that is copied from a message has the brackets.
     text = render(slug.strip("[]") if slug is not None else None)
     if slug is None or not _is_terminal():
         click.echo(text, nl=False)
@@ -183,11 +213,11 @@ def _is_terminal() -> bool:
 
 @main.group("bench", cls=_Commands)
 def _bench() -> None:
-    """Measure what allhands itself costs on this machine."""
+    """Measure launches, roll calls, collectives and training on this machine."""
 
 
 class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """Whole numbers with commas between them."""
+    """Comma-separated whole numbers."""
 
     name = "numbers"
 
@@ -201,14 +231,16 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
 
 
 @_bench.command("rollcall")
-@click.option("--members", type=_Numbers(), default="64,256,1024,4096", show_default=True, help="How many, in turn.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times each is measured.")
+@click.option(
+    "--members", type=_Numbers(), default="64,256,1024,4096", show_default=True, help="Numbers of members, in turn."
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Measurements of each.")
 @click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
-    """Measure the roll call as jobs grow.
+    """Measure the roll call for growing numbers of members.
 
-    The coordinator is a real one, in its own process; the members are simulated, over real sockets.
+    The coordinator is real and has its own process; the members are simulated, over real sockets.
     """
     from .bench import render, run
 
@@ -217,13 +249,13 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
 
 
 @_bench.command("launch")
-@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="How many processes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
+@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of processes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each.")
 @click.option("--json", "as_json", is_flag=True, help="Print every launch as JSON.")
 def _launch(ranks: int, rounds: int, as_json: bool) -> None:
     """Measure a launch against torchrun.
 
-    From the command to the first all_reduce that every rank has done, and how much of it is importing torch.
+    The time from the command until every rank has finished its first all_reduce, and the part of it that imports torch.
     """
     from .bench.launch import measure, table
     from .control.progress import Progress
@@ -237,16 +269,16 @@ def _launch(ranks: int, rounds: int, as_json: bool) -> None:
 
 
 @_bench.command("ddp")
-@click.option("--ranks", type=_Numbers(), default="2,4", show_default=True, help="How many processes, in turn.")
-@click.option("--models", default="mlp,cnn,transformer,transformer-16", show_default=True, help="What to train.")
-@click.option("--rounds", type=click.IntRange(min=1), default=60, show_default=True, help="Times each is measured.")
-@click.option("--no-memory", is_flag=True, help="Leave out the memory, which is measured in processes of its own.")
+@click.option("--ranks", type=_Numbers(), default="2,4", show_default=True, help="Numbers of processes, in turn.")
+@click.option("--models", default="mlp,cnn,transformer,transformer-16", show_default=True, help="Models to train.")
+@click.option("--rounds", type=click.IntRange(min=1), default=60, show_default=True, help="Measurements of each.")
+@click.option("--no-memory", is_flag=True, help="Do not measure memory, which takes processes of its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _ddp(ranks: list[int], models: str, rounds: int, no_memory: bool, as_json: bool) -> None:
     """Measure training steps of DistributedDataParallel.
 
-    Our class on our backend, torch's on ours and torch's on Gloo, in turn in the same processes, with what a step takes
-    without any of them.
+    Compares our class on our backend, torch's class on ours, and torch's class on Gloo, in turn in the same processes,
+    with a step without any of them.
     """
     from .bench.course import course
     from .bench.figures import figures
@@ -265,12 +297,16 @@ def _collective(operation: str) -> None:
         "least, bus bandwidth and ratio for each size, with a legend. MPI needs mpirun and mpi4py.",
         short_help=f"Measure {operation} on this host.",
     )
-    @click.option("--ranks", type=click.IntRange(2, 256), default=2, show_default=True, help="How many processes.")
+    @click.option("--ranks", type=click.IntRange(2, 256), default=2, show_default=True, help="Number of processes.")
     @click.option(
         "--sizes", default="4:64M", show_default=True, help="Bytes: a range (each 4 times the last) or a list."
     )
     @click.option(
-        "--hosts", type=click.IntRange(1, 64), default=1, show_default=True, help="Namespaces to put them in."
+        "--hosts",
+        type=click.IntRange(1, 64),
+        default=1,
+        show_default=True,
+        help="Network namespaces to distribute them over.",
     )
     @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option(
@@ -278,19 +314,19 @@ def _collective(operation: str) -> None:
         type=click.Choice(["shm", "gloo", "mpi"]),
         default="shm",
         show_default=True,
-        help="Which engine of ours is measured.",
+        help="The engine of ours that is measured.",
     )
-    @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Times each is measured.")
-    @click.option("--floor", is_flag=True, help="Measure plain copies too, and say how far from them we are.")
+    @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each.")
+    @click.option("--floor", is_flag=True, help="Measure plain copies too, and print the ratio to them.")
     @click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),
         default="cpu",
         show_default=True,
-        help="Where the tensors are; with cuda, all ranks share the first GPU.",
+        help="Device of the tensors; with cuda, all ranks share the first GPU.",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-    @click.option("--plot", default="", metavar="FILE", help="Draw time and bandwidth into FILE (.png, .svg, .pdf).")
+    @click.option("--plot", default="", metavar="FILE", help="Plot time and bandwidth into FILE (.png, .svg, .pdf).")
     def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
         from .bench.collective import measure
         from .bench.config import plan
@@ -307,7 +343,7 @@ def _collective(operation: str) -> None:
             draw(asked, rows, plot)
 
 
-# Written out, so that `allhands --help` need not import the bench; a test compares it with bench.operations.
+# A literal list, so that `allhands --help` does not import the bench; a test compares it with bench.operations.
 COLLECTIVES = (
     "all_reduce",
     "reduce",

@@ -1,4 +1,4 @@
-"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` lists them all.
+"""The one place where `ALLHANDS_*` environment variables are read; `TABLE` and `LAUNCHER_TABLE` list them all.
 
 Imports nothing that is slow: the launcher comes by here before it starts workers.
 """
@@ -9,30 +9,21 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["SEATS", "TABLE", "Settings", "read"]
+__all__ = ["LAUNCHER_TABLE", "SEATS", "TABLE", "Settings", "read"]
 
 # Set, to anything, in processes that hold places for ranks of Open MPI and end by themselves after the last rank.
 SEATS = "ALLHANDS_SEATS"
 
-# name -> what it does, for `allhands --help` and the documentation.
+# name -> meaning, for `allhands help environment` and docs/environment.md.
 TABLE: dict[str, str] = {
     "ALLHANDS_TOKEN": "the job's secret; every rank must have the same one",
     "ALLHANDS_TOKEN_FILE": "a file (mode 0600) that holds the job's secret",
     "ALLHANDS_JOB": "the job's name; ranks of different jobs refuse each other",
-    "ALLHANDS_ATTEMPT": "which start of the job this is (counts restarts, from 0)",
-    "ALLHANDS_RANK": "this process's rank (set by allhands' launcher)",
-    "ALLHANDS_WORLD_SIZE": "the number of ranks (set by allhands' launcher)",
-    "ALLHANDS_LOCAL_RANK": "this process's rank on its node (set by allhands' launcher)",
-    "ALLHANDS_LOCAL_WORLD_SIZE": "the number of ranks on this node (set by allhands' launcher)",
-    "ALLHANDS_NODE_RANK": "this node's number (set by allhands' launcher)",
-    "ALLHANDS_COORDINATOR": "where the launcher's coordinator listens: tcp://HOST:PORT or unix:NAME",
-    "ALLHANDS_NODE_ADDRESS": "the address by which other nodes reach this one (set by allhands' launcher)",
-    "ALLHANDS_RESTART": "how often the job was restarted (set by allhands' launcher)",
-    "ALLHANDS_RECORDER_FD": "descriptor and pid of the flight recorder, made by it (set by allhands' launcher)",
-    "ALLHANDS_BIND": "the address that rank 0's coordinator binds, where it is not the one peers connect to",
+    "ALLHANDS_ATTEMPT": "number of this start of the job, from 0; the launcher counts restarts in it",
+    "ALLHANDS_BIND": "address that rank 0's coordinator binds, if it differs from the one that peers connect to",
     "ALLHANDS_TLS_CERT": "certificate chain (PEM) of the coordinator; turns TLS on",
     "ALLHANDS_TLS_KEY": "private key (PEM) of that certificate",
-    "ALLHANDS_TLS_CA": "certificate authority (PEM) that members check the coordinator against",
+    "ALLHANDS_TLS_CA": "certificate authority (PEM) by which members check the coordinator",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
     "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
     "ALLHANDS_HANDS": "threads of a rank that help with large tensors, up to 3 (default: one a spare core); rank 0's",
@@ -40,6 +31,19 @@ TABLE: dict[str, str] = {
     SEATS: "marks the processes that hold ranks' places in Open MPI's world (set by the engine mpi)",
     "ALLHANDS_CUDA": "auto, nccl, cuda_ipc or host: the way of CUDA tensors on one host; rank 0's setting counts",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
+}
+
+# The same for variables that only the launcher sets, for the processes that it starts.
+LAUNCHER_TABLE: dict[str, str] = {
+    "ALLHANDS_RANK": "rank of this process",
+    "ALLHANDS_WORLD_SIZE": "number of ranks of the job",
+    "ALLHANDS_LOCAL_RANK": "rank of this process on its node",
+    "ALLHANDS_LOCAL_WORLD_SIZE": "number of ranks on this node",
+    "ALLHANDS_NODE_RANK": "number of this node",
+    "ALLHANDS_COORDINATOR": "address of the launcher's coordinator: tcp://HOST:PORT or unix:NAME",
+    "ALLHANDS_NODE_ADDRESS": "address by which other nodes reach this one",
+    "ALLHANDS_RESTART": "number of restarts of the job so far",
+    "ALLHANDS_RECORDER_FD": "descriptor of the flight recorder, and the pid that it belongs to",
 }
 
 

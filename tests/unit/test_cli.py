@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from click.testing import CliRunner, Result
 from allhands import __version__, bench, cli
 from allhands.diagnosis import CATALOGUE
 from allhands.errors import fail
-from allhands.settings import TABLE
+from allhands.settings import LAUNCHER_TABLE, TABLE
 
 COMMAND = Path(sys.executable).with_name("allhands")
 
@@ -58,19 +59,47 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_shows_everything(arguments: tuple[str, ...]) -> None:
-    """Help, which no command at all shows too, has each command once and every environment variable."""
+def test_help_lists_the_commands(arguments: tuple[str, ...]) -> None:
+    """The help, printed for no command too, lists each command once and no environment variable."""
     result = call(*arguments)
     assert result.exit_code == 0
     for name in cli.main.commands:
         assert result.output.count(f"\n  {name} ") == 1
-    for name, meaning in TABLE.items():
-        assert f"\n  {name} " in result.output
-        assert meaning.split()[0] in result.output
+    assert "ALLHANDS_" not in result.output
+    assert "allhands help environment" in result.output
 
 
-def test_help_forgets_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that nobody put into a group is shown all the same."""
+def test_help_environment() -> None:
+    """`help environment` lists each variable once with its meaning; those of the launcher are in a second table."""
+    result = call("help", "environment")
+    assert result.exit_code == 0
+    ours, _, launchers = result.output.partition("Set by the launcher only:")
+    for table, shown in ((TABLE, ours), (LAUNCHER_TABLE, launchers)):
+        words = " ".join(shown.split())
+        for name, meaning in table.items():
+            assert result.output.count(f"\n  {name} ") == 1
+            assert f"{name} {meaning}" in words
+
+
+def test_help_of_a_command() -> None:
+    """`help COMMAND` prints the help of that command; without one, that of the program."""
+    assert call("help", "explain").output == call("explain", "--help").output
+    assert call("help").output == call("--help").output
+    unknown = call("help", "explian")
+    assert unknown.exit_code == 2
+    assert "Did you mean 'explain'?" in unknown.stderr
+
+
+def test_docs_list_the_environment() -> None:
+    """docs/environment.md has the tables of `allhands.settings`, row by row."""
+    text = (Path(__file__).parents[2] / "docs" / "environment.md").read_text(encoding="utf-8")
+    ours, _, launchers = text.partition("## Set by the launcher only")
+    for table, shown in ((TABLE, ours), (LAUNCHER_TABLE, launchers)):
+        assert re.findall(r"^\| `(ALLHANDS_\w+)` \| (.*) \|$", shown, flags=re.MULTILINE) == list(table.items())
+
+
+def test_help_shows_ungrouped_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of no group is shown under "Other"."""
     monkeypatch.setitem(cli.main.commands, "newcomer", click.Command("newcomer", help="Be new."))
     output = call("--help").output
     assert output.index("Other:") < output.index("newcomer")
@@ -78,7 +107,7 @@ def test_help_forgets_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("words", commands(cli.main), ids=" ".join)
 def test_each_command_has_help(words: tuple[str, ...]) -> None:
-    """Each command explains itself in a first sentence that fits where commands are listed."""
+    """The first sentence of each command's help fits into the list of commands."""
     result = call(*words, "--help")
     assert result.exit_code == 0
     assert "..." not in call(*words[:-1], "--help").output.replace("[ARGS]...", "")
@@ -99,8 +128,8 @@ def test_each_command_has_help(words: tuple[str, ...]) -> None:
     ],
     ids=" ".join,
 )
-def test_what_makes_no_sense(arguments: list[str], words: str) -> None:
-    """A command that makes no sense exits with 2 and says why on standard error, with the nearest that does."""
+def test_usage_error(arguments: list[str], words: str) -> None:
+    """A usage error exits with 2 and prints the reason on standard error, with the nearest valid name."""
     result = call(*arguments)
     assert result.exit_code == 2
     assert words in result.stderr
@@ -161,8 +190,8 @@ def test_whoami(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(data.stdout)["world"]["rank"]["value"] == 1
 
 
-def test_whoami_that_cannot_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it cannot be said who this is, the report begins with the diagnosis and the exit status is 1."""
+def test_whoami_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the rank cannot be determined, the report begins with the diagnosis and the exit status is 1."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     text = call("whoami")
@@ -173,8 +202,8 @@ def test_whoami_that_cannot_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(data.stdout)["error"]["slug"] == "incomplete-environment"
 
 
-def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench rollcall` measures what was asked for, and its JSON is what was measured."""
+def test_bench_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench rollcall` passes its options, and prints the rows that were measured as JSON."""
     asked: list[tuple[object, ...]] = []
 
     def run(members: list[int], rounds: int, *, transport: str) -> list[dict[str, object]]:
@@ -191,7 +220,7 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--version"], ["--help"], ["engines"], ["whoami"], ["explain", "peer-lost"], ["explain"]]
 )
-def test_starts_without_what_it_does_not_need(arguments: list[str]) -> None:
+def test_imports_on_demand(arguments: list[str]) -> None:
     """No command imports torch, and one whose output is piped does not import rich."""
     done = run(sys.executable, "-W", "error", "-c", PROBE, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -217,8 +246,8 @@ def test_the_script_and_the_module(arguments: list[str], status: int) -> None:
     assert "Traceback" not in script.stderr + module.stderr
 
 
-def test_a_reader_that_goes_away() -> None:
-    """Output into a pipe whose reader has gone (`| head -1`) ends without a traceback."""
+def test_closed_pipe() -> None:
+    """Output into a pipe whose reader has exited (`| head -1`) ends without a traceback."""
     done = subprocess.run(
         ["/bin/sh", "-c", f'"{COMMAND}" explain | head -1'], capture_output=True, text=True, timeout=60, check=False
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from allhands.diagnosis import CATALOGUE
-from allhands.settings import TABLE
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -69,13 +68,6 @@ def test_the_ten_lines_are_the_example() -> None:
     script = (ROOT / "examples" / "ten_lines.py").read_text(encoding="utf-8")
     assert script in PYTHON
     assert len(list(filter(None, script.splitlines()))) == 10
-
-
-def test_every_environment_variable_is_listed() -> None:
-    """The table of environment variables is the one that the program reads them by."""
-    rows = re.findall(r"^\| `(ALLHANDS_\w+)` \| (.*) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert dict(rows) == TABLE
-    assert len(rows) == len(TABLE)
 
 
 def test_diagnoses_that_are_named_exist() -> None:
