@@ -238,7 +238,7 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
 @click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
-    """Measure the roll call for growing numbers of members.
+    """Measure the roll call as jobs grow.
 
     The coordinator is real and has its own process; the members are simulated, over real sockets.
     """
