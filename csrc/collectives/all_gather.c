@@ -150,7 +150,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     int small = fits(&task), code;
 
     if (slot <= table)
-        return AH_BROKEN;
+        return AH_INVALID;
     /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
     task.chunk = ah_min(slot - table, AH_CHUNK_BYTES / 2);
     if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, largest, timeout_ns)) != AH_OK)
@@ -185,6 +185,6 @@ int ah_gather(struct ah_group *group, struct ah_part in, const struct ah_part *o
     const struct ah_call call = {.kind = AH_GATHER, .dtype = (uint16_t)dtype, .root = (int16_t)root};
 
     if (root >= group->ranks)
-        return AH_BROKEN;
+        return AH_INVALID;
     return run(group, &call, in, group->rank == root ? out : NULL, timeout_ns);
 }

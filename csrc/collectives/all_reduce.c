@@ -378,7 +378,7 @@ static int run(struct ah_group *group, struct ah_call *call, struct ah_bundle bu
 
     call->count = bytes;
     if (!ah_reducible(task.dtype, call->reduce) || group->ranks > AH_MOST_RANKS)
-        return AH_BROKEN;
+        return AH_INVALID;
     if ((code = ah_begin(group, call, 0, 0, timeout_ns)) != AH_OK)
         return code;
     if (one_shot)

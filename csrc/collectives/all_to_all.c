@@ -218,7 +218,7 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
 
     task->first = group->ticket;
     if (slot < table + group->ranks * AH_LINE)
-        return AH_BROKEN;
+        return AH_INVALID;
     task->piece = ah_min(slot - table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
     if ((code = ah_begin(group, call, bytes, ah_largest_part(group, task->in, task->only), timeout_ns)) != AH_OK)
         return code;
@@ -259,6 +259,6 @@ int ah_scatter(struct ah_group *group, const struct ah_part *in, struct ah_part 
     struct task task = {.group = group, .in = group->rank == root ? in : NULL, .only = out, .root = (int32_t)root};
 
     if (root >= group->ranks)
-        return AH_BROKEN;
+        return AH_INVALID;
     return run(&task, &call, timeout_ns);
 }

@@ -128,7 +128,7 @@ int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, ui
     /* In two halves at least, so that copying in and copying out overlap. */
     size_t chunk = data.bytes <= AH_CHUNK_BYTES / 4 ? slot : ah_min(slot, AH_CHUNK_BYTES / 2);
     size_t chunks = ah_chunks(data.bytes, chunk);
-    int code = root < group->ranks ? ah_begin(group, &call, 0, 0, timeout_ns) : AH_BROKEN;
+    int code = root < group->ranks ? ah_begin(group, &call, 0, 0, timeout_ns) : AH_INVALID;
 
     if (code != AH_OK)
         return code;

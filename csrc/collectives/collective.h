@@ -1,24 +1,9 @@
 /* The operations, one file each. All ranks of the group call the same one with fitting arguments; each returns
- * an ah_code. Sizes are in bytes and may exceed 4 GiB. A negative timeout waits for ever. */
+ * an ah_outcome_code. Sizes are in bytes and may exceed 4 GiB. A negative timeout waits for ever. */
 #ifndef ALLHANDS_COLLECTIVE_H
 #define ALLHANDS_COLLECTIVE_H
 
 #include "shm/segment.h"
-
-enum ah_kind {
-    AH_BARRIER = 1,
-    AH_ALL_REDUCE,
-    AH_REDUCE,
-    AH_BROADCAST,
-    AH_ALL_GATHER,
-    AH_GATHER,
-    AH_SCATTER,
-    AH_REDUCE_SCATTER,
-    AH_ALL_TO_ALL,
-    /* Between two ranks only: they stand in no call record. */
-    AH_SEND,
-    AH_RECV,
-};
 
 /* A source for each rank; more ranks on one host are refused when the group is made. */
 #define AH_MOST_RANKS 256

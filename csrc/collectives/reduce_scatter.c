@@ -96,7 +96,7 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
     int code;
 
     if (!ah_reducible(task.dtype, reduction) || group->ranks > AH_MOST_RANKS || slot < (size_t)group->ranks * AH_LINE)
-        return AH_BROKEN;
+        return AH_INVALID;
     /* Up to a whole slot goes in one chunk. */
     task.piece = slot / group->ranks / AH_LINE * AH_LINE;
     if (out.bytes > task.piece && slot > AH_CHUNK_BYTES)

@@ -30,7 +30,7 @@ static int said(struct ah_ferry *ferry, int error)
 {
     if (error != 0)
         ferry->error = error;
-    return error == 0 ? AH_OK : AH_BROKEN;
+    return error == 0 ? AH_OK : AH_INVALID;
 }
 
 static int make_room(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t more)
@@ -44,7 +44,7 @@ static int make_room(struct ah_ferry *ferry, struct ah_requests *requests, uint3
         room *= 2;
     handles = realloc(requests->handles, room * ferry->mpi->handle_bytes);
     if (!handles)
-        return AH_BROKEN;
+        return AH_INVALID;
     requests->handles = handles;
     requests->room = room;
     return AH_OK;
@@ -172,7 +172,7 @@ static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests,
         /* Several times: MPI moves a piece each time it is asked. */
         for (uint32_t time = 0; time < ferry->burst; time++) {
             if (look(ferry, requests, count, &over) != AH_OK)
-                return AH_BROKEN;
+                return AH_INVALID;
             if (over)
                 return AH_OK;
         }
@@ -201,7 +201,7 @@ static int await(struct ah_ferry *ferry, struct ah_requests *requests, uint32_t 
         int over = 0;
 
         if (look(ferry, requests, count, &over) != AH_OK)
-            return AH_BROKEN;
+            return AH_INVALID;
         if (over)
             return AH_OK;
     }
@@ -284,7 +284,7 @@ int ah_ferry_depart(struct ah_ferry *ferry, const struct ah_trip *trip, int64_t 
     struct ah_record *record;
 
     if (ferry->under_way)
-        return AH_BROKEN;
+        return AH_INVALID;
     record = &ferry->sheets[ferry->rank].record;
     ferry->under_way = 1;
     ferry->error = 0;
@@ -313,7 +313,7 @@ static int hear(struct ah_ferry *ferry)
 
     if (ferry->wall.pins) {
         code = await(ferry, NULL, 0);
-        return code == AH_TIMEOUT && ferry->error != 0 ? AH_BROKEN : code;
+        return code == AH_TIMEOUT && ferry->error != 0 ? AH_INVALID : code;
     }
     if (ferry->ranks <= AH_FERRY_FEW) {
         code = await(ferry, &ferry->records, ferry->records.count);
@@ -351,7 +351,7 @@ static int compare_sizes(struct ah_ferry *ferry, const struct ah_trip *trip)
 
     ferry->tables = malloc(ranks * bytes);
     if (!ferry->tables)
-        return AH_BROKEN;
+        return AH_INVALID;
     mine = ferry->tables + 2 * ranks * ferry->rank;
     for (uint32_t rank = 0; rank < ranks; rank++) {
         mine[rank] = (int64_t)bytes_of(trip->gives, rank, trip);
@@ -397,7 +397,7 @@ int ah_ferry_compare(struct ah_ferry *ferry, const struct ah_trip *trip)
     default:
         code = AH_MISMATCH;
     }
-    return code == AH_OK && ferry->error != 0 ? AH_BROKEN : code;
+    return code == AH_OK && ferry->error != 0 ? AH_INVALID : code;
 }
 
 int ah_ferry_arrive(struct ah_ferry *ferry, int code)

@@ -33,7 +33,7 @@ static int voyage(struct ah_ferry *ferry, const struct ah_move *move)
     case AH_ALL_TO_ALL:
         return ah_voyage_all_to_all(ferry, move->in, move->out, move->dtype, move->limit_ns);
     default:
-        return AH_BROKEN;
+        return AH_INVALID;
     }
 }
 

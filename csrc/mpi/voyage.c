@@ -43,7 +43,7 @@ static int make_space(struct ah_ferry *ferry, size_t each)
     free(ferry->space);
     ferry->space = aligned_alloc(LINE, bytes);
     ferry->space_bytes = ferry->space ? bytes : 0;
-    return ferry->space ? AH_OK : AH_BROKEN;
+    return ferry->space ? AH_OK : AH_INVALID;
 }
 
 static unsigned char *row(const struct ah_ferry *ferry, size_t each, uint32_t rank)
@@ -390,7 +390,7 @@ int ah_voyage_all_gather(struct ah_ferry *ferry, struct ah_part in, const struct
     }
     gives = repeat(ferry, in, -1);
     trip.gives = gives;
-    code = gives ? exchange(ferry, &trip, timeout_ns) : AH_BROKEN;
+    code = gives ? exchange(ferry, &trip, timeout_ns) : AH_INVALID;
     free(gives);
     return code;
 }
@@ -405,7 +405,7 @@ int ah_voyage_gather(struct ah_ferry *ferry, struct ah_part in, const struct ah_
     trip.flags = unevenness(ferry, out, in.bytes);
     trip.gives = gives;
     trip.takes = out ? out : none;
-    code = gives && none ? exchange(ferry, &trip, timeout_ns) : AH_BROKEN;
+    code = gives && none ? exchange(ferry, &trip, timeout_ns) : AH_INVALID;
     free(gives);
     free(none);
     return code;
@@ -421,7 +421,7 @@ int ah_voyage_scatter(struct ah_ferry *ferry, const struct ah_part *in, struct a
     trip.flags = unevenness(ferry, in, out.bytes);
     trip.gives = in ? in : none;
     trip.takes = takes;
-    code = takes && none ? exchange(ferry, &trip, timeout_ns) : AH_BROKEN;
+    code = takes && none ? exchange(ferry, &trip, timeout_ns) : AH_INVALID;
     free(takes);
     free(none);
     return code;

@@ -1,4 +1,4 @@
-/* The collectives of a group over MPI, as those of collective.h are for shared memory. Each returns an ah_code. */
+/* The collectives of a group over MPI, as those of collective.h are for shared memory. Each returns an ah_outcome_code. */
 #ifndef ALLHANDS_VOYAGE_H
 #define ALLHANDS_VOYAGE_H
 

@@ -24,7 +24,7 @@ struct ah_message {
     int sends;
 };
 
-/* How a message ended: an ah_code, and with AH_OK the other rank, else the one that it is about. */
+/* How a message ended: an ah_outcome_code, and with AH_OK the other rank, else the one that it is about. */
 struct ah_outcome {
     int code;
     uint32_t peer;
@@ -36,7 +36,7 @@ struct ah_ear {
     void *context;
 };
 
-/* Still under way, beside the ah_codes. */
+/* Still under way, beside the ah_outcome_code. */
 enum { AH_UNDER_WAY = -1 };
 
 /* One per rank and process. `group` stays the caller's and outlives it. NULL without memory. */

@@ -129,7 +129,7 @@ static int refused(struct ah_mail *mail, const struct ah_message *message, struc
     if (outcome->code == AH_OK && mail->stopped)
         *outcome = (struct ah_outcome){.code = AH_ABORTED, .peer = mail->group->rank};
     if (outcome->code == AH_OK && message->peer >= mail->group->ranks && (message->sends || message->peer != AH_ANYONE))
-        *outcome = (struct ah_outcome){.code = AH_BROKEN, .peer = mail->group->rank};
+        *outcome = (struct ah_outcome){.code = AH_INVALID, .peer = mail->group->rank};
     return outcome->code != AH_OK;
 }
 
@@ -250,7 +250,7 @@ struct ah_outcome ah_mail_post(struct ah_mail *mail, const struct ah_message *me
     *posted = NULL;
     letter = malloc(sizeof *letter);
     if (!letter)
-        return (struct ah_outcome){.code = AH_BROKEN, .peer = mail->group->rank};
+        return (struct ah_outcome){.code = AH_INVALID, .peer = mail->group->rank};
     prepare(letter, message, timeout_ns);
     letter->key = key;
     pthread_mutex_lock(&mail->lock);

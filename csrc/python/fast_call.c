@@ -8,13 +8,9 @@
 #include "shm/reduce.h"
 
 /* As large as the fields of a note, so that they are copied without being measured. */
-static const char DTYPES[AH_RAW + 1][sizeof((struct ah_note *)0)->dtype] = {
-    "",      "uint8", "int8", "uint16",  "int16",    "uint32",  "int32",   "uint64",
-    "int64", "bool",  "float16", "bfloat16", "float32", "float64", "bytes",
-};
-static const char REDUCTIONS[AH_REDUCTIONS][sizeof((struct ah_note *)0)->reduction] = {
-    "", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR",
-};
+#define NAME(name, number, text) [number] = text,
+static const char DTYPES[AH_RAW + 1][sizeof((struct ah_note *)0)->dtype] = {AH_DTYPES(NAME)[AH_RAW] = "bytes"};
+static const char REDUCTIONS[AH_PREMUL_SUM + 1][sizeof((struct ah_note *)0)->reduction] = {AH_REDUCTIONS(NAME)};
 
 int ah_call_peer(const struct ah_quick_call *call, int fallback, uint32_t *rank)
 {

@@ -33,7 +33,7 @@ struct quick {
     PyObject *keys[MOST_PARAMETERS]; /* what is in `names` */
     Py_ssize_t parameters;
     enum role roles[MOST_PARAMETERS];
-    enum ah_kind kind;
+    enum ah_operation_code kind;
     char name[sizeof((struct ah_note *)0)->operation];
     int whole; /* one tensor where the list form has a tensor for each rank */
 };
@@ -381,7 +381,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     self->way = Py_NewRef(way);
     self->usual = Py_NewRef(usual);
     self->names = Py_NewRef(names);
-    self->kind = (enum ah_kind)kind;
+    self->kind = (enum ah_operation_code)kind;
     ah_note_text(self->name, sizeof self->name, name);
     self->whole = whole;
     return made;

@@ -140,6 +140,35 @@ static int add(PyObject *module, const char *name, PyObject *value)
     return code;
 }
 
+struct number {
+    const char *name;
+    int number;
+};
+
+#define ENTRY(name, number, text) {text, number},
+static const struct number DTYPES[] = {AH_DTYPES(ENTRY){NULL, 0}};
+static const struct number REDUCTIONS[] = {AH_REDUCTIONS(ENTRY){NULL, 0}};
+static const struct number OPERATIONS[] = {AH_OPERATIONS(ENTRY){NULL, 0}};
+static const struct number OUTCOMES[] = {AH_OUTCOMES(ENTRY){NULL, 0}};
+static const struct number CONSTANTS[] = {
+    {"RAW", AH_RAW}, {"COMPLEX", AH_COMPLEX}, {"MOST_RANKS", AH_MOST_RANKS}, {"MOST_HANDS", AH_MOST_HANDS}, {NULL, 0},
+};
+
+/* Return a dict from name to number. */
+static PyObject *table(const struct number *each)
+{
+    PyObject *made = PyDict_New();
+
+    for (; made && each->name; each++) {
+        PyObject *number = PyLong_FromLong(each->number);
+
+        if (!number || PyDict_SetItemString(made, each->name, number) != 0)
+            Py_CLEAR(made);
+        Py_XDECREF(number);
+    }
+    return made;
+}
+
 static int fill(PyObject *module)
 {
     if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
@@ -148,9 +177,14 @@ static int fill(PyObject *module)
         add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
         add(module, "Intake", ah_intake_type()) != 0)
         return -1;
-    if (PyModule_AddIntConstant(module, "MOST_HANDS", AH_MOST_HANDS) != 0)
+    for (const struct number *each = CONSTANTS; each->name; each++) {
+        if (PyModule_AddIntConstant(module, each->name, each->number) != 0)
+            return -1;
+    }
+    if (add(module, "DTYPES", table(DTYPES)) != 0 || add(module, "REDUCTIONS", table(REDUCTIONS)) != 0 ||
+        add(module, "OPERATIONS", table(OPERATIONS)) != 0)
         return -1;
-    return PyModule_AddIntConstant(module, "MOST_RANKS", AH_MOST_RANKS);
+    return add(module, "OUTCOMES", table(OUTCOMES));
 }
 
 /* Multi-phase initialisation, no state: the module may be loaded in several interpreters of one process. */

@@ -30,7 +30,7 @@ static int take(char what, PyObject *const *arg, struct ah_move *move)
 }
 
 /* Do an operation whose arguments are what `takes` says: a letter for each, see `take`. */
-static PyObject *ask(struct ah_gated *self, enum ah_kind kind, const char *takes, PyObject *const *args, Py_ssize_t n)
+static PyObject *ask(struct ah_gated *self, enum ah_operation_code kind, const char *takes, PyObject *const *args, Py_ssize_t n)
 {
     const char *in_place = strchr(takes, 'i'), *out_place = strchr(takes, 'o'), *bundle_place = strchr(takes, 'l');
     struct ah_part *in = NULL, *out = NULL;

@@ -10,7 +10,7 @@
 
 /* What an operation does not take is not looked at. */
 struct ah_move {
-    enum ah_kind kind;
+    enum ah_operation_code kind;
     struct ah_part data;
     const struct ah_part *in, *out; /* a part for each rank; NULL where a rank gives or gets none */
     struct ah_bundle bundle;        /* in the place of `data`, where it has tensors */

@@ -53,7 +53,7 @@ static int collect(struct ah_group *group, const struct ah_move *move)
     case AH_ALL_TO_ALL:
         return ah_all_to_all(group, move->in, move->out, move->dtype, move->limit_ns);
     default:
-        return AH_BROKEN;
+        return AH_INVALID;
     }
 }
 

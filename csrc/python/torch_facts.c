@@ -170,7 +170,7 @@ uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
 {
     if (!given)
         return AH_SUM;
-    for (uint32_t code = 1; code < AH_REDUCTIONS; code++) {
+    for (uint32_t code = 1; code < AH_TORCH_REDUCTIONS; code++) {
         if (PyTuple_GetItem(way->reductions, code) == given)
             return code;
     }
@@ -336,7 +336,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
         PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
         return NULL;
     }
-    if (PyTuple_Size(reductions) != AH_REDUCTIONS) {
+    if (PyTuple_Size(reductions) != AH_TORCH_REDUCTIONS) {
         PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
         return NULL;
     }

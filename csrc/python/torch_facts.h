@@ -14,7 +14,7 @@
 #define AH_SITES 64
 
 /* Reductions that have a plain object in torch; see enum ah_reduction. */
-#define AH_REDUCTIONS 9
+#define AH_TORCH_REDUCTIONS 9
 
 enum ah_way_name {
     AH_NAME_DATA_PTR,

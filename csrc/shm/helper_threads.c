@@ -152,7 +152,7 @@ int ah_share(struct ah_group *group, ah_handwork work, const void *job, uint32_t
     if (!all)
         all = group->hands = gather(group);
     if (!all || all->owner != getpid())
-        return AH_BROKEN;
+        return AH_INVALID;
     pthread_mutex_lock(&all->lock);
     all->work = work;
     all->job = job;

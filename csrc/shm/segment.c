@@ -89,12 +89,12 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
     struct ah_header *head = memory;
 
     if (bytes < sizeof *head || head->magic != MAGIC || head->version != VERSION || rank >= head->ranks)
-        return AH_BROKEN;
+        return AH_INVALID;
     if (head->hands > AH_MOST_HANDS || head->total_bytes != bytes ||
         bytes != ah_segment_bytes(head->ranks, head->slot_bytes, head->hands))
-        return AH_BROKEN;
+        return AH_INVALID;
     if (memcmp(head->nonce, nonce, sizeof head->nonce) != 0)
-        return AH_BROKEN;
+        return AH_INVALID;
     memset(group, 0, sizeof *group);
     group->head = head;
     group->members = (struct ah_member *)((unsigned char *)memory + pages(sizeof *head));

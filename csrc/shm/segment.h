@@ -20,6 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "shm/codes.h"
 #include "shm/nt_store.h"
 
 /* Two cache lines: the prefetcher of common processors fetches them in pairs. */
@@ -96,21 +97,9 @@ struct ah_header {
     uint32_t swift;      /* not 0: see ah_is_swift */
     uint64_t total_bytes;
     unsigned char nonce[16];
-    /* Not 0 once the group is over: an ah_code, and above its 8 bits the rank it is about. The first one stands,
+    /* Not 0 once the group is over: an ah_outcome_code, and above its 8 bits the rank it is about. The first one stands,
      * so both are one word. */
     alignas(AH_LINE) _Atomic uint32_t ended;
-};
-
-/* How a call ended. Python writes the sentences. */
-enum ah_code {
-    AH_OK = 0,
-    AH_TIMEOUT = 1,  /* `culprit` did not come in time */
-    AH_DEAD = 2,     /* the process of `culprit` ended */
-    AH_ABORTED = 3,  /* someone called abort */
-    AH_MISMATCH = 4, /* `culprit` called something else */
-    AH_BROKEN = 5,   /* not a segment of ours, or an argument that makes no sense */
-    AH_INTERRUPTED = 6, /* `pulse` said so: a signal's handler raised */
-    AH_DEPARTED = 7,    /* `culprit` left the group in good order */
 };
 
 /* Memory beside the segment that all ranks map: a region of `stride` bytes for each. */
@@ -173,7 +162,7 @@ int ah_is_swift(void);
 /* Write the header and zero the members; the memory is `ah_segment_bytes` of fresh, zeroed pages. */
 void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, int swift, const unsigned char nonce[16]);
 
-/* Look at a mapped segment as `rank`; AH_BROKEN where it is not what it says. `pidfds` stays the caller's. */
+/* Look at a mapped segment as `rank`; AH_INVALID where it is not what it says. `pidfds` stays the caller's. */
 int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t rank,
                     const unsigned char nonce[16], int *pidfds);
 

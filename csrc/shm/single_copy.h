@@ -9,7 +9,7 @@
 
 #include "shm/segment.h"
 
-/* Not an ah_code: someone could not read, and everyone knows. */
+/* Not an ah_outcome_code: someone could not read, and everyone knows. */
 #define AH_UNREACHED (-1)
 
 /* Below this a second copy costs less than the kernel's look at the other's pages and the meeting at the end (all_to_all of

@@ -72,7 +72,7 @@ void ah_ring_waiters(struct ah_group *group)
         wake(self);
 }
 
-void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank)
+void ah_end(struct ah_group *group, enum ah_outcome_code code, uint32_t rank)
 {
     uint32_t none = 0;
 
@@ -171,7 +171,7 @@ int ah_await_word(struct ah_group *group, uint32_t rank, _Atomic uint32_t *word,
             continue;
         }
         if (atomic_load_explicit(&member->departed, memory_order_acquire) != 0) {
-            last_look = AH_DEPARTED;
+            last_look = AH_LEFT;
             continue;
         }
         if (group->pulse && group->pulse(group->context) != 0) {

@@ -55,6 +55,6 @@ void ah_depart(struct ah_group *group);
 int ah_ended(struct ah_group *group);
 
 /* Note that the group is over because of `rank`; the first reason stands. Wakes everyone. */
-void ah_end(struct ah_group *group, enum ah_code code, uint32_t rank);
+void ah_end(struct ah_group *group, enum ah_outcome_code code, uint32_t rank);
 
 #endif

@@ -57,6 +57,15 @@ def copy(targets: tuple[int, ...], sources: tuple[int, ...], /) -> None:
 def inhabitants(tables: list[dict[str, Any]], /) -> bytes:
     """Return the addresses of all values in ``tables``: equal where nobody came, went or was replaced."""
 
+# Numbers by name, as csrc/shm/codes.h defines them. Dtypes have torch's names.
+DTYPES: dict[str, int]
+REDUCTIONS: dict[str, int]
+OPERATIONS: dict[str, int]
+OUTCOMES: dict[str, int]
+# The dtype of bytes that are only copied. Larger numbers are compared, and copied as bytes.
+RAW: int
+# Added to the number of a real dtype: complex numbers with such parts.
+COMPLEX: int
 MOST_HANDS: int
 MOST_RANKS: int
 

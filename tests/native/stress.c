@@ -112,7 +112,7 @@ static int reduce_in_pieces(struct ah_group *group, struct ah_part whole, uint32
     int code;
 
     if (ah_bundle_make(&bundle, number) != 0)
-        return AH_BROKEN;
+        return AH_INVALID;
     for (size_t piece = 0; piece < number; piece++) {
         size_t some = piece == number - 1 ? left : next(choice) % (left + 1);
 
@@ -121,7 +121,7 @@ static int reduce_in_pieces(struct ah_group *group, struct ah_part whole, uint32
         left -= some;
     }
     ah_bundle_count(&bundle);
-    code = ah_bundle_is_apart(&bundle) ? ah_all_reduce_bundle(group, bundle, dtype, reduction, LIMIT_NS) : AH_BROKEN;
+    code = ah_bundle_is_apart(&bundle) ? ah_all_reduce_bundle(group, bundle, dtype, reduction, LIMIT_NS) : AH_INVALID;
     ah_bundle_free(&bundle);
     return code;
 }
@@ -137,7 +137,7 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
     size_t width = ah_dtype_bytes(dtype), most = next(choice) % 3 == 0 ? MOST_ELEMENTS : 40;
     size_t count[MOST_RANKS][MOST_RANKS], same = next(choice) % most;
     struct ah_part in[MOST_RANKS], out[MOST_RANKS];
-    int code = AH_BROKEN;
+    int code = AH_INVALID;
 
     for (uint32_t from = 0; from < ranks; from++) {
         for (uint32_t to = 0; to < ranks; to++)
