@@ -23,7 +23,7 @@ from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
 from . import conjugate, desync_check, engine_choice, monitored_barrier
 from . import session as _session
-from .interruptible import interruptible, watched
+from .work import interruptible, wait_for_future
 
 __all__ = [
     "GUARDED",
@@ -109,14 +109,18 @@ def require_group(name: str) -> None:
 
 
 class Pending(dist.Work):
-    """An operation under way. `wait` raises the diagnosis where the engine fails."""
+    """An operation under way. `wait` raises the diagnosis where the engine fails.
+
+    ``in_thread`` waits in another thread, where the engine does not notice the end of the group. ``entry`` is the
+    operation's number in the flight recorder, 0 for none.
+    """
 
     def __init__(
-        self, work: Any, session: _session.Session, name: str, site: str, *, patient: bool = False, note: int = 0
+        self, work: Any, session: _session.Session, name: str, site: str, *, in_thread: bool = False, entry: int = 0
     ) -> None:
         super().__init__()
-        self._note = note
-        self._patient = patient
+        self._entry = entry
+        self._interruptible = in_thread
         self._work = work
         self._session = session
         self._name = name
@@ -125,29 +129,31 @@ class Pending(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done, at most ``timeout``."""
         if timeout is not None:
-            # A limit of the caller's own: running into it says nothing about the group.
-            return bool(self._work.wait(timeout))
-        wait = interruptible(self._session, self._work.wait) if self._patient else self._wait
+            # The caller's own limit: exceeding it does not end the operation, which stays open in the flight recorder.
+            done = bool(self._work.wait(timeout))
+            self._close(well=True)
+            return done
+        wait = interruptible(self._session, self._work.wait) if self._interruptible else self._work.wait
+        return bool(self._wait(wait))
+
+    def _wait(self, function: Callable[[], Any]) -> Any:
         well = False
         try:
-            done = bool(_run(self._session, self._name, self._site, wait))
+            result = _run(self._session, self._name, self._site, function)
             well = True
         finally:
             self._close(well=well)
-        return done
-
-    def _wait(self) -> Any:
-        return self._work.wait()
+        return result
 
     def _close(self, *, well: bool) -> None:
-        """Close the note of the operation, once: it is known to be over."""
-        if self._note:
-            flight_recorder.own().end(self._note, well)
-            self._note = 0
+        """Close the operation's entry in the flight recorder, once."""
+        if self._entry:
+            flight_recorder.own().end(self._entry, well)
+            self._entry = 0
 
     def synchronize(self) -> None:
         """Wait until the operation is done, as `wait` does."""
-        _run(self._session, self._name, self._site, self._work.synchronize)
+        self._wait(self._work.synchronize)
 
     def is_completed(self) -> bool:
         """Tell whether the operation is done."""
@@ -216,7 +222,7 @@ def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
             return None  # Not a member of the group, or put off until the end of a coalescing block.
         session = _session.current()
         if session is not None:
-            watched(work, session)
+            wait_for_future(work, session)
         work.wait()
         return None
 
@@ -248,8 +254,8 @@ def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
     return None
 
 
-def _note(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> int:
-    """Put an operation of torch's own groups on the board; ours write there themselves. Return its number."""
+def _entry(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> int:
+    """Begin an entry of the flight recorder for a call of torch's own groups; ours write theirs. Return its number."""
     if getattr(group, "writes_notes", False):
         return 0
     tensor = _first_tensor((*args, *kw.values()))
@@ -271,8 +277,8 @@ def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "hears_signals", False)
 
 
-def _is_deaf(name: str, work: dist.Work) -> bool:
-    """Tell whether ``work`` is a send of Gloo, which may not be told that its connection ended.
+def _is_gloo_send(name: str, work: dist.Work) -> bool:
+    """Return whether ``work`` is a send of Gloo, which may not notice that its connection ended.
 
     Of large sends under way when the group ends, one in ten or so waits until its timeout.
     """
@@ -328,15 +334,15 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
             require_group(name)
         site = _session.call_site()
         alert = _hears(args, kw)
-        patient = not alert and _from_anyone(name, args, kw)
-        if name in {"send", "recv"} and not alert and (patient or _must_listen()):
+        in_thread = not alert and _from_anyone(name, args, kw)
+        if name in {"send", "recv"} and not alert and (in_thread or _must_listen()):
             work = interruptible(session, function)
         else:
             work = beside if beside is not None and _must_listen() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
         check = session.desync_checks.get(group)
         began = check.before(name, args, kw, site) if check is not None else None
-        note, well = _note(name, group, args, kw, site), False
+        entry, well = _entry(name, group, args, kw, site), False
         try:
             result = _run(session, name, site, work, *args, **kw)
             well = True
@@ -346,12 +352,12 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
             if check is not None:
                 check.after(began, well=well)
             pending = well and isinstance(result, dist.Work)
-            if note and not pending:
-                flight_recorder.own().end(note, well)
+            if entry and not pending:
+                flight_recorder.own().end(entry, well)
         if isinstance(result, dist.Work):
-            return Pending(result, session, name, site, patient=patient or _is_deaf(name, result), note=note)
+            return Pending(result, session, name, site, in_thread=in_thread or _is_gloo_send(name, result), entry=entry)
         if isinstance(result, list) and result and isinstance(result[0], dist.Work):
-            return [Pending(work, session, name, site, patient=_is_deaf(name, work)) for work in result]
+            return [Pending(work, session, name, site, in_thread=_is_gloo_send(name, work)) for work in result]
         return result
 
     return call

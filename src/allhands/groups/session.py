@@ -173,7 +173,7 @@ class Session:
             late.daemon = True
             late.start()
 
-    def listen(self, done: threading.Event, work: Any) -> None:
+    def wait_for(self, done: threading.Event, work: Any) -> None:
         """Wait until ``done``, which ``work`` sets; raise what ended the group where the engine does not."""
         self.waiting.add(done)
         try:

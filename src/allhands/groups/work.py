@@ -1,7 +1,7 @@
-"""Operations under way, as torch knows them: a Work that is done already, and one that another thread does.
+"""Operations under way, as torch knows them (`torch.distributed.Work`), and how a thread waits for one.
 
-torch's C++ code (DDP) only ever asks a Work to `wait` and for its future. The future it gets is one made with
-`then`: a failed future handed over as it is ends the process, one made so raises.
+torch's C++ code (DDP) only ever calls `wait` and `get_future` of a Work. The future it gets is one made with `then`: a
+failed future passed on as it is ends the process, one made so raises.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from .. import _core, _torch
+from ..diagnosis import Diagnosis
 from ..errors import fail
 
-__all__ = ["Done", "Line", "Queued"]
+if TYPE_CHECKING:
+    from .session import Session
 
-# Which operations are kept after their caller let go of them, and how many: those of a few numbers, which cost
-# nothing to keep, and more of them than a model may have between a forward pass and the end of its backward pass.
-_FEW_BYTES = 64
+__all__ = ["CallQueue", "Done", "Queued", "interruptible", "wait_for_future"]
+
+# Which operations are kept after their caller dropped them, and how many: those of a few numbers, which cost nothing
+# to keep, and more of them than a model has between a forward pass and the end of its backward pass.
+_KEPT_BYTES = 64
 _KEPT = 1024
 
 
 @_torch.untraced
 class Done(dist.Work):
-    """An operation that was done before it was asked for."""
+    """An operation that was complete when it was returned."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -44,15 +48,15 @@ class Done(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tell that it is done."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Tell that it went well; otherwise it would have raised."""
+        """Return True: a failure was raised by the call itself."""
         return True
 
     def exception(self) -> None:
-        """Return nothing: nothing went wrong."""
+        """Return None."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -62,7 +66,7 @@ class Done(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        """Return a future that has its tensors."""
+        """Return a completed future of its tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
@@ -70,11 +74,11 @@ class Done(dist.Work):
 
 @_torch.untraced
 class Queued(dist.Work):
-    """An operation that waits in a `Line` or is being done there."""
+    """An operation that waits in a `CallQueue` or is running there."""
 
-    def __init__(self, function: Callable[[], None], tensors: list[torch.Tensor], line: Line) -> None:
+    def __init__(self, function: Callable[[], None], tensors: list[torch.Tensor], calls: CallQueue) -> None:
         super().__init__()
-        self._line = line
+        self._calls = calls
         self._function: Callable[[], None] | None = function
         self._tensors = tensors
         self._finished = threading.Event()
@@ -82,18 +86,18 @@ class Queued(dist.Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def run(self) -> None:
-        """Do it. Never raises: what goes wrong is raised where it is waited for."""
-        # Let go of once it is done: it holds all tensors of the call.
+        """Run it. Never raises: an exception is raised by `wait`."""
+        # Dropped once it has run: it holds all tensors of the call.
         function, self._function = self._function, None
         try:
             if function is not None:
                 function()
-        except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
+        except BaseException as problem:  # noqa: BLE001  # raised by `wait`
             self._problem = problem
         self._finished.set()
 
-    def tell(self) -> None:
-        """Do what was to be done once it is over. That may call into the group again, and wait there."""
+    def run_callbacks(self) -> None:
+        """Complete its future. Callbacks of that may call into the group again, and wait there."""
         self._settle(self._future)
 
     def _settle(self, future: torch.futures.Future[Any]) -> None:
@@ -103,15 +107,15 @@ class Queued(dist.Work):
             future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done; raise what went wrong. A ``timeout`` of its own raises without ending it."""
+        """Wait until it is done; raise what it raised. A ``timeout`` of the caller raises without ending it."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        if self._line.is_mine():
-            self._line.help(self)
+        if self._calls.in_thread():
+            self._calls.run_until(self)
         try:
             finished = self._finished.wait(limit)
         except KeyboardInterrupt:
-            # torch's C++ code (DDP) makes a RuntimeError of it. Raised once more, it comes as what it is when the
-            # interpreter is back in Python. A caller in Python says "wait" somewhere, and has it already.
+            # torch's C++ code (DDP) turns it into a RuntimeError. Raised once more, it arrives unchanged when the
+            # interpreter is back in Python. A caller in Python has "wait" among its names, and has received it.
             if "wait" not in sys._getframe(1).f_code.co_names:  # noqa: SLF001  # inspect.currentframe, one frame up
                 _thread.interrupt_main()
             raise
@@ -122,15 +126,15 @@ class Queued(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether it is done."""
+        """Return whether it is done."""
         return self._finished.is_set()
 
     def is_success(self) -> bool:
-        """Tell whether it went well."""
+        """Return whether it is done and did not fail."""
         return self._finished.is_set() and self._problem is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, if anything."""
+        """Return what it raised, if anything."""
         return self._problem
 
     def synchronize(self) -> None:
@@ -142,100 +146,166 @@ class Queued(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        """Return a future that has its tensors, or raises, once it is done."""
+        """Return a future of its tensors, which raises where the operation failed."""
         future = self._future
         if self._finished.is_set() and not future.done():
-            # Whoever has waited for the operation finds its future done, even if those before him are not told yet.
+            # A caller that has waited must find the future done, even if callbacks of earlier calls still run.
             future = torch.futures.Future()
             self._settle(future)
         return future.then(lambda future: future.value())
 
 
-class Line:
-    """Does operations one after the other in the order in which they came, in a thread of its own.
+class CallQueue:
+    """Runs calls one after the other in the order in which they were made, in a thread of its own.
 
-    An operation that its caller waits for anyway is done by the caller, if nothing is before it. What follows an
-    operation (the callbacks of its future) runs in the thread too, before the next one: what a callback asks for is
-    done at once, on every rank at the same place in the order.
+    A call whose caller waits anyway runs in the caller's thread if the queue is empty. Callbacks of a call's future run
+    in the queue's thread before the next call: calls made by a callback run at once, on every rank at the same place in
+    the order.
     """
 
     def __init__(self, name: str, gate: _core.Segment | _core.Ferry | None = None) -> None:
-        """Do operations that hold ``gate`` meanwhile, and tell it how many wait."""
+        """Create a queue whose calls hold ``gate``, the call lock, and which reports to it how many are waiting."""
         self._name = name
         self._gate = gate
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
-        # Held by whoever does an operation.
-        self.turn: AbstractContextManager[Any] = gate if gate is not None else threading.Lock()
-        self._counting = threading.Lock()
-        # What is in line or being done there, callbacks included: whoever comes now comes after it.
-        self._waiting = 0
+        # Held while a call runs.
+        self.call_lock: AbstractContextManager[Any] = gate if gate is not None else threading.Lock()
+        # Guards what follows. Reentrant: a signal's handler may destroy the group in the middle.
+        self._lock = threading.RLock()
+        # Calls that are queued or running, callbacks included.
+        self._pending = 0
         self._thread: threading.Thread | None = None
         self._closed = False
         self._kept: deque[Queued] = deque(maxlen=_KEPT)
 
-    def do(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
-        """Do ``function`` now, or ``later`` beside the caller."""
-        if not later and (self._waiting == 0 or self.is_mine()):
-            with self.turn:
+    def submit(self, function: Callable[[], None], tensors: list[torch.Tensor], *, later: bool) -> dist.Work:
+        """Run ``function``: before this returns, or with ``later`` in the queue's thread."""
+        if not later and (self._pending == 0 or self.in_thread()):
+            with self.call_lock:
                 function()
             return Done(tensors)
-        if self._closed:
-            raise fail("already-destroyed", "an operation was begun on a group that has been shut down")
         work = Queued(function, tensors, self)
-        if self.is_mine():
-            self._do_one(work)
+        if self.in_thread():
+            if self._closed:
+                raise _shut_down()
+            self._run_one(work)
             return work
-        # DDP's C++ code holds on to one between passes (how many ranks have not joined yet), but that does not keep
-        # its Python half alive, which is the one that can do something.
-        if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _FEW_BYTES:
-            self._kept.append(work)
-        self._count(1)
-        self._queue.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._closed:
+                raise _shut_down()
+            # DDP's C++ code holds one between passes (how many ranks have not joined yet), but that does not keep its
+            # Python object alive.
+            if sum(tensor.nbytes for tensor in tensors) <= _KEPT_BYTES:
+                self._kept.append(work)
+            self._add(1)
+            self._queue.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
         if not later:
             work.wait()
         return work
 
-    @property
-    def busy(self) -> bool:
-        """Whether something is in line: whoever comes now comes after it."""
-        return self._waiting > 0
+    do = submit
 
-    def is_mine(self) -> bool:
-        """Tell whether the thread of the line asks."""
+    def in_thread(self) -> bool:
+        """Return whether the caller is the queue's thread."""
         return threading.current_thread() is self._thread
 
-    def help(self, work: Queued) -> None:
-        """Do what is in line up to ``work``, for a callback that waits for it: nobody else can."""
+    def run_until(self, work: Queued) -> None:
+        """Run the queued calls up to ``work``, for a callback that waits for it in the queue's thread."""
         while not work.is_completed() and (following := self._queue.get()) is not None:
-            self._do_one(following)
-            self._count(-1)
+            self._run_one(following)
+            with self._lock:
+                self._add(-1)
 
     def close(self, within_s: float) -> None:
-        """Let the thread end after what is in line, and wait for that at most ``within_s``."""
-        if self._closed:
-            return
-        self._closed = True
-        self._kept.clear()
-        if self._thread is not None:
-            self._queue.put(None)
-            if not self.is_mine():
-                self._thread.join(within_s)
+        """End the thread after what is queued, and wait for that at most ``within_s``."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._kept.clear()
+            thread = self._thread
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and not self.in_thread():
+            thread.join(within_s)
 
-    def _do_one(self, work: Queued) -> None:
-        with self.turn:
+    def _run_one(self, work: Queued) -> None:
+        with self.call_lock:
             work.run()
-        work.tell()
+        work.run_callbacks()
 
-    def _count(self, more: int) -> None:
-        with self._counting:
-            self._waiting += more
-            if self._gate is not None:
-                self._gate.queued = self._waiting
+    def _add(self, more: int) -> None:
+        self._pending += more
+        if self._gate is not None:
+            self._gate.queued = self._pending
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._do_one(work)
-            self._count(-1)
+            self._run_one(work)
+            with self._lock:
+                self._add(-1)
+
+
+Line = CallQueue
+
+
+def _shut_down() -> Exception:
+    return fail("already-destroyed", "an operation was begun on a group that has been shut down")
+
+
+# Waiting ---------------------------------------------------------------------------------------------------------
+
+
+def interruptible(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` run in another thread, so that the caller's can leave when the group ends or on Ctrl-C.
+
+    Gloo's receive from any source waits on no particular connection, so ending connections does not end it. A thread
+    that was left behind ends with the receive, at the latest at its timeout.
+    """
+
+    def call(*args: Any, **kw: Any) -> Any:
+        outcome: list[Any] = []
+        problems: list[BaseException] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append(function(*args, **kw))
+            except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
+                problems.append(problem)
+            done.set()
+
+        def ended(_: Diagnosis) -> None:
+            done.set()
+
+        session.member.on_end(ended)
+        try:
+            threading.Thread(target=run, name="allhands-receive", daemon=True).start()
+            done.wait()
+        finally:
+            session.member.off_end(ended)
+        if problems:
+            raise problems[0]
+        if not outcome:
+            session.member.check()
+        return outcome[0]
+
+    return call
+
+
+def wait_for_future(work: Any, session: Session) -> None:
+    """Wait for ``work`` so that a signal's Python handler runs meanwhile, and Ctrl-C raises; raise if the group ends.
+
+    Inside torch's own wait a handler runs only once the operation is over, at its timeout or never: Gloo does not
+    always wake an operation whose connections end between two of its steps.
+    """
+    done = threading.Event()
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return  # Gloo's reduce_scatter has none.
+    future.add_done_callback(lambda _: done.set())
+    session.wait_for(done, work)
