@@ -258,9 +258,9 @@ def _launch(ranks: int, rounds: int, as_json: bool) -> None:
     The time from the command until every rank has finished its first all_reduce, and the part of it that imports torch.
     """
     from .bench.launch import measure, table
-    from .control.progress import Progress
+    from .control.waiting_line import WaitingLine
 
-    progress = Progress("allhands bench launch")
+    progress = WaitingLine("allhands bench launch")
     try:
         found = measure(ranks, rounds, progress)
     finally:

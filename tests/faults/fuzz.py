@@ -25,10 +25,10 @@ import msgspec
 import psutil
 
 from allhands.control import handshake, messages
-from allhands.control.coordinator_process import Beside, Order, start
-from allhands.control.frames import GREETING, HEADER, MOST_BEFORE_PROOF, MOST_BYTES, Splitter, pack
-from allhands.control.identity import this_process
-from allhands.control.rendezvous import random_name
+from allhands.control.coordinator_process import CoordinatorProcess, Options, start
+from allhands.control.messages import GREETING, HEADER, MOST_BEFORE_PROOF, MOST_BYTES, Splitter, pack
+from allhands.control.process_identity import this_process
+from allhands.control.rendezvous import random_socket_name
 from allhands.diagnosis import Diagnosis
 
 __all__ = [
@@ -53,9 +53,9 @@ STAGES = ("greeting", "hello", "proof", "claim", "member")
 # and says how many times, the slowest, and whatever the coordinator or the store complained about.
 MEMBER = """
 import json, logging, sys, threading, time
-from allhands.control.join import answer
+from allhands.control.join import answer_roll_call
 from allhands.control.messages import Claim
-from allhands.control.identity import this_process
+from allhands.control.process_identity import this_process
 from allhands.settings import Settings
 from allhands.environments.world import World
 
@@ -67,7 +67,7 @@ class Ear(logging.Handler):
 logging.getLogger("allhands").addHandler(Ear())
 world = World(rank, 2, local_rank=rank, local_world_size=2, node_rank=0, source="launcher", socket=socket_name)
 claim = Claim(this_process(), "gloo", "", "", "2.11.0", "0", "launcher", 60.0)
-seat = answer(world, claim, settings=Settings(token=token), deadline=time.monotonic() + 60)
+seat = answer_roll_call(world, claim, settings=Settings(token=token), deadline=time.monotonic() + 60)
 member = seat.member
 print("joined", flush=True)
 stop = threading.Event()
@@ -76,10 +76,10 @@ done, slowest = 0, 0.0
 while not stop.is_set():
     begun = time.monotonic()
     value = f"{rank}:{done}".encode()
-    member.ask("set", [f"key/{rank}/{done % 10}"], [value])
-    got = member.ask("get", [f"key/{rank}/{done % 10}"], wait_s=5.0).values
+    member.store_request("set", [f"key/{rank}/{done % 10}"], [value])
+    got = member.store_request("get", [f"key/{rank}/{done % 10}"], wait_s=5.0).values
     assert got == [value], (got, value)
-    member.ask("add", ["count"], number=1)
+    member.store_request("add", ["count"], number=1)
     slowest = max(slowest, time.monotonic() - begun)
     done += 1
     time.sleep(0.01)
@@ -91,10 +91,10 @@ print(json.dumps({"done": done, "slowest": slowest, "remarks": remarks, "verdict
 
 
 @contextlib.contextmanager
-def coordinator(world_size: int = 2) -> Iterator[Beside]:
+def coordinator(world_size: int = 2) -> Iterator[CoordinatorProcess]:
     """Start a real coordinator's process for the length of a block."""
-    order = Order(unix=random_name(), host="127.0.0.1", token=TOKEN, world_size=world_size)
-    made = start(order, time.monotonic() + 30)
+    options = Options(unix=random_socket_name(), host="127.0.0.1", token=TOKEN, world_size=world_size)
+    made = start(options, time.monotonic() + 30)
     try:
         yield made
     finally:
@@ -114,7 +114,7 @@ def resident(pid: int) -> int:
 class Members:
     """The two real members, each in its own process."""
 
-    def __init__(self, beside: Beside) -> None:
+    def __init__(self, beside: CoordinatorProcess) -> None:
         self._beside = beside
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -173,24 +173,24 @@ def samples() -> list[bytes]:
         messages.Challenge(1, b"n" * 32, b"p" * 32, has_token=True),
         messages.Proof(b"p" * 32),
         claim(trouble=diagnosis),
-        messages.Ask(1, "multi_set", ["a", "b"], [b"1", b"2"], 3, 1.0),
+        messages.StoreRequest(1, "multi_set", ["a", "b"], [b"1", b"2"], 3, 1.0),
         messages.Failed(1, "ValueError", "no", "Traceback", follows=True),
-        messages.Condemn(1, diagnosis),
-        messages.Leaving(1, "destroy", 1.0),
-        messages.Census(1, 1.0),
+        messages.EndGroup(1, diagnosis),
+        messages.Leave(1, "destroy", 1.0),
+        messages.StatusRequest(1, 1.0),
         status,
         messages.Pong(),
         messages.Waiting("line"),
         messages.Complete(one_host=True, session="s"),
         messages.Refused(diagnosis),
         messages.Ended(diagnosis),
-        messages.Reply(1, [b"v"], 2, "timeout"),
-        messages.Noted(1),
-        messages.Dismissed(1, [status]),
-        messages.Report(1, [status]),
-        messages.Query(),
+        messages.StoreReply(1, [b"v"], 2, "timeout"),
+        messages.Acknowledged(1),
+        messages.LeaveGranted(1, [status]),
+        messages.StatusReport(1, [status]),
+        messages.StatusQuery(),
         messages.Ping(),
-        messages.Remark("text"),
+        messages.LogLine("text"),
         messages.Closing(),
     ]
     return [messages.encode(message) for message in made]
@@ -209,11 +209,11 @@ def odd(chance: random.Random, number: int) -> messages.FromMember:
         case 1:
             return messages.Pong()
         case 2:
-            return messages.Census(number, chance.choice([0.0, -1.0, 0.01]))
+            return messages.StatusRequest(number, chance.choice([0.0, -1.0, 0.01]))
         case _:
             operation = chance.choice(list(messages.StoreOp.__args__))
             amount = chance.choice([0, 1, -1, 2**63 - 1, -(2**63)])
-            return messages.Ask(number, operation, keys, values, amount, wait_s)
+            return messages.StoreRequest(number, operation, keys, values, amount, wait_s)
 
 
 def mutate(chance: random.Random, body: bytes, others: list[bytes]) -> bytes:
@@ -273,7 +273,7 @@ def misframe(chance: random.Random, body: bytes, most: int) -> bytes:
 class Attacker:
     """Sends malformed frames to one coordinator and counts them by stage."""
 
-    beside: Beside
+    beside: CoordinatorProcess
     seed: int
     sent: Counter[str] = field(default_factory=Counter)
     closed: int = 0

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from allhands.control import handshake, messages
-from allhands.control.coordinator_process import Beside
-from allhands.control.frames import GREETING, Splitter, pack
+from allhands.control.coordinator_process import CoordinatorProcess
+from allhands.control.messages import GREETING, Splitter, pack
 from faults.fuzz import (
     STAGES,
     TOKEN,
@@ -66,7 +66,7 @@ def test_strangers_cannot_harm_a_group() -> None:
         assert each["remarks"] == []
 
 
-def settled(beside: Beside, held: int) -> bool:
+def settled(beside: CoordinatorProcess, held: int) -> bool:
     """Wait until the coordinator holds no more descriptors than ``held``."""
     deadline = time.monotonic() + 20
     while descriptors(beside.pid) > held and time.monotonic() < deadline:
@@ -77,7 +77,7 @@ def settled(beside: Beside, held: int) -> bool:
 class Raw:
     """A member that says whatever it is told to, over a plain socket."""
 
-    def __init__(self, beside: Beside, rank: int, world_size: int) -> None:
+    def __init__(self, beside: CoordinatorProcess, rank: int, world_size: int) -> None:
         self.sock = socket.create_connection((beside.host, beside.port), timeout=10)
         self.splitter = Splitter()
         self.heard: list[bytes] = []
@@ -125,14 +125,14 @@ def test_a_strange_member_gets_an_answer() -> None:
                 strange.say(odd(chance, number))
                 if number % 100 == 0:
                     # It still gets its answers, and none of them is a fault of the coordinator's own.
-                    strange.say(messages.Ask(10**6 + number, "check", ["nothing"]))
+                    strange.say(messages.StoreRequest(10**6 + number, "check", ["nothing"]))
                     while True:
-                        said = strange.until(messages.Reply, messages.Remark)
-                        assert isinstance(said, messages.Reply), said
+                        said = strange.until(messages.StoreReply, messages.LogLine)
+                        assert isinstance(said, messages.StoreReply), said
                         if said.id == 10**6 + number:
                             break
-            other.say(messages.Ask(1, "set", ["still"], [b"here"]))
-            assert other.until(messages.Reply, messages.Ended) == messages.Reply(1)
+            other.say(messages.StoreRequest(1, "set", ["still"], [b"here"]))
+            assert other.until(messages.StoreReply, messages.Ended) == messages.StoreReply(1)
         finally:
             strange.close()
             other.close()

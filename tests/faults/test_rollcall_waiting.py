@@ -47,7 +47,7 @@ dist.destroy_process_group()
 # Whoever is there is told at every tick, and not each 10 s.
 WAITING = """
 import allhands as dist, os
-from allhands.control import progress
+from allhands.control import waiting_line
 progress._QUIET_S = progress._LOG_EVERY_S = 0.0
 say(ready=True)
 say(failed=attempt(dist.init_process_group, "gloo", os.environ["WHERE"] or None, rank=rank, world_size=3,
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_in_the_roll_call_is_named(victim: int) -> None:
         assert found["over"] - killed < 1.0
     else:
         assert (found["slug"], found["ranks"]) == ("missing-ranks", [1, 2])
-        assert "came and went away" in found["text"]
+        assert "connected and disconnected" in found["text"]
         assert found["seconds"] < TIMEOUT_S + GRACE_S
 
 

@@ -257,7 +257,7 @@ def test_clocks_that_differ(cables: Making) -> None:
 def test_a_rank_that_comes_to_a_doctor_is_told(cables: Making) -> None:
     """What listens there is no coordinator, and says so itself to whoever takes it for one."""
     from allhands.control import handshake
-    from allhands.control.client_handshake import greet
+    from allhands.control.handshake import authenticate
     from allhands.errors import ConnectError
 
     a, b = cables().hosts
@@ -267,7 +267,7 @@ def test_a_rank_that_comes_to_a_doctor_is_told(cables: Making) -> None:
         on(b, lambda: socket.create_connection((a.ipv4, PORT))) as link,
         pytest.raises(ConnectError, match="doctor --listen") as caught,
     ):
-        greet(link, opening, b"", "there", time.monotonic() + 5)
+        authenticate(link, opening, b"", "there", time.monotonic() + 5)
     assert caught.value.slug == "wrong-service"
 
 

@@ -195,12 +195,12 @@ def test_faults_of_the_roll_call(network: Making, tmp_path: Path, faults: dict[s
             assert f"[{slug}]" in ran.err, f"{name}: {ran.err}"
             assert (ran.code, ran.out) == (1, "")
     if "port" in faults:
-        assert "nothing was ever heard from node 1" in ended["port"][0].err
+        assert "nothing was ever received from node 1" in ended["port"][0].err
         assert "1 of 2 nodes answered" in ended["port"][0].err
     else:
         assert "node 1 has torch 9.9" in ended["versions"][0].err
         assert "two processes claim node 1 of 3" in ended["twice"][1].err
-        assert "node 0 says 2 and node 1 says 3" in ended["sizes"][0].err
+        assert "node 0 claims 2 and node 1 claims 3" in ended["sizes"][0].err
         assert "start every node with the same --nnodes" in ended["sizes"][1].err
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from allhands.control.coordinator import Coordinator
-from allhands.control.rendezvous import random_name
+from allhands.control.rendezvous import random_socket_name
 from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -40,7 +40,7 @@ def launcher(token: bytes = b"", *, tcp: bool = False) -> Iterator[str]:
             host, port = await coordinator.listen_tcp("127.0.0.1", 0)
             place = f"tcp://{host}:{port}"
         else:
-            name = random_name()
+            name = random_socket_name()
             await coordinator.listen_unix(name)
             place = f"unix:{name}"
         coordinator.start()

@@ -15,7 +15,7 @@ from torch.distributed import QueueEmptyError
 from torch.distributed.distributed_c10d import PrefixStore
 
 import allhands
-from allhands.control.frames import MOST_BYTES
+from allhands.control.messages import MOST_BYTES
 from allhands.groups import session
 from ranks.harness import free_port
 

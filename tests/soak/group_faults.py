@@ -107,7 +107,7 @@ DURING = [
             "attempt(call) if faulty", "(attempt(call) if rank != 1 else call()) if faulty"
         ),
         says="NO_SUCH_VARIABLE",
-        fix=code("^mend the KeyError on rank 1;"),
+        fix=code("^correct the KeyError on rank 1;"),
     ),
     Fault(
         "a rank calls sys.exit(3)",

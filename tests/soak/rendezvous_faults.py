@@ -156,7 +156,7 @@ FAULTS = [
         certain=False,
         observers=(0,),
         body="if faulty and rank:\n    raise ValueError('boom')\n" + FORM,
-        fix=code("^start rank 1 .* or mend what its own output says;"),
+        fix=code("^start rank 1 .* or correct the error in its own output;"),
     ),
     Fault(
         "rank 0 is killed in the roll call",

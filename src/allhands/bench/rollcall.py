@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..control.coordinator_process import Order, start
-from ..control.progress import Progress
-from ..control.rendezvous import random_name
+from ..control.coordinator_process import Options, start
+from ..control.rendezvous import random_socket_name
+from ..control.waiting_line import WaitingLine
 from ..errors import fail
 from .simulated_members import SPARE_DESCRIPTORS, Plan
 
@@ -53,7 +53,7 @@ def run(
     """
     for number in members:
         _check(number, rounds)
-    progress = Progress("allhands bench rollcall") if notify is None else None
+    progress = WaitingLine("allhands bench rollcall") if notify is None else None
     say = notify or progress
     rows = []
     try:
@@ -99,10 +99,12 @@ def _job(members: int, transport: str, end: Literal["death", "leave"], at: _Noti
     """Form and end one job; return what was measured."""
     at("starting the coordinator")
     token = secrets.token_hex(16).encode()
-    order = Order(unix=random_name(), host="127.0.0.1" if transport == "tcp" else "", token=token, world_size=members)
-    coordinator = start(order, time.monotonic() + _PHASE_S)
+    options = Options(
+        unix=random_socket_name(), host="127.0.0.1" if transport == "tcp" else "", token=token, world_size=members
+    )
+    coordinator = start(options, time.monotonic() + _PHASE_S)
     try:
-        plan = Plan(members, coordinator.pid, order.unix, coordinator.host, coordinator.port, token, end, _PHASE_S)
+        plan = Plan(members, coordinator.pid, options.unix, coordinator.host, coordinator.port, token, end, _PHASE_S)
         return _crowd(plan, at)
     finally:
         coordinator.end(5.0)

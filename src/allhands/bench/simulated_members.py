@@ -23,28 +23,30 @@ import psutil
 from .. import _core
 from .._version import __version__
 from ..control import handshake
-from ..control.frames import GREETING, Splitter, pack
-from ..control.identity import Identity
 from ..control.messages import (
-    Ask,
+    GREETING,
     Challenge,
     Claim,
     Complete,
-    Dismissed,
     Ended,
     FromMember,
-    Leaving,
+    Leave,
+    LeaveGranted,
     Ping,
     Pong,
     Proof,
-    Query,
     Refused,
-    Reply,
+    Splitter,
     Status,
+    StatusQuery,
+    StoreReply,
+    StoreRequest,
     decode_challenge,
     decode_from_coordinator,
     encode,
+    pack,
 )
+from ..control.process_identity import Identity
 
 __all__ = ["SPARE_DESCRIPTORS", "Plan", "main"]
 
@@ -127,15 +129,15 @@ class _Member(asyncio.Protocol):
     def _heard(self, frame: bytes) -> None:
         message = decode_from_coordinator(frame)
         match message:
-            case Complete() | Reply(problem="") | Ended() | Dismissed():
+            case Complete() | StoreReply(problem="") | Ended() | LeaveGranted():
                 self.crowd.answered(type(message))
             case Ping():
                 self.say(Pong())
-            case Query():
+            case StatusQuery():
                 self.say(Status(self.rank, "busy", "in the bench"))
             case Refused(diagnosis):
                 self.crowd.lost(self.rank, diagnosis.what)
-            case Reply(problem=problem):
+            case StoreReply(problem=problem):
                 self.crowd.lost(self.rank, f"the store says {problem}")
             case _:
                 pass
@@ -232,12 +234,12 @@ class _Crowd:
         async with self.measure("rollcall", Complete, size):
             await self.connect()
         self.measured["rss_after"] = float(self._process.memory_info().rss)
-        async with self.measure("store", Reply, 2 * size):
-            self.everyone(lambda rank: Ask(1, "set", [f"bench/{rank}"], [b"x" * 64]))
-            self.everyone(lambda rank: Ask(2, "get", [f"bench/{(rank + size // 2) % size}"], wait_s=wait_s))
+        async with self.measure("store", StoreReply, 2 * size):
+            self.everyone(lambda rank: StoreRequest(1, "set", [f"bench/{rank}"], [b"x" * 64]))
+            self.everyone(lambda rank: StoreRequest(2, "get", [f"bench/{(rank + size // 2) % size}"], wait_s=wait_s))
         if self.plan.end == "leave":
-            async with self.measure("leave", Dismissed, size):
-                self.everyone(lambda _: Leaving(3, "destroy", wait_s))
+            async with self.measure("leave", LeaveGranted, size):
+                self.everyone(lambda _: Leave(3, "destroy", wait_s))
         else:
             async with self.measure("death", Ended, size - 1):
                 self.members[-1].end()

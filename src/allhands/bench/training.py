@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..control.progress import Progress
+from ..control.waiting_line import WaitingLine
 from .course import Course
 from .processes import Crew, cores
 from .sample import Spell
@@ -24,7 +24,7 @@ _MEMORY_RUNS = 3
 
 def measure(asked: Course, *, memory: bool) -> list[dict[str, Any]]:
     """Return a row for each model of ``asked``, and show what is being done on standard error."""
-    progress = Progress("allhands bench ddp")
+    progress = WaitingLine("allhands bench ddp")
     try:
         rows = race(asked, progress)
         for who in ("allhands", "torch", "gloo") if memory else ():

@@ -1,6 +1,6 @@
-"""The control plane: who is in the job, who fell, and the key-value store. Knows nothing of tensors or torch.
+"""The control plane: roll call, key-value store, failure detection. Knows nothing of tensors or torch.
 
-Imports nothing: a rank under a launcher needs no coordinator, and everyone waits for the imports of every rank.
+Imports nothing: a rank under a launcher needs no coordinator, and start-up time counts on every rank.
 """
 
 __all__: list[str] = []

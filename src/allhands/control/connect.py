@@ -1,7 +1,7 @@
-"""Reaching the coordinator: connect within a deadline, or say what stands in the way.
+"""Connecting to the coordinator within a deadline, or the diagnosis of why that fails.
 
-Everything that may mend itself while rank 0 starts is retried until the deadline; what cannot is said at
-once. A failed attempt leaves evidence, and the last evidence decides the diagnosis.
+Conditions that can change while rank 0 starts are retried until the deadline; others fail at once. Each failed attempt
+leaves evidence, and the evidence of the last one selects the diagnosis.
 """
 
 from __future__ import annotations
@@ -19,44 +19,48 @@ import msgspec
 from ..diagnosis import Diagnosis, count, duration, join
 from ..environments.world import Address
 from ..errors import AllhandsError, error
-from . import credentials
-from .wording import RANKS, Party
+from .process_identity import peer_credentials
+from .wording import RANKS, Wording
 
-__all__ = ["Attempts", "Notify", "diagnose", "reach", "reach_local", "resolve"]
+__all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "keep_alive", "resolve"]
 
-# A name that does not exist is asked for again for this long, in case the answer was a hiccup.
+# An unknown host name is looked up again for this long, in case the answer was a transient error.
 _NAME_S = 1.5
 
-# No route is a fact of this machine's own table; it is given a moment in case an interface is coming up.
+# "No route" comes from this machine's own routing table; an interface may still be coming up.
 _ROUTE_S = 1.5
 
-# One connection attempt: longer than two retransmissions of a lost first packet (1 s, then 2 s).
+# One connection attempt: longer than two retransmissions of a lost SYN (1 s, then 2 s).
 _ATTEMPT_S = 3.5
 
-# Between attempts; short at first, because ranks usually start within a second of each other.
+# Pause between attempts; short at first because ranks usually start within a second of each other.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+# TCP keepalive: report a host without power or network after about 8 s (idle 3 s, 5 probes) instead of two hours.
+# A stopped process does not count: its kernel answers.
+_IDLE_S, _INTERVAL_S, _PROBES = 3, 1, 5
 
 Notify = Callable[[str], None]
 
 
 class Attempts(msgspec.Struct):
-    """The evidence gathered while trying: what happened last, per address."""
+    """The evidence of all attempts so far: the last error of each address."""
 
     address: Address
-    party: Party = RANKS
+    wording: Wording = RANKS
     outcomes: dict[str, OSError] = msgspec.field(default_factory=dict)
     name_error: socket.gaierror | None = None
     tries: int = 0
     started: float = msgspec.field(default_factory=time.monotonic)
 
     def summary(self) -> str:
-        """Say what happened, for the waiting line and for "why"."""
+        """Return the errors in words, for the waiting line and the "why" of a diagnosis."""
         if self.name_error is not None:
             return f"{self.address.host} does not resolve ({self.name_error.strerror})"
-        return join([f"{where}: {_words(problem)}" for where, problem in self.outcomes.items()]) or "connecting"
+        return join([f"{where}: {_describe(problem)}" for where, problem in self.outcomes.items()]) or "connecting"
 
 
-def _words(problem: OSError) -> str:
+def _describe(problem: OSError) -> str:
     if isinstance(problem, TimeoutError) or problem.errno == errno.ETIMEDOUT:
         return "no answer"
     if problem.errno == errno.ECONNREFUSED:
@@ -64,38 +68,49 @@ def _words(problem: OSError) -> str:
     return problem.strerror or str(problem)
 
 
+def keep_alive(sock: socket.socket) -> None:
+    """Enable keepalive, and disable Nagle's algorithm because messages are small."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    # Keepalive does not apply while sent data is unacknowledged; this limit does.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (_IDLE_S + _INTERVAL_S * _PROBES) * 1000)
+
+
 def resolve(host: str, port: int, deadline: float) -> list[tuple[int, str]]:
-    """Return (family, IP address) for ``host``; raise socket.gaierror. Ends by ``deadline`` whatever DNS does."""
+    """Return (family, IP address) pairs for ``host``; raises socket.gaierror, at ``deadline`` at the latest."""
     found: list[tuple[int, str]] = []
-    trouble: list[socket.gaierror] = []
+    errors: list[socket.gaierror] = []
 
     def look_up() -> None:
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except socket.gaierror as problem:
-            trouble.append(problem)
+            errors.append(problem)
         except UnicodeError as problem:
-            trouble.append(socket.gaierror(socket.EAI_NONAME, f"not a host name: {problem}"))
+            errors.append(socket.gaierror(socket.EAI_NONAME, f"not a host name: {problem}"))
         else:
             found.extend(dict.fromkeys((int(entry[0]), str(entry[4][0])) for entry in entries))
 
-    # getaddrinfo takes no timeout and can sit for half a minute on a DNS server that drops packets.
+    # getaddrinfo has no timeout and can block for 30 s if the DNS server does not answer.
     thread = threading.Thread(target=look_up, name="allhands-resolve", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        # The limit on processes and threads is reached. A late answer is worth more than none.
+        # The limit on threads is reached: resolve without a deadline.
         look_up()
     else:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if trouble:
-        raise trouble[0]
+    if errors:
+        raise errors[0]
     if not found:
         raise socket.gaierror(socket.EAI_AGAIN, "no answer from the name server")
     return found
 
 
-def reach(
+def connect_tcp(
     address: Address,
     deadline: float,
     *,
@@ -103,10 +118,10 @@ def reach(
     late_names: bool = False,
     several_hosts: bool = False,
     notify: Notify | None = None,
-    party: Party = RANKS,
+    wording: Wording = RANKS,
 ) -> socket.socket:
-    """Return a connected TCP socket to ``address``, or raise the diagnosis of why there is none."""
-    attempts = Attempts(address, party)
+    """Return a TCP socket connected to ``address``. Raises the diagnosis of the last attempt at ``deadline``."""
+    attempts = Attempts(address, wording)
     pause = _FIRST_PAUSE_S
     while True:
         try:
@@ -137,24 +152,24 @@ def _try(attempts: Attempts, deadline: float) -> socket.socket:
     last: OSError = TimeoutError("nothing tried")
     for family, host in places:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        patience = min(_ATTEMPT_S, max(0.05, deadline - time.monotonic()))
+        timeout_s = min(_ATTEMPT_S, max(0.05, deadline - time.monotonic()))
         try:
-            sock.settimeout(patience)
+            sock.settimeout(timeout_s)
             sock.connect((host, address.port))
         except OSError as problem:
             sock.close()
             last = problem
-            # An attempt that the deadline cut short is no evidence of silence where an earlier one was answered.
-            cut_short = isinstance(problem, TimeoutError) and patience < _ATTEMPT_S
-            attempts.outcomes[host] = before.get(host, problem) if cut_short else problem
+            # An attempt shortened by the deadline is no evidence against the result of an earlier, full one.
+            shortened = isinstance(problem, TimeoutError) and timeout_s < _ATTEMPT_S
+            attempts.outcomes[host] = before.get(host, problem) if shortened else problem
         else:
-            credentials.keep_alive(sock)
+            keep_alive(sock)
             return sock
     raise last
 
 
 def _final(attempts: Attempts, problem: OSError, *, late_names: bool) -> bool:
-    """Tell whether trying again is pointless."""
+    """Return whether another attempt cannot succeed."""
     waited = time.monotonic() - attempts.started
     if attempts.name_error is not None:
         missing = attempts.name_error.errno in {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", -5)}
@@ -164,105 +179,10 @@ def _final(attempts: Attempts, problem: OSError, *, late_names: bool) -> bool:
     return problem.errno in {errno.EINVAL, errno.EACCES, errno.EPERM}
 
 
-def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:
-    """Turn the evidence of failed attempts into the exception to raise."""
-    address, party = attempts.address, attempts.party
-    root = f"{party.noun} 0"
-    tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
-    evidence = f"{attempts.summary()}; {tried}"
-    parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
-    if attempts.name_error is not None:
-        if attempts.name_error.errno == socket.EAI_AGAIN:
-            return error(
-                Diagnosis(
-                    "name-server-silent",
-                    f"nobody says what the coordinator's host name {address.host!r} is: the name server does not "
-                    "answer",
-                    why=evidence,
-                    fix=f"give the address of {root}'s machine itself as {party.address_from}, or put it into "
-                    f"/etc/hosts with the name {address.host}; or name a server that answers in /etc/resolv.conf",
-                    certain=False,
-                    **parts,
-                )
-            )
-        return error(
-            Diagnosis(
-                "address-unresolvable",
-                f"the coordinator's host name {address.host!r} has no address",
-                why=evidence,
-                fix=f"give the right name or the address of {root}'s machine as {party.address_from}; `getent hosts "
-                f"{address.host}` must print an address",
-                **parts,
-            )
-        )
-    codes = {outcome.errno for outcome in attempts.outcomes.values()}
-    if errno.ECONNREFUSED in codes:
-        if several_hosts and _loopback(attempts.outcomes):
-            return error(_loopback_advertised(attempts, evidence, parts))
-        return error(
-            Diagnosis(
-                "connection-refused",
-                f"nothing listens on {address}",
-                why=f"{evidence}: the host answers, but {root} has not opened the port (or listens on another address)",
-                fix=f"start {root} on that host, with the same port everywhere ({party.port_from}); if it runs "
-                f"there, a firewall may reject us: open port {address.port} on {address.host} for this machine",
-                ranks=(0,),
-                **parts,
-            )
-        )
-    if codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
-        return error(
-            Diagnosis(
-                "no-route",
-                f"no way leads from this machine to {address.host}",
-                why=evidence,
-                fix=f"give an address of {root}'s machine on a network that this machine is in as "
-                f"{party.address_from}, or bring up the interface or the route that leads there (`ip route get "
-                f"{next(iter(attempts.outcomes), address.host)}` shows it)",
-                ranks=(0,),
-                **parts,
-            )
-        )
-    if codes & {errno.EACCES, errno.EPERM}:
-        why = f"{evidence}: a firewall on this machine forbids the connection"
-    else:
-        why = f"{evidence}: packets get no answer at all, probably a firewall drops them or the host is down"
-    return error(
-        Diagnosis(
-            "connection-filtered",
-            f"{address} does not answer",
-            why=why,
-            fix=f"open port {address.port} on {address.host} for this machine (and the ports of Gloo and NCCL: all "
-            f"above 1023), or check the address; `allhands doctor {address}` from here says more",
-            ranks=(0,),
-            certain=bool(codes & {errno.EACCES, errno.EPERM}),
-            **parts,
-        )
-    )
+def connect_unix(name: str, deadline: float, *, notify: Notify | None = None) -> socket.socket | None:
+    """Return a socket connected to the abstract Unix socket ``name``; None if nothing listens there by ``deadline``.
 
-
-def _loopback(outcomes: dict[str, OSError]) -> bool:
-    return all(host == "::1" or host.startswith("127.") for host in outcomes)
-
-
-def _loopback_advertised(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
-    address, party = attempts.address, attempts.party
-    return Diagnosis(
-        "loopback-advertised",
-        f"the coordinator's address {address} is this machine's own loopback, but {party.noun} 0 runs elsewhere",
-        why=f"{evidence}; the launch environment says that {party.noun}s are on several machines",
-        fix=f"as {party.address_from} give a name of {party.noun} 0's machine that other machines can reach, not "
-        "localhost; remove 127.0.1.1 lines for it from /etc/hosts",
-        ranks=(0,),
-        certain=False,
-        **parts,
-    )
-
-
-def reach_local(name: str, deadline: float, *, notify: Notify | None = None) -> socket.socket | None:
-    """Return a socket connected to the abstract Unix socket ``name``, or None if nobody listens by ``deadline``.
-
-    The other end must belong to this user (or root): the name alone proves nothing.
+    A listener of another user (except root) is ignored: any user can bind an abstract name.
     """
     pause, started = _FIRST_PAUSE_S, time.monotonic()
     while True:
@@ -272,7 +192,7 @@ def reach_local(name: str, deadline: float, *, notify: Notify | None = None) -> 
         except OSError:
             sock.close()
         else:
-            _, uid = credentials.peer(sock)
+            _, uid = peer_credentials(sock)
             if uid in {os.getuid(), 0}:
                 return sock
             sock.close()
@@ -283,3 +203,95 @@ def reach_local(name: str, deadline: float, *, notify: Notify | None = None) -> 
             notify(f"waiting for rank 0 to open the roll call on this host ({duration(now - started)})")
         time.sleep(pause)
         pause = min(pause * 2, _LONGEST_PAUSE_S / 5)
+
+
+# Diagnoses -------------------------------------------------------------------------------------------------------
+
+
+def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:
+    """Return the exception for the evidence of failed attempts."""
+    address, wording = attempts.address, attempts.wording
+    root = f"{wording.noun} 0"
+    tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
+    evidence = f"{attempts.summary()}; {tried}"
+    parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
+    if attempts.name_error is not None:
+        return error(_name_diagnosis(attempts, evidence, parts))
+    codes = {outcome.errno for outcome in attempts.outcomes.values()}
+    parts["ranks"] = (0,)
+    if errno.ECONNREFUSED in codes:
+        if several_hosts and all(host == "::1" or host.startswith("127.") for host in attempts.outcomes):
+            return error(_loopback_advertised(attempts, evidence, parts))
+        return error(
+            Diagnosis(
+                "connection-refused",
+                f"nothing listens on {address}",
+                why=f"{evidence}: the host answers, but {root} has not opened the port (or listens on another address)",
+                fix=f"start {root} on that host, with the same port everywhere ({wording.port_from}); if it runs "
+                f"there, a firewall may reject us: open port {address.port} on {address.host} for this machine",
+                **parts,
+            )
+        )
+    if codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
+        return error(
+            Diagnosis(
+                "no-route",
+                f"this machine has no route to {address.host}",
+                why=evidence,
+                fix=f"give an address of {root}'s machine on a network that this machine is in as "
+                f"{wording.address_from}, or bring up the interface or the route that leads there (`ip route get "
+                f"{next(iter(attempts.outcomes), address.host)}` shows it)",
+                **parts,
+            )
+        )
+    forbidden = bool(codes & {errno.EACCES, errno.EPERM})
+    if forbidden:
+        why = f"{evidence}: a firewall on this machine forbids the connection"
+    else:
+        why = f"{evidence}: packets get no answer at all, probably a firewall drops them or the host is down"
+    return error(
+        Diagnosis(
+            "connection-filtered",
+            f"{address} does not answer",
+            why=why,
+            fix=f"open port {address.port} on {address.host} for this machine (and the ports of Gloo and NCCL: all "
+            f"above 1023), or check the address; `allhands doctor {address}` from this machine gives details",
+            certain=forbidden,
+            **parts,
+        )
+    )
+
+
+def _name_diagnosis(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
+    host, root, address_from = attempts.address.host, f"{attempts.wording.noun} 0", attempts.wording.address_from
+    if attempts.name_error is not None and attempts.name_error.errno == socket.EAI_AGAIN:
+        return Diagnosis(
+            "name-server-silent",
+            f"the coordinator's host name {host!r} cannot be resolved: the name server does not answer",
+            why=evidence,
+            fix=f"give the IP address of {root}'s machine as {address_from}, or add it to /etc/hosts with the name "
+            f"{host}; or name a server that answers in /etc/resolv.conf",
+            certain=False,
+            **parts,
+        )
+    return Diagnosis(
+        "address-unresolvable",
+        f"the coordinator's host name {host!r} has no address",
+        why=evidence,
+        fix=f"give the right name or the address of {root}'s machine as {address_from}; `getent hosts {host}` must "
+        "print an address",
+        **parts,
+    )
+
+
+def _loopback_advertised(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
+    address, wording = attempts.address, attempts.wording
+    return Diagnosis(
+        "loopback-advertised",
+        f"the coordinator's address {address} is this machine's own loopback, but {wording.noun} 0 runs elsewhere",
+        why=f"{evidence}; the launch environment says that {wording.noun}s are on several machines",
+        fix=f"as {wording.address_from} give a name of {wording.noun} 0's machine that other machines can reach, not "
+        "localhost; remove 127.0.1.1 lines for it from /etc/hosts",
+        certain=False,
+        **parts,
+    )

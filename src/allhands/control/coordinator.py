@@ -1,6 +1,6 @@
-"""The coordinator: one asyncio server per job that calls the roll, keeps the store, and tells everyone who fell.
+"""The coordinator: the asyncio server of one job. Runs the roll call, serves the store, reports failures to all ranks.
 
-Needs no torch. Runs in the launcher, or beside rank 0 (see `beside`).
+Needs no torch. Runs in the launcher, or in a process of its own that rank 0 starts (`coordinator_process`).
 """
 
 from __future__ import annotations
@@ -11,120 +11,124 @@ import secrets
 import ssl
 import time
 import traceback
+from collections import Counter
 from typing import Any
 
+import msgspec
+
 from ..diagnosis import Diagnosis
-from . import diagnoses, endings
-from .arrival import Arrival
-from .comparison import Comparison
 from .connection import Connection
-from .keyvalue import KeyValue
+from .keyvalue import KeyValue, Parked
 from .messages import (
-    Ask,
-    Census,
+    Acknowledged,
     Claim,
     Closing,
     Complete,
-    Condemn,
-    Dismissed,
     Ended,
+    EndGroup,
     Failed,
     FromMember,
-    Leaving,
-    Noted,
+    Leave,
+    LeaveGranted,
+    LogLine,
     Ping,
     Pong,
-    Query,
-    Recalled,
     Refused,
-    Remark,
-    Reply,
-    Report,
     Status,
-    Told,
+    StatusQuery,
+    StatusReport,
+    StatusRequest,
+    StoreReply,
+    StoreRequest,
     Waiting,
     encode,
 )
-from .rollcall import Completed, RefusedRoll, RollCall, Waits, decide
-from .status_query import everyone, telling
+from .rollcall import Arrival, Completed, RefusedRoll, RollCall, Waits, decide, late
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "peer_failed", "peer_lost"]
 
-# How often deadlines, silence and the waiting line are looked at.
+# How often deadlines are checked.
 _TICK_S = 0.2
 
-# Pings only keep "silent since" exact; silence itself is found by asking.
+# How often the waiting line is sent.
+_WAITING_S = 1.0
+
+# Pings keep the time of a member's last message exact; silence itself is detected by StatusQuery.
 _PING_S = 1.0
 
-# Before a leaver is told who was still busy, they are asked once more: what they did seconds ago is no news.
-_ASK_AGAIN_S = 0.7
+# The statuses that a LeaveGranted reports are refreshed when less than this is left of its wait.
+_REFRESH_S = 0.7
 
-# Questions to all are not repeated more often than this: with n ranks leaving, n questions would be n * n.
+# The minimum between two StatusQuery rounds: n ranks that leave at once would cause n * n messages.
 _QUERY_S = 0.5
 
-# An exception that may only pass on someone else's death is held back this long for the death itself to show.
+# A member whose StatusQuery is unanswered for this long is reported as silent (never as dead).
+_SILENT_S = 0.9
+
+# The most statuses in one report. Error messages name 16 ranks.
+_MOST_REPORTED = 64
+
+# An exception that may be a consequence of a peer's death is held back this long, so that the death is reported first.
 _FOLLOW_S = 0.3
 
-# Far more than the largest job needs; bounds what a flood of strangers can take.
+# Far more than the largest job has; limits the memory that a flood of connections takes.
 _MOST_CONNECTIONS = 65_536
 
-# After a refusal, ranks that are still starting should be given the same words, not a closed door.
+# How long a coordinator continues after a refusal, so that ranks which still start receive the same diagnosis.
 _LINGER_S = 2.0
 
-# Whoever is told goodbye closes its end at once; one that is stopped or gone is not waited for longer.
-_GOODBYE_S = 0.3
+# How long `close` waits for members to close their ends.
+_CLOSE_S = 0.3
 
 
 class Coordinator:
-    """The state of one job and the rules that move it. I/O per member lives in `connection`."""
+    """The state of one job, and the actions on messages and deadlines. `Connection` does the I/O of one member."""
 
     def __init__(self, *, token: bytes = b"", linger_s: float = _LINGER_S) -> None:
         self.token = token
         self.roll = RollCall(opened=time.monotonic())
         self.store = KeyValue()
-        self.calls = Comparison()
         self.members: dict[int, Connection] = {}
         self.verdict: Diagnosis | None = None
         self.refused: Diagnosis | None = None
         self.completed_at: float | None = None
         self.finished = asyncio.Event()
         self._closing = False
-        self._deserted = asyncio.Event()
+        self._no_connections = asyncio.Event()
         self._completed_wall = 0.0
-        self._refused_at = 0.0
         self._linger_s = linger_s
         self._left: dict[int, Status] = {}
-        self._leavers: dict[int, tuple[Connection, Leaving, float]] = {}
-        self._suspects: list[tuple[float, Diagnosis]] = []
-        self._owing: set[Connection] = set()
-        self._censuses: list[tuple[Connection, Census, float]] = []
+        # rank -> its Leave that is not granted yet, with the deadline.
+        self._leaving: dict[int, tuple[Connection, Leave, float]] = {}
+        # Diagnoses that end the group at a time, unless another one does before.
+        self._suspicions: list[tuple[float, Diagnosis]] = []
+        self._unanswered: set[Connection] = set()
+        self._status_requests: list[tuple[Connection, StatusRequest, float]] = []
         self._servers: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
-        # The members whose connection stands.
-        self._here: set[Connection] = set()
-        self._told: set[int] = set()
-        self._told_processes: set[tuple[str, int]] = set()
-        self._refused_wall = 0.0
+        self._connected_members: set[Connection] = set()
+        self._refused_at = self._refused_wall = 0.0
         self._refused_generation = 0
+        # The ranks and processes (host key, pid) that received the refusal.
+        self._refused_ranks: set[int] = set()
+        self._refused_processes: set[tuple[str, int]] = set()
         self._orphaned: float | None = None
-        self._queried = 0.0
-        self._waiting_said = 0.0
-        self._pinged = 0.0
+        self._queried = self._waiting_shown = self._pinged = 0.0
         self._ticker: asyncio.Task[None] | None = None
 
-    # Serving -----------------------------------------------------------------------------------------------
+    # Listening ---------------------------------------------------------------------------------------------------
 
     async def listen_tcp(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Listen on exactly ``host``:``port``; return the address bound. OSError is the caller's to explain."""
+        """Listen on exactly ``host``:``port``; return the bound address. Raises OSError."""
         server = await asyncio.get_running_loop().create_server(
-            self._meet, host, port, ssl=tls, reuse_address=True, backlog=4096
+            self._make_connection, host, port, ssl=tls, reuse_address=True, backlog=4096
         )
         self._servers.append(server)
         bound = server.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
-    def _meet(self) -> Connection:
-        """Return what serves a connection that was just made."""
+    def _make_connection(self) -> Connection:
+        """Return the protocol of a new TCP connection."""
         return Connection(self)
 
     async def listen_unix(self, name: str) -> None:
@@ -135,11 +139,11 @@ class Coordinator:
         self._servers.append(server)
 
     def start(self) -> None:
-        """Begin to watch the clock. Call once the sockets are open."""
+        """Start checking deadlines. Call after the sockets are open."""
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
     async def close(self) -> None:
-        """Tell everyone goodbye and free every socket."""
+        """Send Closing to every member and close every socket."""
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -148,14 +152,14 @@ class Coordinator:
         self._closing = True
         for connection in list(self._connections):
             connection.send(Closing())
-            connection.hang_up()
-        # A rank of the next group may be speaking to us: closing on what it says would destroy our goodbye.
+            connection.close_write()
+        # Closing a socket with unread data resets it, and the peer would lose our Closing: read until it closes.
         if self._connections:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._deserted.wait(), _GOODBYE_S)
+                await asyncio.wait_for(self._no_connections.wait(), _CLOSE_S)
         for connection in list(self._connections):
             connection.close()
-        # One pass of the loop lets the transports flush and free their descriptors.
+        # The transports close their descriptors in the next iteration of the event loop.
         await asyncio.sleep(0)
 
     def _stop_listening(self) -> None:
@@ -163,20 +167,20 @@ class Coordinator:
             server.close()
         self._servers.clear()
 
-    # Members come ------------------------------------------------------------------------------------------
+    # The roll call -----------------------------------------------------------------------------------------------
 
-    def met(self, connection: Connection) -> None:
-        """A connection was made; nothing is known of it yet."""
+    def connected(self, connection: Connection) -> None:
+        """Register a new connection, before its handshake."""
         if len(self._connections) >= _MOST_CONNECTIONS:
             connection.drop("too many connections")
             return
         self._connections.add(connection)
         if self._closing:
             connection.send(Closing())
-            connection.hang_up()
+            connection.close_write()
 
-    def claimed(self, connection: Connection, claim: Claim) -> None:
-        """A proven member answers the roll call."""
+    def claim_received(self, connection: Connection, claim: Claim) -> None:
+        """Handle the claim of an authenticated member."""
         now = time.monotonic()
         opening = connection.opening
         arrival = Arrival(
@@ -188,43 +192,43 @@ class Coordinator:
             came_from=connection.came_from,
             at=now,
             deadline=now + claim.timeout_s,
-            party=self.roll.party,
+            wording=self.roll.wording,
         )
         if self.refused is not None:
-            self._late_for_refusal(connection, arrival)
+            self._claim_after_refusal(connection, arrival)
             return
         if self.completed_at is not None:
             if len(self._left) >= self.roll.world_size or self.roll.again(arrival):
-                # The next group of the same processes is forming at the same address: it must ask again.
+                # The same processes form their next group at this address: the member connects again.
                 connection.send(Closing())
                 connection.close()
             else:
-                connection.send(Refused(diagnoses.late(arrival, self.roll, self._completed_wall, now)))
+                connection.send(Refused(late(arrival, self.roll, self._completed_wall, now)))
             return
         connection.arrival = arrival
         self.roll.arrive(arrival)
         if self.members.setdefault(arrival.rank, connection) is connection:
-            self._here.add(connection)
+            self._connected_members.add(connection)
         self._decide(now)
 
-    def _late_for_refusal(self, connection: Connection, arrival: Arrival) -> None:
-        """Give a rank of the refused attempt the same words; one of the next attempt ends this coordinator."""
+    def _claim_after_refusal(self, connection: Connection, arrival: Arrival) -> None:
+        """Refuse a late rank of the refused attempt; a claim of the next attempt ends this coordinator."""
         identity = arrival.claim.identity
         process = (identity.key, identity.pid)
-        retry = process in self._told_processes or arrival.claim.generation > self._refused_generation
+        retry = process in self._refused_processes or arrival.claim.generation > self._refused_generation
         if self.refused is None or retry or identity.started > self._refused_wall:
             connection.send(Closing())
             connection.close()
             self.finished.set()
             return
         connection.send(Refused(self.refused))
-        self._told.add(arrival.rank)
-        self._told_processes.add(process)
+        self._refused_ranks.add(arrival.rank)
+        self._refused_processes.add(process)
 
-    def turned_away(self, connection: Connection) -> None:
-        """A rank could not prove itself. It cannot end the roll call, but it may be why someone is missing."""
+    def proof_failed(self, connection: Connection) -> None:
+        """Record a failed authentication: it cannot end the roll call, but may explain why a rank is missing."""
         if self.completed_at is None:
-            self.roll.turn_away(connection.rank, connection.came_from)
+            self.roll.refuse_proof(connection.rank, connection.came_from)
 
     def _decide(self, now: float) -> None:
         if self.completed_at is not None or self.refused is not None:
@@ -238,14 +242,14 @@ class Coordinator:
             case RefusedRoll(diagnosis):
                 self._refuse(diagnosis, now)
             case Waits():
-                if now - self._waiting_said >= 1.0:
-                    self._waiting_said = now
-                    self._show(decision)
+                if now - self._waiting_shown >= _WAITING_S:
+                    self._waiting_shown = now
+                    self._show_waiting(decision)
 
     def _complete(self, *, one_host: bool) -> None:
-        self._tell_all(Complete(one_host, secrets.token_hex(8)))
+        self._broadcast(Complete(one_host, secrets.token_hex(8)))
 
-    def _show(self, waits: Waits) -> None:
+    def _show_waiting(self, waits: Waits) -> None:
         if self.members:
             self.members[min(self.members)].send(Waiting(waits.explanation))
 
@@ -253,162 +257,165 @@ class Coordinator:
         self.refused = diagnosis
         self._refused_at = now
         self._refused_wall = time.time()
-        self._told.update(self.roll.present)
+        self._refused_ranks.update(self.roll.present)
         known = [*self.roll.present.values(), *(double for _, double in self.roll.doubles)]
-        self._told_processes.update((who.claim.identity.key, who.claim.identity.pid) for who in known)
-        self._refused_generation = max((who.claim.generation for who in known), default=0)
-        self._tell_all(Refused(diagnosis))
+        self._refused_processes.update((each.claim.identity.key, each.claim.identity.pid) for each in known)
+        self._refused_generation = max((each.claim.generation for each in known), default=0)
+        self._broadcast(Refused(diagnosis))
 
-    def _tell_all(self, message: Complete | Refused | Ended) -> None:
-        # Encoded once: with n ranks the roster of a group is told n times.
-        frame = encode(message)
+    def _broadcast(self, message: Complete | Refused | Ended) -> None:
+        body = encode(message)  # once, not n times
         for connection in list(self._connections):
             if connection.arrival is not None:
-                connection.send_body(frame)
+                connection.send_body(body)
 
-    def remark(self, context: dict[str, Any]) -> None:
-        """Pass on a fault of this process to the lowest rank's log; the connection it concerns was dropped."""
+    def log(self, context: dict[str, Any]) -> None:
+        """Send an error of the event loop to the log of the lowest rank (an asyncio exception handler)."""
         problem = context.get("exception")
         trace = "".join(traceback.format_exception(problem)) if isinstance(problem, BaseException) else ""
         if self.members:
-            self.members[min(self.members)].send(Remark(f"{context.get('message', '')}\n{trace}".strip()))
+            self.members[min(self.members)].send(LogLine(f"{context.get('message', '')}\n{trace}".strip()))
 
-    # Members speak -----------------------------------------------------------------------------------------
+    # Messages of members -----------------------------------------------------------------------------------------
 
-    def heard(self, connection: Connection, message: FromMember) -> None:
-        """Act on one message of a member."""
+    def received(self, connection: Connection, message: FromMember) -> None:
+        """Handle one message of a member."""
         now = time.monotonic()
         match message:
-            case Ask():
-                self._store(connection, message, now)
+            case StoreRequest():
+                self._store_request(connection, message, now)
             case Status():
                 connection.status, connection.answered = message, now
-                self._owing.discard(connection)
-                if not self._owing:
-                    self._census_done(now)
+                self._unanswered.discard(connection)
+                if not self._unanswered:
+                    self._report_statuses(now)
             case Failed():
-                self._failed(connection, message, now)
-            case Condemn():
+                self._member_failed(connection, message, now)
+            case EndGroup():
                 self._end(message.diagnosis)
-                connection.send(Noted(message.id))
-            case Leaving():
-                self._leaving(connection, message, now)
-            case Census():
-                self._censuses.append((connection, message, now + message.wait_s))
-                self._query(now)
-            case Told() | Recalled():
-                self.calls.hear(connection.rank, message, now)
-                self._compare(now)
+                connection.send(Acknowledged(message.id))
+            case Leave():
+                self._member_leaves(connection, message, now)
+            case StatusRequest():
+                self._status_requests.append((connection, message, now + message.wait_s))
+                self._query_statuses(now)
             case Claim():
                 connection.drop("a second claim")
             case Pong():
                 pass
 
-    def _compare(self, now: float) -> None:
-        """Ask about calls that differ, and end the group once it is clear who called what."""
+    def _store_request(self, connection: Connection, request: StoreRequest, now: float) -> None:
         if self.verdict is not None:
+            # The key may never be set; the member raises the verdict in place of this reply.
+            connection.send(StoreReply(request.id, problem="timeout"))
             return
-        for rank, question in self.calls.questions(now):
-            self.members[rank].send(question)
-        found = self.calls.judge(now)
-        if found is not None:
-            self._end(endings.differ(found, self.roll.present))
-
-    def _store(self, connection: Connection, ask: Ask, now: float) -> None:
-        if self.verdict is not None:
-            # Whoever waits for a key of a dead group would wait in vain; the member knows the verdict.
-            connection.send(Reply(ask.id, problem="timeout"))
-            return
-        reply, released = self.store.handle(connection, ask, now)
+        reply, released = self.store.handle(connection, request, now)
         if reply is not None:
             connection.send(reply)
-        for parked, answer in released:
+        self._send_store_replies(released)
+
+    def _send_store_replies(self, replies: list[tuple[Parked, StoreReply]]) -> None:
+        for parked, reply in replies:
             if isinstance(parked.owner, Connection):
-                parked.owner.send(answer)
+                parked.owner.send(reply)
 
-    def _failed(self, connection: Connection, message: Failed, now: float) -> None:
+    def _member_failed(self, connection: Connection, message: Failed, now: float) -> None:
         connection.failed = True
-        arrival = connection.arrival
-        if arrival is not None:
-            self._suspects.append((now + _FOLLOW_S * message.follows, endings.failed(arrival, message)))
+        if connection.arrival is not None:
+            self._suspicions.append((now + _FOLLOW_S * message.follows, peer_failed(connection.arrival, message)))
             self._end_suspected(now)
-        connection.send(Noted(message.id))
+        connection.send(Acknowledged(message.id))
 
-    def _leaving(self, connection: Connection, message: Leaving, now: float) -> None:
+    def _member_leaves(self, connection: Connection, message: Leave, now: float) -> None:
         connection.left = message.how
-        self._owing.discard(connection)
+        self._unanswered.discard(connection)
         arrival = connection.arrival
         if arrival is None:
-            connection.send(Dismissed(message.id, []))
+            connection.send(LeaveGranted(message.id, []))
             return
-        how = "destroyed the group" if message.how == "destroy" else "ended its program without destroying the group"
+        how = "destroyed the group" if message.how == "destroy" else "exited without destroying the group"
         identity = arrival.claim.identity
         self._left[arrival.rank] = Status(arrival.rank, "left", how, now, identity.host, identity.pid)
-        self._leavers[arrival.rank] = (connection, message, now + message.wait_s)
-        if self._over or message.wait_s <= 0:
-            self._dismiss(now)
+        self._leaving[arrival.rank] = (connection, message, now + message.wait_s)
+        if self._nobody_waits or message.wait_s <= 0:
+            self._grant_leaves(now)
             if len(self._left) >= self.roll.world_size:
-                # Nobody else is expected, and the next group of the same processes needs the address.
+                # The next group of the same processes may bind this address.
                 self._stop_listening()
         else:
-            # The clock finds those whose time is up: to look at all of them whenever one leaves would be n * n.
-            # Whoever is named at the end of the wait should be named with what it was doing.
-            self._query(now)
+            # `_tick` grants it at the deadline (checking all of them here would cost n * n), with fresh statuses.
+            self._query_statuses(now)
 
-    def _dismiss(self, now: float) -> None:
-        """Let those go who need not wait any longer: all are leaving, the group is dead, or time is up."""
-        if self.calls.doubtful and self.verdict is None:
-            return  # They may be asked what they called.
-        over = self._over
-        free = [rank for rank, (_, _, deadline) in self._leavers.items() if over or now >= deadline]
-        if not free:
+    def _grant_leaves(self, now: float) -> None:
+        """Answer each Leave whose wait is over: every rank leaves, the group has ended, or its deadline passed."""
+        over = self._nobody_waits
+        due = [rank for rank, (_, _, deadline) in self._leaving.items() if over or now >= deadline]
+        if not due:
             return
-        # Whoever does not wait does not ask who is still there either.
-        wanted = not over and any(self._leavers[rank][1].wait_s > 0 for rank in free)
-        there = everyone(self.members, self._left, now) if wanted else []
-        still = [status for status in there if status.state in {"busy", "silent"}][:64]
-        for rank in free:
-            connection, message, _ = self._leavers.pop(rank)
-            connection.send(Dismissed(message.id, still))
+        # A Leave with wait_s 0 needs no statuses.
+        wanted = not over and any(self._leaving[rank][1].wait_s > 0 for rank in due)
+        statuses = self.statuses(now) if wanted else []
+        still = [status for status in statuses if status.state in {"busy", "silent"}][:_MOST_REPORTED]
+        for rank in due:
+            connection, message, _ = self._leaving.pop(rank)
+            connection.send(LeaveGranted(message.id, still))
 
     @property
-    def _over(self) -> bool:
-        """Whether nobody need wait for anybody any more."""
+    def _nobody_waits(self) -> bool:
+        """Whether a Leave is granted at once."""
         return self.completed_at is None or self.verdict is not None or len(self._left) >= self.roll.world_size
 
-    # What is everyone doing --------------------------------------------------------------------------------
+    # Statuses ----------------------------------------------------------------------------------------------------
 
-    def _query(self, now: float) -> None:
+    def _query_statuses(self, now: float) -> None:
         if now - self._queried < _QUERY_S:
             return
         self._queried = now
         for connection in self.members.values():
             if connection.left is None and not connection.closed:
                 connection.asked = now
-                self._owing.add(connection)
-                connection.send(Query())
+                self._unanswered.add(connection)
+                connection.send(StatusQuery())
 
-    def _census_done(self, now: float) -> None:
-        """Answer those who asked what everyone is doing: all have said so, or the time for it is over."""
-        if self.calls.doubtful and self.verdict is None:
-            return  # What they ask about is about to be found.
-        due = [entry for entry in self._censuses if not self._owing or now >= entry[2]]
+    def _report_statuses(self, now: float) -> None:
+        """Answer each StatusRequest, if every member has answered its StatusQuery or the deadline has passed."""
+        due = [entry for entry in self._status_requests if not self._unanswered or now >= entry[2]]
         if not due:
             return
-        self._censuses = [entry for entry in self._censuses if entry not in due]
-        told = telling(everyone(self.members, self._left, now))
-        for connection, census, _ in due:
-            connection.send(Report(census.id, told))
+        self._status_requests = [entry for entry in self._status_requests if entry not in due]
+        statuses = _notable(self.statuses(now))
+        for connection, request, _ in due:
+            connection.send(StatusReport(request.id, statuses))
 
-    # Members go --------------------------------------------------------------------------------------------
+    def statuses(self, now: float) -> list[Status]:
+        """Return the status of each member, as of its last answer."""
+        statuses = []
+        for rank, connection in sorted(self.members.items()):
+            if connection.arrival is None:
+                continue
+            identity = connection.arrival.claim.identity
+            if rank in self._left:
+                status = msgspec.structs.replace(self._left[rank], since_s=now - self._left[rank].since_s)
+            elif connection.closed:
+                status = Status(rank, "gone", "its connection closed", 0.0, identity.host, identity.pid)
+            elif connection.pending and now - connection.asked >= _SILENT_S:
+                silent_s = now - connection.received_at
+                status = Status(rank, "silent", "does not answer", silent_s, identity.host, identity.pid)
+            else:
+                last = connection.status or Status(rank, "busy", "not queried")
+                status = Status(rank, "busy", last.doing, last.since_s, identity.host, identity.pid)
+            statuses.append(status)
+        return statuses
 
-    def went(self, connection: Connection, how: str) -> None:
-        """A connection ended; ``how`` is what was observed."""
+    # The end of members and of the group -------------------------------------------------------------------------
+
+    def disconnected(self, connection: Connection, how: str) -> None:
+        """Handle the end of a connection; ``how`` is what was observed."""
         self._connections.discard(connection)
-        self._here.discard(connection)
-        self._owing.discard(connection)
+        self._connected_members.discard(connection)
+        self._unanswered.discard(connection)
         if not self._connections:
-            self._deserted.set()
+            self._no_connections.set()
         self.store.forget(connection)
         arrival, now = connection.arrival, time.monotonic()
         if arrival is None or self.members.get(arrival.rank) is not connection:
@@ -419,49 +426,47 @@ class Coordinator:
                 self.roll.leave(arrival, now)
             self._finish(now)
             return
-        self.calls.gone(arrival.rank)
         if connection.left is None and not connection.failed:
-            self._suspects.append((now, endings.lost(arrival, how)))
+            self._suspicions.append((now, peer_lost(arrival, how)))
             self._end_suspected(now)
-        self._leavers.pop(arrival.rank, None)
-        self._census_done(now)
+        self._leaving.pop(arrival.rank, None)
+        self._report_statuses(now)
         self._finish(now)
 
     def _end(self, diagnosis: Diagnosis) -> None:
-        """The group is over. Only the first cause is told; what follows is no news."""
+        """End the group. Only the first cause is reported; later ones are consequences."""
         if self.verdict is not None:
             return
         self.verdict = diagnosis
-        self._suspects.clear()
-        self._tell_all(Ended(diagnosis))
-        self._dismiss(time.monotonic())
+        self._suspicions.clear()
+        self._broadcast(Ended(diagnosis))
+        self._grant_leaves(time.monotonic())
 
     def _end_suspected(self, now: float) -> None:
-        for due, diagnosis in list(self._suspects):
-            # Engines raise or end processes over calls that do not fit, which is found a moment later.
-            if now >= due and not self.calls.doubtful:
+        for due, diagnosis in list(self._suspicions):
+            if now >= due:
                 self._end(diagnosis)
 
     def abandon(self, how: str) -> None:
-        """The process that this coordinator belongs to is gone: end once the survivors know."""
+        """Handle the end of the process that started this coordinator: finish after the survivors were informed."""
         root = self.members.get(0)
         now = self._orphaned = time.monotonic()
         arrival = root.arrival if root is not None else None
         if arrival is None and 0 in self.roll.gone:
-            # Its connection ended a moment before its process.
+            # Its connection closed just before its process ended.
             arrival = self.roll.gone[0][0]
         if arrival is not None and self.completed_at is None and self.refused is None:
-            self._refuse(endings.lost(arrival, how), now)
+            self._refuse(peer_lost(arrival, how), now)
         if root is not None and not root.closed:
             root.drop(how)
         self._finish(now)
 
     def _finish(self, now: float) -> None:
-        """Set ``finished`` once nobody can need this coordinator any more."""
-        gone = not self._here
+        """Set ``finished`` if no member needs this coordinator any more."""
+        gone = not self._connected_members
         if self.refused is not None:
-            told = gone and len(self._told) >= self.roll.world_size
-            done = told or now - self._refused_at >= self._linger_s
+            informed = gone and len(self._refused_ranks) >= self.roll.world_size
+            done = informed or now - self._refused_at >= self._linger_s
         elif self._orphaned is not None:
             done = gone or now - self._orphaned >= self._linger_s
         else:
@@ -469,23 +474,20 @@ class Coordinator:
         if done:
             self.finished.set()
 
-    # The clock ---------------------------------------------------------------------------------------------
+    # Deadlines ---------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             self._decide(now)
-            for parked, reply in self.store.expire(now):
-                if isinstance(parked.owner, Connection):
-                    parked.owner.send(reply)
+            self._send_store_replies(self.store.expire(now))
             self._end_suspected(now)
-            if any(deadline - now <= _ASK_AGAIN_S for _, _, deadline in self._leavers.values()):
-                self._query(now)
-            self._compare(now)
-            self._dismiss(now)
-            self._census_done(now)
-            # More members, longer between pings: the cost of a ping round stays below one part in a hundred.
+            if any(deadline - now <= _REFRESH_S for _, _, deadline in self._leaving.values()):
+                self._query_statuses(now)
+            self._grant_leaves(now)
+            self._report_statuses(now)
+            # Less often with many members, so that pings take less than 1% of the time.
             if now - self._pinged >= max(_PING_S, len(self.members) / 500):
                 self._pinged = now
                 for connection in self.members.values():
@@ -493,3 +495,53 @@ class Coordinator:
             for connection in list(self._connections):
                 connection.check(now)
             self._finish(now)
+
+
+def _notable(statuses: list[Status]) -> list[Status]:
+    """Return all statuses of a small group; of a large one those that differ from the most common one.
+
+    All n ranks may request at once, and n reports of n statuses would be n * n.
+    """
+    if len(statuses) <= _MOST_REPORTED:
+        return statuses
+    most = Counter(status.doing for status in statuses).most_common(1)[0][0]
+    odd = [status for status in statuses if status.state != "busy" or status.doing != most]
+    return odd[:_MOST_REPORTED] or statuses[:_MOST_REPORTED]
+
+
+def peer_failed(arrival: Arrival, message: Failed) -> Diagnosis:
+    """Return the diagnosis of a rank that raised and reported it."""
+    return Diagnosis(
+        "peer-failed",
+        f"rank {arrival.rank} raised {message.kind}" + (f": {message.message}" if message.message else ""),
+        who=str(arrival),
+        why="it reported the exception before it exited; its traceback is below",
+        fix=f"correct the {message.kind} on rank {arrival.rank}; the errors of other ranks are its consequence",
+        ranks=(arrival.rank,),
+        hosts=(arrival.claim.identity.host,),
+        traceback=message.traceback,
+    )
+
+
+def peer_lost(arrival: Arrival, how: str) -> Diagnosis:
+    """Return the diagnosis of a rank whose process or connection ended without a Leave."""
+    host = arrival.claim.identity.host
+    if "timed out" in how or "unreachable" in how.lower():
+        fix = (
+            f"check that {host} is up and its network works (ping, `ip link`), and run the job again; the process "
+            "itself may be alive"
+        )
+    else:
+        fix = (
+            f"look at the end of rank {arrival.rank}'s output and at the kernel log (dmesg) of {host}: "
+            "killed from outside, out of memory, a crash in native code, or os._exit; then run the job again"
+        )
+    return Diagnosis(
+        "peer-lost",
+        f"rank {arrival.rank} is gone",
+        who=str(arrival),
+        why=f"{how}, and it had not left the group (observed)",
+        fix=fix,
+        ranks=(arrival.rank,),
+        hosts=(host,),
+    )

@@ -1,4 +1,4 @@
-"""Answering the roll call: find or start the coordinator, prove ourselves, state our claim, wait for the rest."""
+"""Joining a group: find or start the coordinator, authenticate, send the claim, wait for the end of the roll call."""
 
 from __future__ import annotations
 
@@ -13,57 +13,66 @@ from ..diagnosis import Diagnosis, duration
 from ..environments.world import Address, World
 from ..errors import AllhandsError, ConnectError, error, fail
 from ..settings import Settings
-from . import bind, client_handshake, connect, coordinator_process, handshake
-from .frames import FrameError, Splitter, pack
-from .member import BESIDE, LAUNCHER, Member
+from . import bind, connect, coordinator_process, handshake
+from .member import IN_LAUNCHER, IN_OWN_PROCESS, Member
 from .messages import (
     Claim,
     Closing,
     Complete,
+    FrameError,
     FromMember,
+    LogLine,
+    Ping,
     Pong,
-    Query,
     Refused,
-    Remark,
+    Splitter,
     Status,
+    StatusQuery,
     Waiting,
     decode_from_coordinator,
     encode,
+    pack,
 )
-from .messages import Ping as _Ping
-from .progress import Progress
-from .rendezvous import Board, FileBoard, Notice, local_name, outward_address, random_name
+from .rendezvous import (
+    Announcement,
+    FileRendezvous,
+    Rendezvous,
+    local_socket_name,
+    outbound_address,
+    random_socket_name,
+)
+from .waiting_line import WaitingLine
 
-__all__ = ["Seat", "answer"]
+__all__ = ["Membership", "answer_roll_call"]
 
 _log = logging.getLogger("allhands")
 
-# A rank that knows its own trouble tells the others if it can reach them soon, and raises in any case.
+# A rank with an error of its own reports it to the others if it can connect within this time, and raises in any case.
 _TROUBLE_S = 2.0
 
-# An answer that looks like a wrong service is asked again for this long: the coordinator of the previous
-# group at this address may be closing.
+# "wrong-service" is retried for this long: the coordinator of the previous group at this address may be closing.
 _AGAIN_S = 1.2
 
-# A coordinator that has the place we want is on this host, and answers at once or not at all.
-_HOLDER_S = 0.3
+# A coordinator that already listens at our address is on this host: it answers at once or not at all.
+_EARLIER_S = 0.3
 
-# Past the deadline the coordinator's own word may still be under way.
-_WORD_S = 0.5
+# How long after the deadline the coordinator's own decision may still arrive.
+_DECISION_S = 0.5
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """This rank's place in a complete group."""
+class Membership(msgspec.Struct, frozen=True):
+    """This rank's membership in a complete group."""
 
     member: Member
     complete: Complete
-    beside: coordinator_process.Beside | None
-    # The address by which other hosts reach this one; "" where every rank is on this host.
+    # On a rank 0 that started the coordinator.
+    coordinator_process: coordinator_process.CoordinatorProcess | None
+    # The address at which other hosts reach this one; "" if every rank is on this host.
     own_address: str
 
 
 class _Target(msgspec.Struct, frozen=True):
-    """What to connect to: the local socket where there is one, else the address."""
+    """Where to connect to: the Unix socket if there is one, else the address."""
 
     unix: str = ""
     address: Address | None = None
@@ -73,30 +82,33 @@ class _Target(msgspec.Struct, frozen=True):
         return str(self.address) if self.address is not None else "a socket of this host"
 
 
-class _Call:
-    """One attempt to answer the roll call, with everything it needs on the way."""
+class _Joining:
+    """One roll call as seen by this rank."""
 
-    def __init__(self, world: World, claim: Claim, settings: Settings, deadline: float, board: Board | None) -> None:
+    def __init__(
+        self, world: World, claim: Claim, settings: Settings, deadline: float, rendezvous: Rendezvous | None
+    ) -> None:
         self.world = world
         self.claim = claim
         self.settings = settings
-        self.board = board
+        self.rendezvous = rendezvous
         self.token = settings.secret()
         self.deadline = deadline if claim.trouble is None else min(deadline, time.monotonic() + _TROUBLE_S)
         self.who = f"rank {world.rank} ({claim.identity})"
-        self.progress = Progress(f"allhands rank {world.rank}", shown=world.local_rank in {None, 0} or world.rank == 0)
-        self.beside: coordinator_process.Beside | None = None
-        self.keeper = LAUNCHER if world.socket or world.hosted else BESIDE
+        shown = world.local_rank in {None, 0} or world.rank == 0
+        self.waiting_line = WaitingLine(f"allhands rank {world.rank}", shown=shown)
+        self.process: coordinator_process.CoordinatorProcess | None = None
+        self.runs = IN_LAUNCHER if world.socket or world.hosted else IN_OWN_PROCESS
 
-    # Where -------------------------------------------------------------------------------------------------
+    # Finding or starting the coordinator -------------------------------------------------------------------------
 
     def target(self) -> _Target:
-        """Find where the coordinator is, starting it if this is rank 0's to do."""
+        """Return where the coordinator is; start it first if this rank must."""
         world = self.world
         if world.socket or world.hosted:
             return _Target(world.socket, world.coordinator, self.token)
-        if self.board is not None:
-            return self._host_behind(self.board) if world.rank == 0 else self._find_behind(self.board)
+        if self.rendezvous is not None:
+            return self._announce(self.rendezvous) if world.rank == 0 else self._look_up(self.rendezvous)
         if world.coordinator is not None:
             if world.rank == 0:
                 return self._start(host=self._bind_address(world.coordinator), port=world.coordinator.port)
@@ -111,15 +123,16 @@ class _Call:
                 ranks=(world.rank,),
             )
         if world.world_size == 1:
-            # Nobody has to find it, and other programs of the same shell may be worlds of one too.
+            # A random name: several worlds of one rank may have the same parent.
             return self._start()
-        name = local_name(self.settings.job or world.job)
+        name = local_socket_name(self.settings.job or world.job)
         return self._start(name) if world.rank == 0 else _Target(name, token=self.token)
 
     def _start(self, unix: str = "", host: str = "", port: int = 0, token: bytes | None = None) -> _Target:
         secret = self.token if token is None else token
-        order = coordinator_process.Order(
-            unix=unix or random_name(),
+        path = str(self.rendezvous.path.absolute()) if isinstance(self.rendezvous, FileRendezvous) else ""
+        options = coordinator_process.Options(
+            unix=unix or random_socket_name(),
             host=host,
             port=port,
             token=secret,
@@ -127,44 +140,47 @@ class _Call:
             tls_cert=self.settings.tls_cert,
             tls_key=self.settings.tls_key,
             derived=bool(unix),
-            path=str(self.board.path.absolute()) if isinstance(self.board, FileBoard) else "",
+            path=path,
         )
         if host and not secret and not bind.is_loopback(host):
-            _log.warning(bind.OPEN, host, "rank")
-        self.beside = coordinator_process.start(order, self.deadline, lambda: self._ask_holder(order))
-        return _Target(order.unix, token=secret)
+            _log.warning(bind.WARNING_OPEN, host, "rank")
+        self.process = coordinator_process.start(options, self.deadline, lambda: self._ask_earlier(options))
+        return _Target(options.unix, token=secret)
 
-    def _ask_holder(self, order: coordinator_process.Order) -> None:
-        """Answer at the coordinator that has our place. It tells everyone if we are double, and goes if it is done."""
-        soon = min(self.deadline, time.monotonic() + _HOLDER_S)
+    def _ask_earlier(self, options: coordinator_process.Options) -> None:
+        """Answer the roll call of the coordinator that has our address.
+
+        It refuses every rank if this rank is a duplicate, and exits if its job is over.
+        """
+        soon = min(self.deadline, time.monotonic() + _EARLIER_S)
+        address = Address(options.host, options.port) if options.host else None
+        target = _Target("" if address else options.unix, address, options.token)
         sock: socket.socket | None
-        if order.host:
-            target = _Target(address=Address(order.host, order.port), token=order.token)
+        if address is not None:
             try:
-                sock = connect.reach(Address(order.host, order.port), soon, who=self.who)
+                sock = connect.connect_tcp(address, soon, who=self.who)
                 if self.settings.tls_ca and self.world.coordinator is not None:
-                    sock = client_handshake.secure(sock, self.settings.tls_ca, self.world.coordinator.host, soon)
+                    sock = handshake.wrap_tls(sock, self.settings.tls_ca, self.world.coordinator.host, soon)
             except ConnectError:
-                return  # It is just gone.
+                return  # It has just exited.
         else:
-            target = _Target(order.unix, token=order.token)
-            sock = connect.reach_local(order.unix, soon)
-            if sock is None:
-                return
+            sock = connect.connect_unix(options.unix, soon)
+        if sock is None:
+            return
         try:
-            seat = self._answer(sock, target)
+            membership = self._answer(sock, target)
         except ConnectError as problem:
             sock.close()
             if problem.slug not in {"wrong-service", "not-authorised"}:
                 raise
-            return  # Another job's, which tells strangers nothing.
+            return  # It belongs to another job.
         except BaseException:
             sock.close()
             raise
-        if seat is None:
+        if membership is None:
             sock.close()
         else:
-            seat.member.close()
+            membership.member.close()
 
     def _bind_address(self, address: Address) -> str:
         local = self.world.local_world_size
@@ -173,48 +189,47 @@ class _Call:
             self.deadline,
             bind=self.settings.bind,
             late_names=self.world.late_names,
-            # How many of how many are on this machine, where that is known.
             share=(local, self.world.world_size) if local is not None else None,
             who=self.who,
-            notify=self.progress,
+            notify=self.waiting_line,
         )
 
-    def _host_behind(self, board: Board) -> _Target:
-        board.prepare()
-        token = self.token or (os.urandom(32).hex().encode() if board.private else b"")
+    def _announce(self, rendezvous: Rendezvous) -> _Target:
+        rendezvous.prepare()
+        token = self.token or (os.urandom(32).hex().encode() if rendezvous.private else b"")
         host = ""
         if self.settings.bind:
             host = self.settings.bind
-        elif board.wide and not self.world.one_host:
-            host = outward_address()
+        elif rendezvous.wide and not self.world.one_host:
+            host = outbound_address()
         target = self._start(host=host, token=token)
-        if self.beside is None:
+        if self.process is None:
             raise ValueError("no coordinator was started")
-        made = token if board.private and not self.token else b""
-        board.post(Notice.of(target.unix, self.beside.host, self.beside.port, self.beside.pid, made))
+        fresh = token if rendezvous.private and not self.token else b""
+        rendezvous.publish(Announcement.of(target.unix, self.process.host, self.process.port, self.process.pid, fresh))
         return target
 
-    def _find_behind(self, board: Board) -> _Target:
+    def _look_up(self, rendezvous: Rendezvous) -> _Target:
         pause = 0.01
         while True:
-            notice = board.read()
-            if notice is not None and not notice.dead:
-                token = self.token or notice.token
-                if notice.here:
-                    return _Target(notice.unix, token=token)
-                if notice.port:
-                    return _Target(address=Address(notice.host, notice.port), token=token)
+            found = rendezvous.read()
+            if found is not None and not found.dead:
+                token = self.token or found.token
+                if found.here:
+                    return _Target(found.unix, token=token)
+                if found.port:
+                    return _Target(address=Address(found.host, found.port), token=token)
                 raise fail(
                     "no-route",
-                    f"rank 0 met at {board.describe()} but listens on its own host only",
+                    f"rank 0 announced itself at {rendezvous.describe()} but listens on its own host only",
                     who=self.who,
-                    why="rank 0 is on another host or in another network namespace, and the meeting place looked local",
+                    why="rank 0 is on another host or in another network namespace, and that place looked local to it",
                     fix="set ALLHANDS_BIND on rank 0 to an address that this host can reach, or use tcp://HOST:PORT",
                     ranks=(0,),
                 )
             if time.monotonic() + pause >= self.deadline:
-                raise self._rank_0_missing(board.describe())
-            self.progress(f"waiting for rank 0 to open the roll call at {board.describe()}")
+                raise self._rank_0_missing(rendezvous.describe())
+            self.waiting_line(f"waiting for rank 0 to open the roll call at {rendezvous.describe()}")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.2)
 
@@ -223,65 +238,65 @@ class _Call:
             "missing-ranks",
             "rank 0 never opened the roll call",
             who=f"{self.who} waited at {place}",
-            why="nothing was posted there by a living rank 0",
-            fix="start rank 0 with the same address (`allhands whoami` there), or mend what its own output says; "
+            why="no living rank 0 announced itself there",
+            fix="start rank 0 with the same address (`allhands whoami` there), or correct the error in its own output; "
             "or raise timeout=",
             ranks=(0,),
         )
 
-    # Connecting --------------------------------------------------------------------------------------------
+    # The roll call -----------------------------------------------------------------------------------------------
 
     def connect(self, target: _Target) -> socket.socket:
         """Return a connection to the coordinator."""
         if target.unix:
-            sock = connect.reach_local(target.unix, self.deadline, notify=self.progress)
+            sock = connect.connect_unix(target.unix, self.deadline, notify=self.waiting_line)
             if sock is None:
                 place = self.settings.job or self.world.job or f"the parent process {os.getppid()} that they share"
                 raise self._rank_0_missing(f"the local socket of {place}")
             return sock
         if target.address is None:
-            raise ValueError("nowhere to connect to")
+            raise ValueError("nothing to connect to")
         several = self.world.local_world_size is not None and not self.world.one_host
-        sock = connect.reach(
+        sock = connect.connect_tcp(
             target.address,
             self.deadline,
             who=self.who,
             late_names=self.world.late_names,
             several_hosts=several,
-            notify=self.progress,
+            notify=self.waiting_line,
         )
         if self.settings.tls_ca:
-            return client_handshake.secure(sock, self.settings.tls_ca, target.address.host, self.deadline)
+            return handshake.wrap_tls(sock, self.settings.tls_ca, target.address.host, self.deadline)
         return sock
 
-    def call(self) -> Seat:
+    def run(self) -> Membership:
         """Answer until the group is complete or refused."""
         target = self.target()
-        again_until: float | None = None
+        retry_until: float | None = None
         while True:
             sock = self.connect(target)
             asked = time.monotonic()
             try:
-                seat = self._answer(sock, target)
+                membership = self._answer(sock, target)
             except BaseException as problem:
                 sock.close()
                 if not isinstance(problem, ConnectError) or problem.slug != "wrong-service":
                     raise
                 now = time.monotonic()
-                again_until = again_until or now + _AGAIN_S
-                # One that is closing says so at once; long silence is no reason to ask for more of it.
-                if now >= min(again_until, self.deadline) or now - asked > _AGAIN_S:
+                retry_until = retry_until or now + _AGAIN_S
+                # A coordinator that is closing answers at once; a silent service is not asked again.
+                if now >= min(retry_until, self.deadline) or now - asked > _AGAIN_S:
                     raise
             else:
-                if seat is not None:
-                    return seat
+                if membership is not None:
+                    return membership
                 sock.close()
                 if time.monotonic() >= self.deadline:
                     raise self._rank_0_missing(str(target))
             time.sleep(0.05)
 
-    def _answer(self, sock: socket.socket, target: _Target) -> Seat | None:
-        """Greet, claim, wait. None: the coordinator was that of an earlier group; connect again."""
+    def _answer(self, sock: socket.socket, target: _Target) -> Membership | None:
+        """Authenticate, send the claim, wait. None: the coordinator was that of an earlier group; connect again."""
         world = self.world
         opening = handshake.hello(
             job=self.settings.job or world.job,
@@ -290,116 +305,116 @@ class _Call:
             world_size=world.world_size,
             token=target.token,
         )
-        splitter, frames = client_handshake.greet(sock, opening, target.token, str(target), self.deadline)
+        splitter, frames = handshake.authenticate(sock, opening, target.token, str(target), self.deadline)
         left = max(0.0, self.deadline - time.monotonic())
-        claimed = self._say(sock, msgspec.structs.replace(self.claim, timeout_s=left))
+        claimed = self._send(sock, msgspec.structs.replace(self.claim, timeout_s=left))
         return self._wait(sock, splitter, frames, target, claimed=claimed)
 
-    def _say(self, sock: socket.socket, message: FromMember) -> bool:
-        """Send; False where the coordinator has closed. What it said before that is still to be read."""
+    def _send(self, sock: socket.socket, message: FromMember) -> bool:
+        """Send; return False if the coordinator has closed (its last messages may still be unread)."""
         try:
-            client_handshake.send(sock, pack(encode(message)), self.deadline + _WORD_S)
+            handshake.send(sock, pack(encode(message)), self.deadline + _DECISION_S)
         except OSError:
             return False
         return True
 
     def _wait(
         self, sock: socket.socket, splitter: Splitter, frames: list[bytes], target: _Target, *, claimed: bool
-    ) -> Seat | None:
+    ) -> Membership | None:
         while True:
             for index, frame in enumerate(frames):
                 message = decode_from_coordinator(frame)
                 match message:
                     case Complete():
-                        return self._seat(sock, splitter, frames[index + 1 :], message, target)
+                        return self._membership(sock, splitter, frames[index + 1 :], message, target)
                     case Refused(diagnosis):
                         raise error(diagnosis)
                     case Waiting(line):
-                        self.progress(line)
-                    case Remark(text):
+                        self.waiting_line(line)
+                    case LogLine(text):
                         _log.warning("the coordinator reports: %s", text)
                     case Closing():
                         return None
-                    case _Ping():
-                        self._say(sock, Pong())
-                    case Query():
-                        self._say(sock, Status(self.world.rank, "busy", "in the roll call"))
+                    case Ping():
+                        self._send(sock, Pong())
+                    case StatusQuery():
+                        self._send(sock, Status(self.world.rank, "busy", "in the roll call"))
                     case _:
                         raise FrameError(f"a {type(message).__name__} during the roll call")
             try:
-                received = client_handshake.receive(sock, splitter, self.deadline + _WORD_S)
+                received = handshake.receive(sock, splitter, self.deadline + _DECISION_S)
             except OSError:
                 received = []
             if received is None:
-                raise self._no_word(target)
+                raise self._silent(target)
             if not received and not claimed:
-                return None  # It was about to end when we came, so it was not ours.
+                return None  # It was closing before our claim: an earlier group's.
             if not received:
                 raise error(self._lost(target))
             frames = received
 
-    def _seat(
+    def _membership(
         self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: Complete, target: _Target
-    ) -> Seat:
+    ) -> Membership:
         own = ""
         if not complete.one_host:
-            if self.beside is not None:
-                own = self.beside.host
+            if self.process is not None:
+                own = self.process.host
             elif sock.family == socket.AF_UNIX:
-                # Through the launcher on this node, which knows by what address the others reach it.
-                own = self.settings.node_address or outward_address()
+                # Connected through the launcher, which knows this node's address.
+                own = self.settings.node_address or outbound_address()
             else:
                 own = str(sock.getsockname()[0])
         world = self.world
-        member = Member(
-            sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target), keeper=self.keeper
-        )
+        member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target), runs=self.runs)
         member.start(rest)
-        return Seat(member, complete, self.beside, own)
+        return Membership(member, complete, self.process, own)
 
     def _lost(self, target: _Target) -> Diagnosis:
         return Diagnosis(
             "coordinator-lost",
-            f"the coordinator at {target} went away during the roll call",
+            f"the coordinator at {target} closed the connection during the roll call",
             who=self.who,
-            why=f"it closed the connection without a word (observed); it runs {self.keeper}",
+            why=f"it closed the connection without notice (observed); it runs {self.runs}",
             fix="look at rank 0's output and host, and run the job again",
             ranks=(0,),
         )
 
-    def _no_word(self, target: _Target) -> AllhandsError:
+    def _silent(self, target: _Target) -> AllhandsError:
         return fail(
             "coordinator-silent",
-            f"the coordinator at {target} gave no word by the deadline",
+            f"the coordinator at {target} did not decide by the deadline",
             who=self.who,
-            why=f"it took our answer and did not decide within {duration(self.claim.timeout_s)} (observed)",
-            fix=f"look at the coordinator's process, {self.keeper}: it may be stopped or starved",
+            why=f"it accepted our claim and sent no decision within {duration(self.claim.timeout_s)} (observed)",
+            fix=f"look at the coordinator's process, {self.runs}: it may be stopped or starved",
             ranks=(0,),
             certain=False,
         )
 
 
-def answer(world: World, claim: Claim, *, settings: Settings, deadline: float, board: Board | None = None) -> Seat:
-    """Answer the roll call as ``world.rank``; return the seat in the complete group or raise why there is none.
+def answer_roll_call(
+    world: World, claim: Claim, *, settings: Settings, deadline: float, rendezvous: Rendezvous | None = None
+) -> Membership:
+    """Answer the roll call as ``world.rank``; return the membership in the complete group, or raise the refusal.
 
     Every rank calls this. Blocks until the group is complete, at most until ``deadline`` (time.monotonic).
     """
-    call = _Call(world, claim, settings, deadline, board)
+    joining = _Joining(world, claim, settings, deadline, rendezvous)
     try:
-        seat = call.call()
+        membership = joining.run()
     except AllhandsError as problem:
-        if call.beside is not None:
-            call.beside.forget()
+        if joining.process is not None:
+            joining.process.detach()
         if claim.trouble is not None and problem.slug != claim.trouble.slug:
-            # Nobody could be told, but what is wrong here is known.
+            # The coordinator could not be informed; this rank's own error is still the cause.
             raise error(claim.trouble) from problem
         raise
     except BaseException:
-        if call.beside is not None:
-            call.beside.kill()
+        if joining.process is not None:
+            joining.process.kill()
         raise
     finally:
-        call.progress.done()
-        if board is not None and world.rank == 0:
-            board.clear()
-    return seat
+        joining.waiting_line.done()
+        if rendezvous is not None and world.rank == 0:
+            rendezvous.clear()
+    return membership

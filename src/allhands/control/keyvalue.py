@@ -1,7 +1,7 @@
-"""The job's key-value store: what torch's stores can do, as a pure table with waiters.
+"""The job's key-value store with the operations of torch's stores, as a table without I/O.
 
-The table never blocks: an operation that must wait for a key is parked, and whoever sets the key gets the
-list of parked operations that can now be answered.
+No operation blocks. One that must wait for a key is parked; the operation that sets the key returns the parked
+operations that can be answered.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from collections.abc import Iterable
 
 import msgspec
 
-from .frames import MOST_BYTES
-from .messages import Ask, Reply
+from .messages import MOST_BYTES, StoreReply, StoreRequest
 
 __all__ = ["MOST_HELD", "KeyValue", "Parked"]
 
-# All values together. Addresses and plans need megabytes; a gigabyte means that tensors are being passed
-# through the control plane, and the host of rank 0 should not run out of memory for it.
+# The limit for all values together. Addresses and plans need megabytes; a gigabyte means that tensors pass through the
+# store, which must not exhaust the memory of rank 0's host.
 MOST_HELD = 1024 * 1024 * 1024
 
-# What torch's own stores count in: 64 bits with a sign.
+# Counters are signed 64-bit integers, as in torch's stores.
 _LEAST, _MOST = -(2**63), 2**63 - 1
 
-# What msgpack adds to a value, and to the reply as a whole, at most.
+# Upper bound of msgpack's overhead per value and per reply.
 _REPLY_OVERHEAD = 64
 
 _WAITING = frozenset({"get", "wait", "multi_get", "pop"})
 
 
 class Parked(msgspec.Struct, eq=False):
-    """An operation of ``owner`` that waits for keys until ``deadline``."""
+    """An operation of ``owner`` that waits for ``keys`` until ``deadline``."""
 
     owner: object
-    ask: Ask
+    ask: StoreRequest
     deadline: float
     keys: set[str] = msgspec.field(default_factory=set)
 
 
-def _fitting(reply: Reply) -> Reply:
-    """Return ``reply``, or where it would not go into one message, the word that it does not."""
+def _limit_size(reply: StoreReply) -> StoreReply:
+    """Return ``reply``, or the problem "too-large" if it exceeds one message."""
     if sum(map(len, reply.values)) + _REPLY_OVERHEAD * (len(reply.values) + 1) <= MOST_BYTES:
         return reply
-    return Reply(reply.id, problem="too-large")
+    return StoreReply(reply.id, problem="too-large")
 
 
 class KeyValue:
-    """Keys and queues, and who waits for them."""
+    """Keys, queues and the operations that wait for them."""
 
     def __init__(self, most: int = MOST_HELD) -> None:
         self._values: dict[str, bytes] = {}
@@ -55,33 +54,35 @@ class KeyValue:
         self._held = 0
         self._most = most
 
-    def handle(self, owner: object, ask: Ask, now: float) -> tuple[Reply | None, list[tuple[Parked, Reply]]]:
-        """Carry out ``ask``; return its reply (None if it is parked) and the parked operations it released."""
+    def handle(
+        self, owner: object, ask: StoreRequest, now: float
+    ) -> tuple[StoreReply | None, list[tuple[Parked, StoreReply]]]:
+        """Execute ``ask``; return its reply (None if parked) and the parked operations that it released."""
         if self._missing(ask):
             if ask.op == "pop" and ask.wait_s <= 0:
-                return Reply(ask.id, problem="empty"), []
+                return StoreReply(ask.id, problem="empty"), []
             if ask.wait_s <= 0:
-                return Reply(ask.id, problem="timeout"), []
-            # Under all its keys, not only the missing: one that is there may be deleted while it waits.
+                return StoreReply(ask.id, problem="timeout"), []
+            # Under all its keys, not only the missing ones: a present key may be deleted while it waits.
             self._park(Parked(owner, ask, now + ask.wait_s, set(ask.keys)))
             return None, []
         reply, touched = self._apply(ask)
-        return _fitting(reply), self._release(touched)
+        return _limit_size(reply), self._release(touched)
 
-    def expire(self, now: float) -> list[tuple[Parked, Reply]]:
-        """Return the parked operations whose time is up, each with its reply."""
+    def expire(self, now: float) -> list[tuple[Parked, StoreReply]]:
+        """Return the parked operations whose deadline has passed, each with its reply."""
         late = {id(parked): parked for queue in self._parked.values() for parked in queue if parked.deadline <= now}
         for parked in late.values():
             self._unpark(parked)
-        return [(parked, Reply(parked.ask.id, problem="timeout")) for parked in late.values()]
+        return [(parked, StoreReply(parked.ask.id, problem="timeout")) for parked in late.values()]
 
     def forget(self, owner: object) -> None:
-        """Drop what ``owner`` was waiting for."""
+        """Drop the parked operations of ``owner``."""
         mine = {id(parked): parked for queue in self._parked.values() for parked in queue if parked.owner is owner}
         for parked in mine.values():
             self._unpark(parked)
 
-    def _missing(self, ask: Ask) -> set[str]:
+    def _missing(self, ask: StoreRequest) -> set[str]:
         if ask.op not in _WAITING:
             return set()
         if ask.op == "pop":
@@ -100,17 +101,17 @@ class KeyValue:
                 if not queue:
                     del self._parked[key]
 
-    def _release(self, touched: Iterable[str]) -> list[tuple[Parked, Reply]]:
-        released: list[tuple[Parked, Reply]] = []
+    def _release(self, touched: Iterable[str]) -> list[tuple[Parked, StoreReply]]:
+        released: list[tuple[Parked, StoreReply]] = []
         for key in touched:
             for parked in self._parked.get(key, [])[:]:
                 if not self._missing(parked.ask):
                     self._unpark(parked)
-                    released.append((parked, _fitting(self._apply(parked.ask)[0])))
+                    released.append((parked, _limit_size(self._apply(parked.ask)[0])))
         return released
 
-    def _apply(self, ask: Ask) -> tuple[Reply, list[str]]:
-        """Carry out an operation that need not wait; return its reply and the keys it brought into being."""
+    def _apply(self, ask: StoreRequest) -> tuple[StoreReply, list[str]]:
+        """Execute an operation whose keys are present; return its reply and the keys that it created."""
         try:
             key = ask.keys[0] if ask.keys else ""
             value = ask.values[0] if ask.values else b""
@@ -122,70 +123,69 @@ class KeyValue:
                 case "append":
                     return self._write(ask, [key], [self._values.get(key, b"") + value])
                 case "get":
-                    return Reply(ask.id, [self._values[key]]), []
+                    return StoreReply(ask.id, [self._values[key]]), []
                 case "multi_get":
-                    return Reply(ask.id, [self._values[name] for name in ask.keys]), []
+                    return StoreReply(ask.id, [self._values[name] for name in ask.keys]), []
                 case "wait":
-                    return Reply(ask.id), []
+                    return StoreReply(ask.id), []
                 case "check":
                     there = all(name in self._values or name in self._queues for name in ask.keys)
-                    return Reply(ask.id, number=int(there)), []
+                    return StoreReply(ask.id, number=int(there)), []
                 case "add":
                     total = int(self._values.get(key, b"0")) + ask.number
                     if not _LEAST <= total <= _MOST:
-                        return Reply(ask.id, problem="not-a-number"), []
+                        return StoreReply(ask.id, problem="not-a-number"), []
                     reply, touched = self._write(ask, [key], [str(total).encode()])
-                    return Reply(ask.id, number=total, problem=reply.problem), touched
+                    return StoreReply(ask.id, number=total, problem=reply.problem), touched
                 case "compare_set":
                     return self._compare_set(ask, key)
                 case "delete":
-                    return Reply(ask.id, number=int(self._delete(key))), []
+                    return StoreReply(ask.id, number=int(self._delete(key))), []
                 case "num_keys":
-                    return Reply(ask.id, number=len(self._values)), []
+                    return StoreReply(ask.id, number=len(self._values)), []
                 case "list_keys":
-                    return Reply(ask.id, [name.encode() for name in self._values]), []
+                    return StoreReply(ask.id, [name.encode() for name in self._values]), []
                 case "push":
                     if self._held + len(value) > self._most:
-                        return Reply(ask.id, problem="full"), []
+                        return StoreReply(ask.id, problem="full"), []
                     self._queues.setdefault(key, deque()).append(value)
                     self._held += len(value)
-                    return Reply(ask.id), [key]
+                    return StoreReply(ask.id), [key]
                 case "pop":
                     first = self._queues[key].popleft()
                     self._held -= len(first)
                     if not self._queues[key]:
                         del self._queues[key]
-                    return Reply(ask.id, [first]), []
+                    return StoreReply(ask.id, [first]), []
                 case "length":
-                    return Reply(ask.id, number=len(self._queues.get(key, ()))), []
+                    return StoreReply(ask.id, number=len(self._queues.get(key, ()))), []
         except ValueError:
-            # add() on a key that holds text.
-            return Reply(ask.id, problem="not-a-number"), []
+            # add() on a value that is not a number.
+            return StoreReply(ask.id, problem="not-a-number"), []
         except KeyError:
-            # An operation that named no key at all.
-            return Reply(ask.id, problem="no-such-key"), []
+            # The request named no key.
+            return StoreReply(ask.id, problem="no-such-key"), []
 
-    def _compare_set(self, ask: Ask, key: str) -> tuple[Reply, list[str]]:
-        # torch's rule: a missing key counts as equal to an empty expectation, and otherwise the expectation
-        # itself is returned.
+    def _compare_set(self, ask: StoreRequest, key: str) -> tuple[StoreReply, list[str]]:
+        # As in torch: a missing key equals an empty expectation; otherwise the expectation itself is returned.
         expected, desired = (*ask.values, b"", b"")[:2]
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             reply, touched = self._write(ask, [key], [desired])
-            return Reply(ask.id, [desired], problem=reply.problem), touched
-        return Reply(ask.id, [expected if current is None else current]), []
+            return StoreReply(ask.id, [desired], problem=reply.problem), touched
+        return StoreReply(ask.id, [expected if current is None else current]), []
 
-    def _write(self, ask: Ask, keys: list[str], values: list[bytes]) -> tuple[Reply, list[str]]:
+    def _write(self, ask: StoreRequest, keys: list[str], values: list[bytes]) -> tuple[StoreReply, list[str]]:
         fresh = dict(zip(keys, values, strict=False))
         growth = sum(
             len(key) + len(value) - (len(self._values[key]) + len(key) if key in self._values else 0)
             for key, value in fresh.items()
         )
         if self._held + growth > self._most:
-            return Reply(ask.id, problem="full"), []
+            return StoreReply(ask.id, problem="full"), []
         self._values.update(fresh)
         self._held += growth
-        return Reply(ask.id), list(fresh)
+        return StoreReply(ask.id), list(fresh)
 
     def _delete(self, key: str) -> bool:
         value = self._values.pop(key, None)

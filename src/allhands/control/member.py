@@ -1,8 +1,8 @@
-"""A rank's one live connection to the coordinator.
+"""A rank's connection to the coordinator after the roll call.
 
-One thread owns the socket; everyone else puts messages into a queue and waits for the answer. So a call
-may come from any thread, from a signal handler in the middle of another call, or at interpreter exit, and
-the stream is never torn. After a fork the child holds nothing of it.
+One thread owns the socket; other threads queue messages and wait for the replies. A call may therefore come from any
+thread, from a signal handler that interrupts another call, or at interpreter exit, without mixing two messages on the
+stream. A forked child closes its copy of the connection.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ssl
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,49 +25,50 @@ import msgspec
 
 from ..diagnosis import Diagnosis
 from ..errors import error, fail
-from .desync import Teller
-from .frames import FrameError, Splitter, pack
 from .messages import (
-    Ask,
-    Census,
+    Acknowledged,
     Closing,
-    Condemn,
-    Dismissed,
     Ended,
+    EndGroup,
     Failed,
-    Leaving,
-    Noted,
+    FrameError,
+    FromMember,
+    Leave,
+    LeaveGranted,
+    LogLine,
     Ping,
     Pong,
-    Query,
-    Recall,
-    Remark,
-    Reply,
-    Report,
+    Splitter,
     Status,
+    StatusQuery,
+    StatusReport,
+    StatusRequest,
     StoreOp,
+    StoreReply,
+    StoreRequest,
     decode_from_coordinator,
     encode,
+    pack,
 )
 
-__all__ = ["BESIDE", "LAUNCHER", "Member"]
+__all__ = ["IN_LAUNCHER", "IN_OWN_PROCESS", "Member"]
 
 _log = logging.getLogger("allhands")
 
-# How long a reply may be overdue before the coordinator is called silent.
+# How long a reply may be overdue before the coordinator is reported as silent.
 _GRACE_S = 2.0
 
-# A rank that is about to end waits this long for the coordinator to take note of its exception.
-_ANNOUNCE_S = 1.0
+# A rank that is about to exit waits this long for the coordinator to acknowledge its exception.
+_ACKNOWLEDGE_S = 1.0
 
-# Where the coordinator runs, for the words.
-BESIDE, LAUNCHER = "beside rank 0", "in the launcher of node 0 (allhands run)"
+# Where the coordinator runs, for messages ("it runs ...").
+IN_OWN_PROCESS, IN_LAUNCHER = "in a process of rank 0", "in the launcher of node 0 (allhands run)"
 
 _live: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
 class _Waiter:
-    """A place where one answer is laid down."""
+    """One request that waits for its reply."""
 
     __slots__ = ("answer", "event")
 
@@ -76,7 +78,7 @@ class _Waiter:
 
 
 class Member:
-    """This rank's connection, after the roll call. Made by `roll.answer`."""
+    """This rank's connection. Made by `join.answer_roll_call`."""
 
     def __init__(
         self,
@@ -86,15 +88,16 @@ class Member:
         rank: int,
         world_size: int,
         place: str,
-        keeper: str = BESIDE,
+        runs: str = IN_OWN_PROCESS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.place = place
-        self.keeper = keeper
+        self.runs = runs
         self.verdict: Diagnosis | None = None
-        # Whether the caller was told of the verdict.
-        self.heard = False
+        # Whether the verdict was raised to the caller.
+        self.verdict_raised = False
+        # Returns what this rank is doing and for how long (seconds).
         self.describe: Callable[[], tuple[str, float]] = lambda: ("running", 0.0)
         self._sock = sock
         self._splitter = splitter
@@ -102,14 +105,12 @@ class Member:
         self._ids = itertools.count(1)
         self._waiters: dict[int, _Waiter] = {}
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # Closed when this object goes, not when the connection does: a thread that is about to poke must
-        # never write into whatever was given the same number since.
+        # Closed with this object, not with the connection: a thread about to write to it must never write to another
+        # file that was given the same number.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
-        # What this rank calls in groups whose engine does not compare it.
-        self.teller = Teller(self._poke, world_size)
         self._ended = threading.Event()
-        self._callbacks: list[Callable[[Diagnosis], None]] = []
+        self._callbacks: deque[Callable[[Diagnosis], None]] = deque()
         self._closing = False
         self._over = False
         sock.setblocking(False)
@@ -117,114 +118,121 @@ class Member:
         _live.add(self)
 
     def start(self, frames: list[bytes]) -> None:
-        """Begin to read; ``frames`` came with the end of the roll call."""
+        """Start the thread. ``frames`` arrived together with the end of the roll call."""
         for frame in frames:
-            self._heard(frame)
+            self._receive(frame)
         self._thread.start()
 
-    # For every thread --------------------------------------------------------------------------------------
+    # For any thread ----------------------------------------------------------------------------------------------
 
-    def ask(
+    def store_request(
         self, op: StoreOp, keys: list[str], values: list[bytes] | None = None, *, number: int = 0, wait_s: float = 0.0
-    ) -> Reply:
-        """Carry out a store operation. Blocks at most ``wait_s`` and a moment; raises what ended the group."""
+    ) -> StoreReply:
+        """Execute a store operation. Blocks ``wait_s`` and a grace period at most; raises the verdict, if any."""
         made = next(self._ids)
-        reply = self._request(made, Ask(made, op, keys, values or [], number, wait_s), wait_s + _GRACE_S)
+        request = StoreRequest(made, op, keys, values or [], number, wait_s)
+        reply = self._request(made, request, wait_s + _GRACE_S)
         self.check()
         if reply is None:
-            raise self._silent(f"the store's answer to {op}")
-        answer: Reply = reply
+            raise self._silent(f"answer the store operation {op}")
+        answer: StoreReply = reply
         return answer
 
-    def census(self, wait_s: float = 1.0) -> list[Status]:
-        """Ask what every rank is doing; [] where the coordinator cannot say."""
+    def statuses(self, wait_s: float = 1.0) -> list[Status]:
+        """Return what every rank is doing; [] if the coordinator does not answer."""
         made = next(self._ids)
-        report = self._request(made, Census(made, wait_s), wait_s + _GRACE_S, even_if_ended=True)
-        return list(report.everyone) if isinstance(report, Report) else []
+        report = self._request(made, StatusRequest(made, wait_s), wait_s + _GRACE_S, even_if_ended=True)
+        return list(report.everyone) if isinstance(report, StatusReport) else []
 
-    def announce(self, kind: str, message: str, traceback: str, *, follows: bool) -> None:
-        """Tell everyone that this rank raised. Blocks at most a second; never raises."""
+    def report_failure(self, kind: str, message: str, traceback: str, *, follows: bool) -> None:
+        """Report an exception of this rank to all ranks. Blocks a second at most; never raises."""
         made = next(self._ids)
-        self._request(made, Failed(made, kind, message, traceback, follows), _ANNOUNCE_S, even_if_ended=True)
+        self._request(made, Failed(made, kind, message, traceback, follows), _ACKNOWLEDGE_S, even_if_ended=True)
 
-    def condemn(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Declare the group over because of ``diagnosis``; return what stands, which may have been said before."""
+    def end_group(self, diagnosis: Diagnosis) -> Diagnosis:
+        """End the group because of ``diagnosis``; return the verdict, which may be an earlier diagnosis."""
         made = next(self._ids)
-        self._request(made, Condemn(made, diagnosis), _ANNOUNCE_S, even_if_ended=True)
+        self._request(made, EndGroup(made, diagnosis), _ACKNOWLEDGE_S, even_if_ended=True)
         return self.verdict or diagnosis
 
     def leave(self, how: str, wait_s: float) -> list[Status]:
-        """Say goodbye, wait at most ``wait_s`` for the others to do so too, return who was still there."""
+        """Leave the group, wait at most ``wait_s`` for the others to leave, and return those that have not."""
         made = next(self._ids)
         self._closing = True
-        goodbye = Leaving(made, "destroy" if how == "destroy" else "exit", wait_s)
-        answer = self._request(made, goodbye, wait_s + _GRACE_S if wait_s else _ANNOUNCE_S, even_if_ended=True)
-        return list(answer.still) if isinstance(answer, Dismissed) else []
+        message = Leave(made, "destroy" if how == "destroy" else "exit", wait_s)
+        answer = self._request(made, message, wait_s + _GRACE_S if wait_s else _ACKNOWLEDGE_S, even_if_ended=True)
+        return list(answer.still) if isinstance(answer, LeaveGranted) else []
 
     def wait_for_verdict(self, timeout_s: float) -> Diagnosis | None:
-        """Wait until the group is known to be over, and return why; None where it is not over by then."""
+        """Wait at most ``timeout_s`` for the end of the group; return its diagnosis, None if it goes on."""
         self._ended.wait(timeout_s)
         return self.verdict
 
     def on_end(self, callback: Callable[[Diagnosis], None]) -> None:
-        """Call ``callback`` (from the member's thread) once the group is over."""
+        """Call ``callback`` once when the group ends: from the member's thread, or at once if it has ended.
+
+        An exception of a callback is logged.
+        """
         self._callbacks.append(callback)
         if self.verdict is not None:
-            callback(self.verdict)
-
-    def check(self) -> None:
-        """Raise what ended the group, where it is over."""
-        if self.verdict is not None:
-            self.heard = True
-            raise error(self.verdict)
+            self._run_callbacks(self.verdict)
 
     def off_end(self, callback: Callable[[Diagnosis], None]) -> None:
-        """Take back an `on_end`."""
-        if callback in self._callbacks:
+        """Remove a callback that has not been called."""
+        try:
             self._callbacks.remove(callback)
+        except ValueError:
+            return  # It was called, or is being called.
+
+    def check(self) -> None:
+        """Raise the verdict if the group has ended."""
+        if self.verdict is not None:
+            self.verdict_raised = True
+            raise error(self.verdict)
 
     @property
     def over(self) -> bool:
-        """Whether the connection has ended, for whatever reason."""
+        """Whether the connection has ended, for any reason."""
         return self._over
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child that was forked from the rank."""
+        """Whether this process is a forked child of the rank."""
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """End the connection. Safe at any time, any number of times."""
+        """End the connection. May be called at any time, repeatedly."""
         if self.forked:
             return
         self._closing = True
-        self._poke()
+        self._wake_thread()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_GRACE_S)
 
-    # Inside ------------------------------------------------------------------------------------------------
-
     def check_process(self) -> None:
-        """Raise forked-process in a child that was forked from this rank."""
+        """Raise forked-process in a forked child of the rank."""
         if self.forked:
             raise fail(
                 "forked-process",
-                f"process {os.getpid()} was forked from rank {self.rank} and has no place in its group",
+                f"process {os.getpid()} was forked from rank {self.rank} and is no member of its group",
                 who=f"pid {os.getpid()}, child of pid {self._pid}",
                 why="a group belongs to the process that formed it; a fork shares its sockets but not its threads",
                 fix="communicate in the parent, or start the child with spawn and form a group of its own",
                 ranks=(self.rank,),
             )
 
-    def _request(self, number: int, message: Any, timeout_s: float, *, even_if_ended: bool = False) -> Any:
+    # Internal ----------------------------------------------------------------------------------------------------
+
+    def _request(self, number: int, message: FromMember, timeout_s: float, *, even_if_ended: bool = False) -> Any:
+        """Send ``message`` and wait for its reply; None if there is none in time, or the group has ended."""
         self.check_process()
         if self._over or (self.verdict is not None and not even_if_ended):
             if self.verdict is None and not even_if_ended:
                 raise fail(
                     "coordinator-silent",
-                    f"the coordinator at {self.place} has ended",
+                    f"the coordinator at {self.place} has exited",
                     who=f"rank {self.rank} (pid {self._pid})",
-                    why="it closed in good order (observed), as it does once rank 0 has left",
+                    why="it exited normally (observed), as it does once rank 0 has left",
                     fix="let rank 0 wait for the others before it destroys the group",
                     ranks=(0,),
                 )
@@ -234,15 +242,14 @@ class Member:
         except FrameError as problem:
             raise fail(
                 "invalid-argument",
-                f"the coordinator takes no message that large: {problem}",
+                f"the store operation is too large: {problem}",
                 who=f"rank {self.rank} (pid {self._pid})",
-                why="keys and values of one store operation travel in one message",
-                fix="pass large data as tensors or files, or cut it into several keys",
+                why="the keys and values of one store operation are sent in one message",
+                fix="pass large data as tensors or files, or split it into several keys",
                 ranks=(self.rank,),
             ) from None
         waiter = self._waiters[number] = _Waiter()
-        self._outbox.put(frame)
-        self._poke()
+        self._send(frame)
         try:
             deadline = time.monotonic() + timeout_s
             while not waiter.event.wait(max(0.0, deadline - time.monotonic())):
@@ -255,19 +262,23 @@ class Member:
     def _silent(self, missing: str) -> Exception:
         return fail(
             "coordinator-silent",
-            f"the coordinator at {self.place} did not give {missing}",
+            f"the coordinator at {self.place} did not {missing}",
             who=f"rank {self.rank} (pid {self._pid})",
-            why="its connection stands but nothing comes (observed); probably its process is stopped or starved",
-            fix=f"look at the coordinator's process, {self.keeper}: `ps -o stat,cmd -p PID` (T is stopped)",
+            why="its connection is open but nothing arrives (observed); probably its process is stopped or starved",
+            fix=f"look at the coordinator's process, {self.runs}: `ps -o stat,cmd -p PID` (T is stopped)",
             ranks=(0,),
             certain=False,
         )
 
-    def _poke(self) -> None:
+    def _send(self, frame: bytes) -> None:
+        self._outbox.put(frame)
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
         try:
             os.eventfd_write(self._wake, 1)
         except BlockingIOError:
-            return  # Awake already.
+            return  # The counter is at its maximum: the thread is awake.
 
     def _run(self) -> None:
         poller = select.poll()
@@ -276,10 +287,10 @@ class Member:
         try:
             while True:
                 poller.register(self._sock, select.POLLIN | (select.POLLOUT if unsent else 0))
+                # TLS may hold decrypted data that poll does not see.
                 pending = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()
-                poller.poll(0 if pending else self._patience_ms(unsent))
-                self._drain()
-                unsent += self._told(unsent)
+                poller.poll(0 if pending else None)
+                self._reset_wake()
                 while not self._outbox.empty():
                     unsent += self._outbox.get_nowait()
                 self._write(unsent)
@@ -288,26 +299,11 @@ class Member:
                 if self._closing and not unsent and not self._waiters and self._outbox.empty():
                     break
         except (OSError, FrameError, msgspec.MsgspecError) as problem:
-            self._broke(f"{type(problem).__name__}: {problem}")
+            self._connection_lost(f"{type(problem).__name__}: {problem}")
         finally:
             self._finish()
 
-    def _patience_ms(self, unsent: bytearray) -> float | None:
-        """Return how long to wait before there are calls to tell of; None where there are none."""
-        wait_s = None if unsent else self.teller.wait_s(time.monotonic())
-        return None if wait_s is None else wait_s * 1000 + 1
-
-    def _told(self, unsent: bytearray) -> bytes:
-        """Return what is to be told of calls: now and then, and before anything else that is said.
-
-        A coordinator that does not read is told nothing: the calls are folded together meanwhile.
-        """
-        if unsent or self.verdict is not None:
-            return b""
-        told = self.teller.take(time.monotonic(), at_once=not self._outbox.empty())
-        return pack(encode(told)) if told is not None else b""
-
-    def _drain(self) -> None:
+    def _reset_wake(self) -> None:
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
@@ -322,46 +318,48 @@ class Member:
             del unsent[:sent]
 
     def _read(self) -> bool:
-        """Take in what has come; False once the coordinator closed."""
+        """Handle everything that has arrived; return False if the coordinator closed."""
         while True:
             try:
                 data = self._sock.recv(262_144)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return True
             if not data:
-                self._broke("the connection closed")
+                self._connection_lost("the connection closed")
                 return False
             for frame in self._splitter.feed(data):
-                self._heard(frame)
+                self._receive(frame)
 
-    def _heard(self, frame: bytes) -> None:
+    def _receive(self, frame: bytes) -> None:
         message = decode_from_coordinator(frame)
         match message:
-            case Reply() | Noted() | Dismissed() | Report():
+            case StoreReply() | Acknowledged() | LeaveGranted() | StatusReport():
                 waiter = self._waiters.get(message.id)
                 if waiter is not None:
                     waiter.answer = message
                     waiter.event.set()
             case Ping():
-                self._outbox.put(pack(encode(Pong())))
-                self._poke()
-            case Query():
-                doing, since_s = self.describe()
-                self._outbox.put(pack(encode(Status(self.rank, "busy", doing, since_s))))
-                self._poke()
-            case Recall():
-                self._outbox.put(pack(encode(self.teller.recall(message))))
-                self._poke()
+                self._send(pack(encode(Pong())))
+            case StatusQuery():
+                self._send(pack(encode(self._status())))
             case Ended(diagnosis):
                 self._end(diagnosis)
-            case Remark(text):
+            case LogLine(text):
                 _log.warning("the coordinator reports: %s", text)
             case Closing():
                 self._closing = True
             case _:
                 raise FrameError(f"a {type(message).__name__} after the roll call")
 
-    def _broke(self, how: str) -> None:
+    def _status(self) -> Status:
+        try:
+            doing, since_s = self.describe()
+        except Exception:  # noqa: BLE001  # the caller's code; this thread must go on
+            _log.exception("cannot describe what rank %d is doing", self.rank)
+            doing, since_s = "running", 0.0
+        return Status(self.rank, "busy", doing, since_s)
+
+    def _connection_lost(self, how: str) -> None:
         if self._closing:
             return
         self._end(
@@ -369,7 +367,7 @@ class Member:
                 "coordinator-lost",
                 f"the coordinator at {self.place} is gone",
                 who=f"rank {self.rank} (pid {self._pid}) noticed",
-                why=f"{how} without a goodbye (observed); it runs {self.keeper}, so rank 0's host may be gone too",
+                why=f"{how} without notice (observed); it runs {self.runs}, so rank 0's host may be gone too",
                 fix="look at rank 0's output and host, and run the job again",
                 ranks=(0,),
             )
@@ -380,11 +378,22 @@ class Member:
             return
         self.verdict = diagnosis
         self._ended.set()
-        # Whoever waits for the store waits for someone who may be dead.
+        # A store operation may wait for a key that a dead rank would have set.
         for waiter in list(self._waiters.values()):
             waiter.event.set()
-        for callback in list(self._callbacks):
-            callback(diagnosis)
+        self._run_callbacks(diagnosis)
+
+    def _run_callbacks(self, diagnosis: Diagnosis) -> None:
+        # `on_end` and the member's thread may be here at the same time: popleft gives each callback to one of them.
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            try:
+                callback(diagnosis)
+            except Exception:  # noqa: BLE001  # the caller's code; the other callbacks must run
+                _log.exception("a callback for the end of the group failed on rank %d", self.rank)
 
     def _finish(self) -> None:
         self._over = True
@@ -394,17 +403,17 @@ class Member:
         _live.discard(self)
         self._sock.close()
 
-    def _let_go(self) -> None:
-        """In a forked child: drop the descriptors, so that the parent's death is seen by the coordinator."""
+    def _close_in_child(self) -> None:
+        """Close a forked child's copies, so that the coordinator sees the parent's death."""
         try:
             os.close(self._sock.detach())
         except OSError:
-            return  # The parent was closing it at the moment of the fork.
+            return  # The parent was closing it during the fork.
 
 
 def _after_fork() -> None:
     for member in list(_live):
-        member._let_go()  # noqa: SLF001  # one module, one secret
+        member._close_in_child()  # noqa: SLF001  # this module's own class
     _live.clear()
 
 

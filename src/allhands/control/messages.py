@@ -1,45 +1,52 @@
-"""Everything that is said between a member and the coordinator, as typed messages. Nothing is ever pickled."""
+"""The messages between members and the coordinator (msgspec structs, never pickled) and their framing on the wire.
+
+A connection starts with the line `GREETING`; after it each frame is a 4-byte big-endian length and a msgpack body.
+The length is checked before the body is read.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import msgspec
 
 from ..diagnosis import Diagnosis
-from .identity import Identity
+from .process_identity import Identity
 
 __all__ = [
-    "Ask",
-    "Census",
+    "GREETING",
+    "HEADER",
+    "MOST_BEFORE_PROOF",
+    "MOST_BYTES",
+    "Acknowledged",
     "Challenge",
     "Claim",
     "Closing",
     "Complete",
-    "Condemn",
-    "Dismissed",
+    "EndGroup",
     "Ended",
     "Failed",
+    "FrameError",
     "FromCoordinator",
     "FromMember",
     "Hello",
-    "Leaving",
-    "Noted",
+    "Leave",
+    "LeaveGranted",
+    "LogLine",
     "Ping",
     "Pong",
     "Proof",
-    "Query",
-    "Recall",
-    "Recalled",
     "Refused",
-    "Remark",
-    "Reply",
-    "Report",
-    "Said",
+    "Splitter",
     "Status",
+    "StatusQuery",
+    "StatusReport",
+    "StatusRequest",
     "StoreOp",
-    "Told",
+    "StoreReply",
+    "StoreRequest",
     "Waiting",
     "decode_challenge",
     "decode_from_coordinator",
@@ -47,7 +54,114 @@ __all__ = [
     "decode_hello",
     "decode_proof",
     "encode",
+    "pack",
 ]
+
+# A line of text and a blank line: services with text protocols (HTTP, Redis, SSH) answer at once and are recognised.
+GREETING = b"ALLHANDS/1\r\n\r\n"
+
+HEADER = struct.Struct(">I")
+
+# The limit before authentication: enough for the handshake, too small for an attack on memory.
+MOST_BEFORE_PROOF = 8 * 1024
+
+# Store values are addresses and pickled plans; checkpoint plans of large models reach tens of MiB.
+MOST_BYTES = 64 * 1024 * 1024
+
+
+class FrameError(Exception):
+    """The bytes received are not a frame of this protocol. Never leaves the control plane."""
+
+
+def pack(body: bytes) -> bytes:
+    """Return ``body`` as one frame."""
+    if len(body) > MOST_BYTES:
+        raise FrameError(f"a message of {len(body)} bytes is over the limit of {MOST_BYTES}")
+    return HEADER.pack(len(body)) + body
+
+
+class Splitter:
+    """Splits a byte stream into frames. Buffers at most one frame of ``most`` bytes."""
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self.most = most
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Append ``data`` and return the frames that are complete. Raises FrameError on a length over the limit."""
+        buffer = self._buffer
+        buffer += data
+        frames: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= HEADER.size:
+            (size,) = HEADER.unpack_from(buffer, start)
+            if size > self.most:
+                raise FrameError(f"a frame of {size} bytes is over the limit of {self.most}")
+            end = start + HEADER.size + size
+            if len(buffer) < end:
+                break
+            frames.append(bytes(buffer[start + HEADER.size : end]))
+            start = end
+        del buffer[:start]
+        return frames
+
+    @property
+    def held(self) -> bytes:
+        """The bytes of the incomplete frame: evidence if the other end is another service."""
+        return bytes(self._buffer)
+
+
+# The handshake, in this order: Hello, Challenge, Proof -----------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Member: its identity in the job. The proofs of both sides cover every field."""
+
+    protocol: int
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    nonce: bytes
+    has_token: bool
+
+
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator: its proof, and the nonce that the member's proof must cover."""
+
+    protocol: int
+    nonce: bytes
+    proof: bytes
+    has_token: bool
+
+
+class Proof(msgspec.Struct, tag=True, frozen=True):
+    """Member: its proof."""
+
+    proof: bytes
+
+
+# From a member ---------------------------------------------------------------------------------------------------
+
+
+class Claim(msgspec.Struct, tag=True, frozen=True):
+    """Answer the roll call. ``trouble`` is an error that this rank found before it connected."""
+
+    identity: Identity
+    backend: str
+    device: str
+    gpu: str
+    torch: str
+    allhands: str
+    launcher: str
+    timeout_s: float
+    node_rank: int = -1
+    local_world_size: int = -1
+    mixed_versions: bool = False
+    trouble: Diagnosis | None = None
+    # How many groups this process joined before: distinguishes a retry from a late answer to the failed roll call.
+    generation: int = 0
+
 
 StoreOp = Literal[
     "set",
@@ -68,54 +182,8 @@ StoreOp = Literal[
 ]
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Member: who I say I am. Every field is bound by the proofs that follow."""
-
-    protocol: int
-    job: str
-    attempt: int
-    rank: int
-    world_size: int
-    nonce: bytes
-    has_token: bool
-
-
-class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: prove that you hold the token; here is my own proof."""
-
-    protocol: int
-    nonce: bytes
-    proof: bytes
-    has_token: bool
-
-
-class Proof(msgspec.Struct, tag=True, frozen=True):
-    """Member: my proof."""
-
-    proof: bytes
-
-
-class Claim(msgspec.Struct, tag=True, frozen=True):
-    """Member: my answer to the roll call. ``trouble`` is what I found wrong on my own side, if anything."""
-
-    identity: Identity
-    backend: str
-    device: str
-    gpu: str
-    torch: str
-    allhands: str
-    launcher: str
-    timeout_s: float
-    node_rank: int = -1
-    local_world_size: int = -1
-    mixed_versions: bool = False
-    trouble: Diagnosis | None = None
-    # Which attempt of its process this is: a retry must not be mistaken for a late part of what failed.
-    generation: int = 0
-
-
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """Member: an operation on the store; ``wait_s`` bounds those that wait for a key."""
+class StoreRequest(msgspec.Struct, tag=True, frozen=True):
+    """One operation on the key-value store; ``wait_s`` limits those that wait for a key."""
 
     id: int
     op: StoreOp
@@ -126,7 +194,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Member: I raised. ``follows`` marks an exception that only passes on someone else's failure."""
+    """This rank raised. ``follows``: the exception is probably a consequence of another rank's failure."""
 
     id: int
     kind: str
@@ -135,30 +203,30 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     follows: bool
 
 
-class Condemn(msgspec.Struct, tag=True, frozen=True):
-    """Member: my collective cannot finish, and this is why; the group is over for everyone."""
+class EndGroup(msgspec.Struct, tag=True, frozen=True):
+    """A collective of this rank cannot finish: end the group on every rank with this diagnosis."""
 
     id: int
     diagnosis: Diagnosis
 
 
-class Leaving(msgspec.Struct, tag=True, frozen=True):
-    """Member: I leave in good order, and wait at most ``wait_s`` for the others to leave too."""
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """This rank leaves the group normally and waits at most ``wait_s`` for the others to leave."""
 
     id: int
     how: Literal["destroy", "exit"]
     wait_s: float
 
 
-class Census(msgspec.Struct, tag=True, frozen=True):
-    """Member: what is everyone doing? Those who have not answered within ``wait_s`` are silent."""
+class StatusRequest(msgspec.Struct, tag=True, frozen=True):
+    """Request the status of every rank. Ranks that do not answer within ``wait_s`` are reported as silent."""
 
     id: int
     wait_s: float
 
 
 class Status(msgspec.Struct, tag=True, frozen=True):
-    """What one rank is doing: a member's answer to a Query, and a line of a Report."""
+    """What one rank is doing: the answer to a StatusQuery, and an item of a StatusReport."""
 
     rank: int
     state: Literal["busy", "silent", "left", "gone"]
@@ -169,76 +237,42 @@ class Status(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """Member: I am here."""
+    """The answer to a Ping."""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank is in one group of ``size`` ranks, and what its calls came to at some of their numbers.
-
-    ``void`` where a call that was told was not made after all, so that the numbers of later ones are wrong.
-    """
-
-    group: str
-    size: int
-    upto: int
-    numbers: list[int]
-    digests: list[int]
-    void: bool = False
+FromMember = Claim | StoreRequest | Failed | EndGroup | Leave | StatusRequest | Status | Pong
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
-    """Member: what I have called since I last said so."""
-
-    groups: list[Said]
-
-
-class Recalled(msgspec.Struct, tag=True, frozen=True):
-    """Member: the answer to a Recall ``upto`` a number: the calls from ``first`` on, as many as are remembered.
-
-    ``codes`` has what must be the same on every rank, ``words`` what a reader is told; ``which`` of them for each call.
-    ``digest`` is what all calls came to at ``upto``, 0 where that is not known; ``void`` is as in Said.
-    """
-
-    group: str
-    upto: int
-    first: int
-    codes: list[int]
-    which: list[int]
-    words: list[str]
-    digest: int = 0
-    void: bool = False
-
-
-FromMember = Claim | Ask | Failed | Condemn | Leaving | Census | Status | Pong | Told | Recalled
+# From the coordinator --------------------------------------------------------------------------------------------
 
 
 class Waiting(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator, to one member: show people this line while the roll call goes on."""
+    """Show this line while the roll call is open. Sent to one member only."""
 
     line: str
 
 
 class Complete(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: every rank answered. ``session`` is unique to this group."""
+    """Every rank answered the roll call. ``session`` is unique to this group."""
 
     one_host: bool
     session: str
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: the group cannot form, and this is why; the same words go to every rank."""
+    """The group cannot form. Every rank receives the same diagnosis."""
 
     diagnosis: Diagnosis
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: the group is over, and this is why."""
+    """The group has ended because of ``diagnosis``."""
 
     diagnosis: Diagnosis
 
 
-class Reply(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: the answer to an Ask. ``problem`` is "" where it went well."""
+class StoreReply(msgspec.Struct, tag=True, frozen=True):
+    """The result of a StoreRequest; ``problem`` is "" on success."""
 
     id: int
     values: list[bytes] = []
@@ -246,61 +280,64 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     problem: Literal["", "timeout", "full", "not-a-number", "empty", "no-such-key", "too-large"] = ""
 
 
-class Noted(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: I have your Failed and have told the others."""
+class Acknowledged(msgspec.Struct, tag=True, frozen=True):
+    """The Failed or EndGroup with this id was received and passed to the other ranks."""
 
     id: int
 
 
-class Dismissed(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: you may go; these were still there."""
+class LeaveGranted(msgspec.Struct, tag=True, frozen=True):
+    """The end of the wait of a Leave; ``still`` are the ranks that have not left."""
 
     id: int
     still: list[Status]
 
 
-class Report(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: the answer to a Census."""
+class StatusReport(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a StatusRequest."""
 
     id: int
     everyone: list[Status]
 
 
-class Query(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: what are you doing?"""
-
-
-class Recall(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: which were your calls in ``group``, after number ``after`` and up to ``upto``?"""
-
-    group: str
-    after: int
-    upto: int
+class StatusQuery(msgspec.Struct, tag=True, frozen=True):
+    """Request for the Status of the member."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: are you there?"""
+    """Request for a Pong."""
 
 
-class Remark(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator, to one member: log this."""
+class LogLine(msgspec.Struct, tag=True, frozen=True):
+    """Write this text to the log. Sent to one member only."""
 
     text: str
 
 
 class Closing(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator: I end in good order."""
+    """The coordinator exits normally."""
 
 
 FromCoordinator = (
-    Waiting | Complete | Refused | Ended | Reply | Noted | Dismissed | Report | Query | Recall | Ping | Remark | Closing
+    Waiting
+    | Complete
+    | Refused
+    | Ended
+    | StoreReply
+    | Acknowledged
+    | LeaveGranted
+    | StatusReport
+    | StatusQuery
+    | Ping
+    | LogLine
+    | Closing
 )
 
 _Message = TypeVar("_Message")
 
 
 def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]:
-    """Give every malformed frame the same error: text that is not UTF-8 and endless nesting have others."""
+    """Raise msgspec.DecodeError also for text that is not UTF-8 and for too deep nesting."""
 
     def decode_checked(frame: bytes) -> _Message:
         try:
@@ -313,7 +350,7 @@ def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = _checked(msgspec.msgpack.Decoder(Hello).decode)
-# A coordinator that cannot go on says why instead of answering the handshake.
+# A coordinator that cannot continue sends Refused or Closing in place of the Challenge.
 decode_challenge = _checked(msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode)
 decode_proof = _checked(msgspec.msgpack.Decoder(Proof).decode)
 decode_from_member = _checked(msgspec.msgpack.Decoder(FromMember).decode)

@@ -1,7 +1,7 @@
-"""Where the ranks of a job meet: what rank 0 leaves behind for the others to find its coordinator.
+"""How ranks find the coordinator: the announcement that rank 0 publishes, and the places where it does.
 
-A meeting is at an address that everyone was given (TCP), at a name that everyone can derive (one host), or
-behind a `Board`, a place that everyone can read and write: a file, or any torch store.
+Ranks use an address that all were given (TCP), a socket name that all can derive (one host), or a `Rendezvous`: a file
+or a torch store that all can read and rank 0 can write.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from typing import Protocol
 import msgspec
 
 from ..errors import AllhandsError, fail
-from .identity import host_key, process_start, this_process
+from .process_identity import host_key, process_start, this_process
 
-__all__ = ["Board", "FileBoard", "Notice", "local_name", "outward_address", "random_name"]
+__all__ = [
+    "Announcement",
+    "FileRendezvous",
+    "Rendezvous",
+    "local_socket_name",
+    "outbound_address",
+    "random_socket_name",
+]
 
-_MARK = "allhands-meeting-1"
+_MARK = "allhands-rendezvous-1"
 
-# Kernel start times are exact to a clock tick, and the boot time they are added to moves with clock adjustments.
+# Kernel start times are exact to a clock tick; the boot time that is added to them changes with clock adjustments.
 _SAME_START_S = 2.0
 
-# File systems that only this machine can see. On any other a rank elsewhere may read the file.
+# File systems that only this machine can see. On any other, ranks elsewhere may read the file.
 _LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """What rank 0 posts: how to reach its coordinator, and which process that is."""
+class Announcement(msgspec.Struct, frozen=True):
+    """The address of a coordinator, and which process it is."""
 
     mark: str
     unix: str
@@ -43,71 +50,71 @@ class Notice(msgspec.Struct, frozen=True):
     token: bytes = b""
 
     @classmethod
-    def of(cls, unix: str, host: str, port: int, pid: int, token: bytes = b"") -> Notice:
-        """Return the notice for a coordinator on this host."""
+    def of(cls, unix: str, host: str, port: int, pid: int, token: bytes = b"") -> Announcement:
+        """Return the announcement of a coordinator on this host."""
         return cls(_MARK, unix, host_key(), host, port, pid, process_start(pid) or 0.0, token)
 
     @property
     def here(self) -> bool:
-        """Whether the coordinator shares this process's loopback."""
+        """Whether the coordinator shares this process's loopback interface."""
         return self.key == host_key()
 
     @property
     def dead(self) -> bool:
-        """Whether the coordinator is certainly gone. One on another host is never certainly gone."""
+        """Whether the coordinator has certainly ended. One on another host may always be alive."""
         if not self.here:
             return False
         started = process_start(self.pid)
         return started is None or abs(started - self.started) > _SAME_START_S
 
     def pack(self) -> bytes:
-        """Return the notice as text, so that a person who looks into the file sees what it is."""
+        """Return the announcement as JSON, so that a person who opens the file can read it."""
         return msgspec.json.encode(self)
 
 
-class Board(Protocol):
-    """A place that every rank can read. ``wide`` says that ranks of other hosts may be among them."""
+class Rendezvous(Protocol):
+    """A place that every rank can read. ``wide``: ranks on other hosts may read it; ``private``: only this user may."""
 
     wide: bool
     private: bool
 
     def describe(self) -> str:
-        """Name the place for messages."""
+        """Return the name of the place, for messages."""
         ...
 
-    def read(self) -> Notice | None:
-        """Return what is posted, None where nothing is; never blocks for long."""
+    def read(self) -> Announcement | None:
+        """Return the published announcement, None if there is none. Does not wait."""
         ...
 
     def prepare(self) -> None:
-        """Rank 0: take what an earlier run left out of the way, or raise why that must not be done."""
+        """Rank 0: allow `publish` to replace what an earlier run left, or raise why it must not be replaced."""
         ...
 
-    def post(self, notice: Notice) -> None:
-        """Rank 0: let everyone see ``notice``."""
+    def publish(self, announcement: Announcement) -> None:
+        """Rank 0: make ``announcement`` visible to all ranks."""
         ...
 
     def clear(self) -> None:
-        """Rank 0: everyone has come; take it away."""
+        """Rank 0: remove the announcement after the roll call."""
         ...
 
 
-class FileBoard:
-    """The file of ``file:///path``. Readable by its owner only, so it also carries a fresh token."""
+class FileRendezvous:
+    """The file of ``file:///path``. Only its owner can read it, so it also carries a fresh token."""
 
     private = True
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.wide = _file_system(self.path.resolve().parent) not in _LOCAL_FILE_SYSTEMS
-        self._posted = b""
+        self._published = b""
 
     def describe(self) -> str:
-        """Name the file."""
+        """Return the file's URL."""
         return f"file://{self.path.absolute()}"
 
-    def read(self) -> Notice | None:
-        """Return the notice in the file; raise stale-file for anything else that is in it."""
+    def read(self) -> Announcement | None:
+        """Return the announcement in the file; raise stale-file if the file has other content."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -115,59 +122,58 @@ class FileBoard:
         except OSError as problem:
             raise self._unusable(problem) from problem
         if not content.strip():
-            return None  # Made empty by the user (tempfile does that), to be filled by us.
+            return None  # The user created it empty, as tempfile does.
         try:
-            notice = msgspec.json.decode(content, type=Notice)
-        except ValueError:  # msgspec's own errors, and UnicodeDecodeError.
+            announcement = msgspec.json.decode(content, type=Announcement)
+        except ValueError:  # msgspec's errors, and UnicodeDecodeError
             raise self._stale(content) from None
-        if notice.mark != _MARK:
+        if announcement.mark != _MARK:
             raise self._stale(content)
-        return notice
+        return announcement
 
     def prepare(self) -> None:
-        """Refuse a file that a living job uses; one whose coordinator is dead is simply replaced."""
-        notice = self.read()
-        if notice is not None and notice.here and not notice.dead:
+        """Raise file-in-use if the coordinator named in the file is alive; otherwise it may be replaced."""
+        found = self.read()
+        if found is not None and found.here and not found.dead:
             raise fail(
                 "file-in-use",
                 f"{self.path} belongs to a job that is running",
-                who=f"rank 0 (pid {os.getpid()}) and the coordinator with pid {notice.pid} on this host",
+                who=f"rank 0 (pid {os.getpid()}) and the coordinator with pid {found.pid} on this host",
                 why="the process named in the file is alive (observed)",
                 fix="use a file for each job, or end the other job: its rank 0 is the parent of that process "
-                f"(ps -o ppid= -p {notice.pid})",
+                f"(ps -o ppid= -p {found.pid})",
                 ranks=(0,),
             )
 
-    def post(self, notice: Notice) -> None:
-        """Write the notice in one step, so that nobody reads half of it."""
+    def publish(self, announcement: Announcement) -> None:
+        """Write the file atomically."""
         fresh = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
         try:
             descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                self._posted = notice.pack()
-                file.write(self._posted)
+                self._published = announcement.pack()
+                file.write(self._published)
             fresh.replace(self.path)
         except OSError as problem:
             fresh.unlink(missing_ok=True)
             raise self._unusable(problem) from problem
 
     def clear(self) -> None:
-        """Remove the file if it is still the one posted here."""
+        """Remove the file if it still has the content published here."""
         try:
-            if self._posted and self.path.read_bytes() == self._posted:
+            if self._published and self.path.read_bytes() == self._published:
                 self.path.unlink()
         except OSError:
-            return  # Gone already, which is what was wanted.
+            return  # It was removed already.
 
     def _stale(self, content: bytes) -> AllhandsError:
-        age = ""
         try:
             age = f", last written {time.time() - self.path.stat().st_mtime:.0f} s ago"
         except OSError:
             age = ", removed meanwhile"
         return fail(
             "stale-file",
-            f"{self.path} holds something that is not this job's meeting",
+            f"{self.path} is not a rendezvous file of this job",
             who=f"pid {os.getpid()} on {socket.gethostname()}",
             why=f"it has {len(content)} bytes that allhands did not write{age}; probably an earlier run's file store",
             fix=f"remove it (rm {self.path}) or name a new file for each run",
@@ -177,7 +183,7 @@ class FileBoard:
     def _unusable(self, problem: OSError) -> AllhandsError:
         return fail(
             "stale-file",
-            f"{self.path} cannot be used to meet: {problem.strerror or problem}",
+            f"{self.path} cannot be used as rendezvous file: {problem.strerror or problem}",
             who=f"pid {os.getpid()} on {socket.gethostname()}",
             why=f"the file system answered: {problem}",
             fix="name a file in a directory that every rank may read and write",
@@ -186,7 +192,7 @@ class FileBoard:
 
 
 def _file_system(folder: Path) -> str:
-    """Return the type of the file system that ``folder`` is on, "" where the kernel does not tell."""
+    """Return the type of the file system of ``folder``, "" if it is unknown."""
     best, kind = "", ""
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -195,32 +201,32 @@ def _file_system(folder: Path) -> str:
     target = str(folder)
     for line in lines:
         _, mount, found, *_ = line.split(" ")
-        # A blank in a name would end the column, so the kernel writes its number.
+        # The kernel escapes blanks in names.
         mount = mount.replace("\\040", " ")
         if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, found
     return kind
 
 
-def local_name(job: str) -> str:
-    """Return the socket name at which ranks on one host meet when they were given no address.
+def local_socket_name(job: str) -> str:
+    """Return the socket name that the ranks of one host derive if they were given no address.
 
-    Ranks of one job share the scheduler's job name; without one, they share the process that started them.
+    It depends on the scheduler's job name, or without one on the process that started the ranks.
     """
     identity = job or f"parent:{this_process().parent}"
     digest = hashlib.sha256(f"{os.getuid()}\0{identity}".encode()).hexdigest()
     return f"allhands-{digest[:24]}"
 
 
-def random_name() -> str:
-    """Return a socket name that nobody else has."""
+def random_socket_name() -> str:
+    """Return a unique socket name."""
     return f"allhands-{secrets.token_hex(12)}"
 
 
-def outward_address(towards: str = "") -> str:
-    """Return this host's own address on the way to ``towards`` (by default: to the world). Sends nothing."""
-    # Connecting a datagram socket only looks up the route. 192.0.2.1 is reserved for documentation.
-    for family, target in ((socket.AF_INET, towards or "192.0.2.1"), (socket.AF_INET6, towards or "2001:db8::1")):
+def outbound_address() -> str:
+    """Return this host's source address for packets to the internet, 127.0.0.1 without a route. Sends nothing."""
+    # Connecting a datagram socket only looks up the route. Both addresses are reserved for documentation.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, 9))

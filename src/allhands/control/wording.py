@@ -1,4 +1,4 @@
-"""Who answers a roll call, in words: ranks with a coordinator, or the nodes of a job with the launcher of node 0."""
+"""The nouns and option names of roll call messages: for ranks, and for the nodes of `allhands run`."""
 
 from __future__ import annotations
 
@@ -8,43 +8,40 @@ import msgspec
 
 from ..diagnosis import by_host, ranks
 
-__all__ = ["NODES", "RANKS", "Party"]
+__all__ = ["NODES", "RANKS", "Wording"]
 
 
-class Party(msgspec.Struct, frozen=True):
-    """What those who answer are called, and where what they claim was written."""
+class Wording(msgspec.Struct, frozen=True):
+    """The noun for the participants, and where their size, number, address, port and timeout are set."""
 
     noun: str
-    # How many there are in all, and where each learns it.
     size: str
     size_from: str
-    # Where each learns its own number, and where the coordinator's address and port.
     number_from: str
     address_from: str
     port_from: str
     timeout: str
-    # What tells on the spot what was given there.
+    # The command or place that shows these values on the participant's host.
     show: str
 
     def one(self, number: int) -> str:
-        """Write ``rank 3``; a node that was given no number has none yet."""
+        """Return ``rank 3``. A node may have no number yet (-1)."""
         return f"{self.noun} {number}" if number >= 0 else f"a {self.noun} without a number"
 
     def named(self, numbers: Iterable[int]) -> str:
-        """Write ``rank 3`` or ``nodes 0-2 and 5``."""
-        return self._own(ranks(numbers))
+        """Return ``rank 3`` or ``nodes 0-2 and 5``."""
+        return self._with_noun(ranks(numbers))
 
     def by_host(self, hosts: Mapping[int, str]) -> str:
-        """Write numbers grouped by host: ``node 0 (host-a) and node 1 (host-b)``."""
-        return self._own(by_host(hosts))
+        """Return the numbers grouped by host: ``node 0 (host-a) and node 1 (host-b)``."""
+        return self._with_noun(by_host(hosts))
 
-    def _own(self, words: str) -> str:
-        # Those words hold numbers, host names in brackets and this noun. A host may be called "rank", but no host
-        # name holds a blank.
-        return words if self.noun == "rank" else words.replace("rank ", "node ").replace("ranks ", "nodes ")
+    def _with_noun(self, text: str) -> str:
+        # Safe although a host may be called "rank": no host name contains a blank.
+        return text if self.noun == "rank" else text.replace("rank ", "node ").replace("ranks ", "nodes ")
 
 
-RANKS = Party(
+RANKS = Wording(
     noun="rank",
     size="world size",
     size_from="WORLD_SIZE or world_size=",
@@ -55,7 +52,7 @@ RANKS = Party(
     show="`allhands whoami` there",
 )
 
-NODES = Party(
+NODES = Wording(
     noun="node",
     size="number of nodes",
     size_from="--nnodes",
@@ -63,5 +60,5 @@ NODES = Party(
     address_from="--coordinator (or --rdzv-endpoint, --master-addr)",
     port_from="the port in --coordinator",
     timeout="--timeout",
-    show="its screen says what it waits for",
+    show="the terminal of its agent shows the address it uses",
 )

@@ -1,8 +1,7 @@
 """The catalogue of diagnoses and how each is put into words. No I/O beyond reading its own pages."""
 
 from .catalogue import CATALOGUE, Entry, closest, page, title
-from .diagnosis import Diagnosis
-from .words import MOST_NAMED, by_host, count, duration, join, ranks
+from .diagnosis import MOST_NAMED, Diagnosis, by_host, count, duration, join, ranks
 
 __all__ = [
     "CATALOGUE",

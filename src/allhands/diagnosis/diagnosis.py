@@ -5,9 +5,11 @@ A diagnosis is plain data that travels on the wire, so every rank can be given t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import msgspec
 
-__all__ = ["Diagnosis"]
+__all__ = ["MOST_NAMED", "Diagnosis", "by_host", "count", "duration", "join", "ranks"]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,3 +41,64 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
             lines.append("  its traceback:")
             lines.extend(f"    | {line}" for line in self.traceback.rstrip().splitlines())
         return "\n".join(lines)
+
+
+# More names than this bury the message; the rest is counted.
+MOST_NAMED = 16
+
+
+def join(parts: Sequence[str], last: str = "and") -> str:
+    """Join words as a sentence does: ``a, b and c``."""
+    if len(parts) <= 1:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} {last} {parts[-1]}"
+
+
+def count(number: int, noun: str) -> str:
+    """Write ``1 rank`` or ``3 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration to the precision a person cares about: ``0.4 s``, ``12 s``, ``30 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Write ``rank 3`` or ``ranks 0-2, 5 and 7``; at most MOST_NAMED are named, then ``and N more``."""
+    ordered = sorted(set(numbers))
+    if not ordered:
+        return ""
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    named, left = ordered[:MOST_NAMED], len(ordered) - MOST_NAMED
+    runs: list[str] = []
+    start = 0
+    for index in range(1, len(named) + 1):
+        if index == len(named) or named[index] != named[index - 1] + 1:
+            run = named[start:index]
+            # A run of two reads better as two numbers.
+            runs.extend([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run])
+            start = index
+    if left > 0:
+        runs.append(f"{left} more")
+    return f"ranks {join(runs)}"
+
+
+def by_host(hosts: Mapping[int, str]) -> str:
+    """Write ranks grouped by the host they are on: ``rank 3 (node-a), ranks 6 and 7 (node-b)``.
+
+    Groups come in the order of their lowest rank; at most MOST_NAMED ranks are named in all.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(hosts)[:MOST_NAMED]:
+        groups.setdefault(hosts[rank], []).append(rank)
+    parts = [f"{ranks(members)} ({host})" if host else ranks(members) for host, members in groups.items()]
+    left = len(hosts) - MOST_NAMED
+    if left > 0:
+        parts.append(f"{left} more")
+    return join(parts)

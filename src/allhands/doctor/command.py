@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from .. import settings
-from ..environments.address import parse
+from ..environments.base import parse_address
 from ..environments.world import Address
 from .finding import Finding, exit_code
 from .jobs import examine as examine_job
@@ -99,7 +99,7 @@ def _address(text: str, *, listen: bool) -> Address:
         text = f"0.0.0.0:{text}"
     plain = text.removeprefix("tcp://")
     # What parse takes has a scheme; an IPv6 address in it has brackets.
-    return parse(f"tcp://{plain}", f"HOST:PORT {text!r}")
+    return parse_address(f"tcp://{plain}", f"HOST:PORT {text!r}")
 
 
 def _show(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..control.client_handshake import receive, send
-from ..control.frames import FrameError, Splitter, pack
+from ..control.handshake import receive, send
+from ..control.messages import FrameError, Splitter, pack
 from .interfaces import interfaces
 from .ports import knock
 

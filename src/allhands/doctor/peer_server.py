@@ -12,10 +12,21 @@ import msgspec
 
 from .._version import __version__
 from ..control import handshake
-from ..control.client_handshake import receive, send
-from ..control.frames import GREETING, MOST_BEFORE_PROOF, MOST_BYTES, FrameError, Splitter, pack
-from ..control.messages import Challenge, Refused, decode_hello, decode_proof, encode
-from ..control.port_owner import holder
+from ..control.handshake import receive, send
+from ..control.messages import (
+    GREETING,
+    MOST_BEFORE_PROOF,
+    MOST_BYTES,
+    Challenge,
+    FrameError,
+    Refused,
+    Splitter,
+    decode_hello,
+    decode_proof,
+    encode,
+    pack,
+)
+from ..control.process_identity import port_owner
 from ..diagnosis import Diagnosis
 from ..environments.world import Address
 from ..errors import fail
@@ -88,7 +99,7 @@ class Listener:
             door.listen(_MOST_VISITORS)
         except OSError as problem:
             door.close()
-            held = holder(port)
+            held = port_owner(port)
             raise fail(
                 "port-in-use" if held is not None else "address-not-local",
                 f"cannot listen on {self.address}: {problem.strerror or problem}",

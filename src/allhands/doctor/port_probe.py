@@ -11,9 +11,21 @@ from dataclasses import dataclass
 import msgspec
 
 from ..control import handshake
-from ..control.client_handshake import receive, secure, send
-from ..control.frames import GREETING, MOST_BYTES, FrameError, Splitter, pack
-from ..control.messages import Challenge, Closing, Hello, Proof, Refused, decode_challenge, encode
+from ..control.handshake import receive, send, wrap_tls
+from ..control.messages import (
+    GREETING,
+    MOST_BYTES,
+    Challenge,
+    Closing,
+    FrameError,
+    Hello,
+    Proof,
+    Refused,
+    Splitter,
+    decode_challenge,
+    encode,
+    pack,
+)
 from ..errors import AllhandsError
 from ..settings import Settings
 
@@ -79,7 +91,7 @@ def _ours(family: int, place: tuple[str, int], name: str, authority: str, token:
         link.settimeout(_ANSWER_S)
         link.connect(place)
         if authority:
-            link = secure(link, authority, name, deadline)
+            link = wrap_tls(link, authority, name, deadline)
         opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
         send(link, GREETING + pack(encode(opening)), deadline)
         splitter = Splitter(MOST_BYTES)

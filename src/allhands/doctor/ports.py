@@ -10,7 +10,7 @@ import time
 
 from .. import settings
 from ..control.connect import Attempts, diagnose
-from ..control.port_owner import holder
+from ..control.process_identity import port_owner
 from ..diagnosis import duration, join
 from ..environments.world import Address
 from .finding import Finding, green, of, red, yellow
@@ -116,7 +116,7 @@ def _only_loopback(outcomes: dict[str, OSError]) -> bool:
 
 def _open(case: Case, target: Address, host: str, seconds: float, service: Service) -> Finding:
     took = f"{host} let us in after {duration(round(seconds, 3)) if seconds >= 0.1 else f'{seconds * 1000:.1f} ms'}"
-    held = holder(target.port) if case.target_is_here else None
+    held = port_owner(target.port) if case.target_is_here else None
     by = f"; held by {held}" if held is not None else ""
     if service.trouble is not None:
         return of(_SECTION, "port", "red", service.trouble.diagnosis)

@@ -13,7 +13,7 @@ from socket import gaierror
 
 from ..control.bind import is_loopback
 from ..control.connect import resolve
-from ..environments.identity import identify
+from ..environments.identify import identify
 from ..environments.world import Address, World
 from ..errors import AllhandsError
 from .concurrent import Together

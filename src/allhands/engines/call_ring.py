@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from ..diagnosis.sides import Judgement
+from ..diagnosis.majority import Judgement
 from . import fingerprint
 from .fingerprint import Call
 from .shm.fd_passing import Handing

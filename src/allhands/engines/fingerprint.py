@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from ..diagnosis import sides
-from ..diagnosis.sides import Judgement
+from ..diagnosis import majority
+from ..diagnosis.majority import Judgement
 from .shm import engine as shm
 
 __all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "judge", "judge_sizes", "unpack"]
@@ -110,7 +110,7 @@ def judge(calls: Sequence[Call], numbers: Sequence[int]) -> Judgement | None:
     ]
     if len(set(keys)) == 1:
         return None
-    return sides.judge(keys, [call.words() for call in calls], numbers)
+    return majority.judge(keys, [call.words() for call in calls], numbers)
 
 
 def judge_sizes(
@@ -127,7 +127,7 @@ def judge_sizes(
         return None
     times = [sum(rank in pair for pair in wrong) for rank in every]
     odd = [rank for rank in every if times[rank] == max(times)]
-    lines = sides.lines([call.words() for call in calls], numbers)
+    lines = majority.lines([call.words() for call in calls], numbers)
     lines += [
         f"rank {numbers[i]} gives rank {numbers[j]} {gives[i][j]} bytes, which expects {takes[j][i]}"
         for i, j in wrong[:8]

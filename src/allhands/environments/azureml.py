@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import openmpi
-from .address import parse
-from .base import Detection, text
+from .base import Detection, parse_address, text
 
 __all__ = ["MARK", "NAME", "detect"]
 
@@ -35,5 +34,5 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     why = f"AZ_BATCH_MASTER_NODE={first}"
     if ":" not in first:
         return found.meet(lambda: (first, "AZ_BATCH_MASTER_NODE"))
-    address = parse(first, why)
+    address = parse_address(first, why)
     return found.meet(lambda: (address.host, "AZ_BATCH_MASTER_NODE"), address.port, why)

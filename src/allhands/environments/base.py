@@ -31,7 +31,20 @@ from ..diagnosis import join
 from ..errors import AllhandsError, fail
 from .world import Address, World
 
-__all__ = ["DEFAULT_PORT", "Detection", "Environment", "derived_port", "integer", "lines", "me", "port", "text"]
+__all__ = [
+    "DEFAULT_PORT",
+    "Detection",
+    "Environment",
+    "derived_port",
+    "integer",
+    "lines",
+    "me",
+    "node_not_process",
+    "parse_address",
+    "port",
+    "several",
+    "text",
+]
 
 # torch's own default. Right where each rank 0 has a network address of its own (a pod, a training container).
 DEFAULT_PORT = 29500
@@ -267,3 +280,45 @@ class Detection(msgspec.Struct):
             fix=fix,
             ranks=(number,) if what == "rank" and number >= 0 else (),
         )
+
+
+def parse_address(written: str, where: str) -> Address:
+    """Return the address that is ``written`` as HOST:PORT; ``where`` names its origin in errors."""
+    host, colon, number = written.removeprefix("tcp://").strip().rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    # An IPv6 address without brackets is ambiguous: its last group looks like a port.
+    if not colon or not host or (":" in host and not bracketed) or not (number.isascii() and number.isdecimal()):
+        raise fail(
+            "invalid-argument",
+            f"{where} is not an address",
+            who=me(),
+            why="an address is HOST:PORT, with an IPv6 address in brackets: [fe80::1]:29500",
+            fix="give the host and the port of rank 0",
+        )
+    return Address(host, port(int(number), where))
+
+
+# Set by platforms and manifests to say how many processes a node shall have; none of them starts any.
+_MEANT = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+
+
+def several(env: Mapping[str, str]) -> str:
+    """Return the variable that asks for more than one process per node, as NAME=VALUE, or ""."""
+    for name in _MEANT:
+        value = text(env, name)
+        if value.isdecimal() and int(value) > 1:
+            return f"{name}={value}"
+    return ""
+
+
+def node_not_process(counted: str, evidence: str, where: str) -> AllhandsError:
+    """Return the error: ``counted`` (RANK=1) numbers nodes ``where``, but ``evidence`` asks for more processes."""
+    return fail(
+        "node-not-process",
+        f"{counted} counts nodes, but several processes per node are meant",
+        who=me(),
+        why=f"{where}; {evidence}. All processes of a node would claim the same rank",
+        fix="start the script on every node through a launcher that numbers the processes (torchrun, or "
+        "allhands' own)\nor pass rank= and world_size=, or ask for one process per node",
+    )

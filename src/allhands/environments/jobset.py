@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import DEFAULT_PORT, Detection, integer, text
-from .node_rank_trap import node_not_process, several
+from .base import DEFAULT_PORT, Detection, integer, node_not_process, several, text
 
 __all__ = ["MARK", "NAME", "detect"]
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from .. import settings
 from ..errors import fail
-from .address import parse
-from .base import Detection, me, text
+from .base import Detection, me, parse_address, text
 
 __all__ = ["MARK", "NAME", "detect"]
 
@@ -40,7 +39,7 @@ def _coordinator(found: Detection, where: str) -> Detection:
         found.reasons["coordinator"] = "none needed: the launcher's coordinator has a socket on this host"
         return found.say("socket", where.removeprefix("unix:"), why)
     if where.startswith("tcp://"):
-        return found.say("coordinator", parse(where, why), why).say("hosted", True, why)
+        return found.say("coordinator", parse_address(where, why), why).say("hosted", True, why)
     raise fail(
         "invalid-argument",
         f"{why} is not an address",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Detection, text
-from .node_rank_trap import node_not_process, several
+from .base import Detection, node_not_process, several, text
 
 __all__ = ["MARK", "NAME", "detect"]
 

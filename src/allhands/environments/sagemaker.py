@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import fail
-from .base import DEFAULT_PORT, Detection, me, text
-from .node_rank_trap import node_not_process, several
+from .base import DEFAULT_PORT, Detection, me, node_not_process, several, text
 
 __all__ = ["MARK", "NAME", "detect"]
 

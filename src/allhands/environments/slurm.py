@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 
-from . import hostlist
-from .base import Detection, lines, port, text
+from ..errors import AllhandsError, fail
+from .base import Detection, lines, me, port, text
 
-__all__ = ["MARK", "NAME", "detect", "head", "in_step"]
+__all__ = ["MARK", "MOST", "NAME", "counts", "detect", "expand", "head", "in_step", "split"]
 
 NAME = "slurm"
 MARK = "SLURM_STEP_NODELIST and SLURM_PROCID, as srun sets them"
@@ -40,7 +42,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
         found.call(f"slurm-{job}.{step or '0'}", f"SLURM_JOB_ID={job} and SLURM_STEP_ID={step or '0'}")
     reserved = text(env, "SLURM_STEP_RESV_PORTS")
     if reserved:
-        first = hostlist.expand(f"[{reserved}]")[0]
+        first = expand(f"[{reserved}]")[0]
         why = f"SLURM_STEP_RESV_PORTS={reserved}"
         return found.meet(lambda: _host(env), port(int(first), why), why)
     return found.meet(lambda: _host(env))
@@ -48,14 +50,14 @@ def detect(env: Mapping[str, str]) -> Detection | None:
 
 def head(env: Mapping[str, str]) -> tuple[str, str]:
     """Return the first host of the allocation (not of a step), "" where there is none."""
-    hosts = hostlist.expand(text(env, "SLURM_JOB_NODELIST"))
+    hosts = expand(text(env, "SLURM_JOB_NODELIST"))
     return next(iter(hosts), ""), "the first host of SLURM_JOB_NODELIST"
 
 
 def _local_size(found: Detection) -> None:
     tasks, node = text(found.env, "SLURM_STEP_TASKS_PER_NODE"), found.node_rank
     if tasks and node is not None:
-        per_node = hostlist.counts(tasks)
+        per_node = counts(tasks)
         if 0 <= node < len(per_node):
             found.say("local_world_size", per_node[node], f"SLURM_STEP_TASKS_PER_NODE={tasks}, node {node}")
     elif text(found.env, "SLURM_STEP_NUM_NODES") == "1":
@@ -70,10 +72,90 @@ def _host(env: Mapping[str, str]) -> tuple[str, str]:
         if text(env, "SLURM_HOSTFILE"):
             fix = "put the file where every node can read it, or set MASTER_ADDR to its first host"
             listed = " ".join(lines(env, "SLURM_HOSTFILE", fix))
-            return next(iter(hostlist.expand(listed)), ""), "the first host of SLURM_HOSTFILE"
+            return next(iter(expand(listed)), ""), "the first host of SLURM_HOSTFILE"
         if listed:
-            return hostlist.expand(listed)[0], "the first host of SLURM_ARBITRARY_NODELIST"
+            return expand(listed)[0], "the first host of SLURM_ARBITRARY_NODELIST"
         # srun -m arbitrary -w n2,n1 sets neither: where rank 0 is, the task is not told.
         return "", ""
-    hosts = hostlist.expand(text(env, "SLURM_STEP_NODELIST"))
+    hosts = expand(text(env, "SLURM_STEP_NODELIST"))
     return next(iter(hosts), ""), "the first host of SLURM_STEP_NODELIST"
+
+
+# Slurm's own limit for one expression (MAX_SLURM_NODES): more is a typing error, and would fill the memory.
+MOST = 65536
+
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+
+def split(written: str) -> list[str]:
+    """Split a list at the commas and white space that are not inside brackets."""
+    items, item, inside = [], "", False
+    for letter in written:
+        if letter in "[]":
+            if inside == (letter == "["):
+                raise _malformed(written, f"a bracket is {'opened twice' if inside else 'closed but not open'}")
+            inside = not inside
+        if not inside and (letter == "," or letter.isspace()):
+            items.append(item)
+            item = ""
+        else:
+            item += letter
+    if inside:
+        raise _malformed(written, "a bracket is not closed")
+    return [name for name in [*items, item] if name]
+
+
+def expand(written: str) -> list[str]:
+    """Return every host of a list, in order; raises `invalid-argument` for what is not a host list."""
+    hosts: list[str] = []
+    for item in split(written):
+        # Odd pieces are what stood in brackets; the last bracket's numbers go round fastest, as in Slurm.
+        pieces = re.split(r"[\[\]]", item)
+        choices = [_numbers(written, piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        total = len(hosts)
+        for choice in itertools.product(*choices):
+            total += 1
+            if total > MOST:
+                raise _malformed(written, f"it names more than {MOST} hosts")
+            hosts.append("".join(choice))
+    return hosts
+
+
+def counts(written: str) -> list[int]:
+    """Return the number of tasks of each node, in order: `2(x3),1` is 2, 2, 2, 1."""
+    numbers: list[int] = []
+    for item in written.replace(" ", "").split(","):
+        match = _COUNT.fullmatch(item)
+        times = int(match[2] or 1) if match else 0
+        if match is None or len(numbers) + times > MOST:
+            raise _malformed(written, f"{item!r} is not a count such as 2 or 2(x3)")
+        numbers += [int(match[1])] * times
+    return numbers
+
+
+def _numbers(written: str, inside: str) -> list[str]:
+    """Return what stands for one bracket; leading zeros of a range's start fix the width."""
+    found: list[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise _malformed(written, f"{part!r} is not a number or a range of numbers")
+        first, last = match[1], match[2] or match[1]
+        if int(first) > int(last):
+            raise _malformed(written, f"the range {part} goes backwards")
+        if len(found) + int(last) - int(first) >= MOST:
+            raise _malformed(written, f"it names more than {MOST} hosts")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def _malformed(written: str, why: str) -> AllhandsError:
+    shown = written if len(written) <= 80 else f"{written[:80]}…"
+    return fail(
+        "invalid-argument",
+        f"{shown!r} is not a host list",
+        who=me(),
+        why=why,
+        fix="a host list looks like node[01-04,07],gpu-a; if a script cut it off, use the scheduler's own variable",
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from .base import DEFAULT_PORT, Detection, text
-from .node_rank_trap import node_not_process, several
+from .base import DEFAULT_PORT, Detection, node_not_process, several, text
 
 __all__ = ["MARK", "NAME", "detect"]
 

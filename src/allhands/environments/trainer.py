@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import fail
-from .base import DEFAULT_PORT, Detection, integer, me, text
-from .node_rank_trap import node_not_process, several
+from .base import DEFAULT_PORT, Detection, integer, me, node_not_process, several, text
 
 __all__ = ["MARK", "NAME", "detect"]
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import AllhandsError, fail
-from .address import parse
-from .base import Detection, integer, me, text
-from .node_rank_trap import node_not_process, several
+from .base import Detection, integer, me, node_not_process, parse_address, several, text
 
 __all__ = ["MARK", "NAME", "detect"]
 
@@ -38,7 +36,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     found.say("world_size", machines, f"CLUSTER_SPEC: machines of {' and '.join(_POOLS)}")
     found.call(f"vertex-{job}", f"CLOUD_ML_JOB_ID={job}")
     where = "cluster.workerpool0[0] of CLUSTER_SPEC"
-    first = parse(pools[_POOLS[0]][0], where)
+    first = parse_address(pools[_POOLS[0]][0], where)
     return found.meet(lambda: (first.host, where), first.port, where)
 
 

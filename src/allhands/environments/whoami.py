@@ -10,7 +10,7 @@ import msgspec
 
 from ..diagnosis import Diagnosis, title
 from ..errors import AllhandsError
-from .identity import Finding, identify, survey
+from .identify import Finding, identify, survey
 from .world import World
 
 __all__ = ["render", "report"]

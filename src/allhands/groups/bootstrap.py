@@ -11,12 +11,12 @@ import msgspec
 from torch.distributed.distributed_c10d import Store
 
 from .._torch import TCPStore, rendezvous
-from ..control.connect import reach
-from ..control.rendezvous import Board, FileBoard
-from ..environments.identity import identify
+from ..control.connect import connect_tcp
+from ..control.rendezvous import FileRendezvous, Rendezvous
+from ..environments.identify import identify
 from ..environments.world import Address, World
 from ..errors import WorldError, fail
-from .store import StoreBoard
+from .store import StoreRendezvous
 
 __all__ = ["Bootstrap", "bootstrap"]
 
@@ -25,7 +25,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """Who this process is, the board where ranks meet (None: an address or this host), and its own trouble."""
 
     world: World
-    board: Board | None = None
+    board: Rendezvous | None = None
     trouble: WorldError | None = None
 
 
@@ -52,12 +52,12 @@ def bootstrap(
     key = f"allhands/{generation}/coordinator"
     if store is not None:
         found = _who(rank, world_size, None)
-        return msgspec.structs.replace(found, board=StoreBoard(store, f"{key}/{found.world.job}"))
+        return msgspec.structs.replace(found, board=StoreRendezvous(store, f"{key}/{found.world.job}"))
     match url.scheme:
         case "env":
             found = _who(rank, world_size, None)
             if found.world.agent_store:
-                board = StoreBoard(_agent_store(found.world, deadline), f"{key}/{found.world.job}")
+                board = StoreRendezvous(_agent_store(found.world, deadline), f"{key}/{found.world.job}")
                 return msgspec.structs.replace(found, board=board)
             return found
         case "tcp":
@@ -72,7 +72,7 @@ def bootstrap(
             path = unquote(url.netloc + url.path)
             if not path:
                 raise _bad_url(method, "it needs a path: file:///path/to/file")
-            return msgspec.structs.replace(_who(rank, world_size, None), board=FileBoard(path))
+            return msgspec.structs.replace(_who(rank, world_size, None), board=FileRendezvous(path))
         case _:
             return _elsewhere(method, rank, world_size, key, deadline)
 
@@ -123,7 +123,7 @@ def _agent_store(world: World, deadline: float) -> Store:
             fix="start the script with torchrun, and leave MASTER_ADDR and MASTER_PORT alone in it",
         )
     # torch's own client says little about why it cannot connect.
-    reach(address, deadline, who=f"rank {world.rank} (pid {os.getpid()})", late_names=world.late_names).close()
+    connect_tcp(address, deadline, who=f"rank {world.rank} (pid {os.getpid()})", late_names=world.late_names).close()
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     store: Store = TCPStore(address.host, address.port, is_master=False, timeout=left, wait_for_workers=False)
     return store
@@ -138,4 +138,4 @@ def _elsewhere(method: str, rank: int, world_size: int, key: str, deadline: floa
         if "No rendezvous handler" not in str(problem):
             raise
         raise _bad_url(method, "torch knows no such scheme either") from problem
-    return msgspec.structs.replace(_who(rank, world_size, None), board=StoreBoard(store, key))
+    return msgspec.structs.replace(_who(rank, world_size, None), board=StoreRendezvous(store, key))

@@ -51,7 +51,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
     if broken_off:
         limit = 0.0
     member = session.member
-    known = session.failed or member.heard
+    known = session.failed or member.verdict_raised
     if not session.failed and not member.over:
         still = member.leave(how, 0.0 if member.verdict is not None else limit)
         if still and limit:
@@ -72,7 +72,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> Diagnosis | None:
     member.close()
     if session.beside is not None:
         # It ends by itself once every member is gone; others that are still busy keep it for a moment.
-        session.beside.end(1.0) if member.verdict is None else session.beside.forget()
+        session.beside.end(1.0) if member.verdict is None else session.beside.detach()
     for step in reversed(session.undo):
         step()
     late = member.verdict

@@ -14,7 +14,7 @@ from ..errors import AllhandsError, error
 from ..observe import flight_recorder
 
 if TYPE_CHECKING:
-    from ..diagnosis.sides import Judgement
+    from ..diagnosis.majority import Judgement
     from .hostgroup import HostGroup
     from .session import Session
 
@@ -42,16 +42,16 @@ def explain(
     ``peers`` are the ranks that a message was to come from or go to; collectives are about everyone.
     """
     member = group.session.member
-    member.heard = True
+    member.verdict_raised = True
     culprit = group.ranks[trouble.culprit]
     who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
     match trouble.how:
         case "mismatch" if (odd := group.engine.mail.odd()) is not None:
-            return error(member.wait_for_verdict(0) or member.condemn(_misfit(group, odd, who)))
+            return error(member.wait_for_verdict(0) or member.end_group(_misfit(group, odd, who)))
         case "mismatch":
             # Only who found the difference knows in which call it was; others may not have come there, or be past it.
             verdict = member.wait_for_verdict(0 if group.engine.segment.found else _VERDICT_S)
-            return error(verdict or member.condemn(_mismatch(group, culprit, who)))
+            return error(verdict or member.end_group(_mismatch(group, culprit, who)))
         case "timeout":
             late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
             told = (
@@ -62,9 +62,9 @@ def explain(
             return told or error(_lost(culprit, who, "it did not come in time"))
         case "dead":
             verdict = member.wait_for_verdict(_VERDICT_S)
-            return error(verdict or member.condemn(_lost(culprit, who, "its process ended (seen through its pidfd)")))
+            return error(verdict or member.end_group(_lost(culprit, who, "its process ended (seen through its pidfd)")))
         case "departed":
-            return error(member.wait_for_verdict(0) or member.condemn(_departed(culprit, who, name)))
+            return error(member.wait_for_verdict(0) or member.end_group(_departed(culprit, who, name)))
         case _:
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or _lost(culprit, who, "it ended the group"))
@@ -80,7 +80,7 @@ class _Grouped(Protocol):
 def differ(group: _Grouped, judgement: Judgement, name: str, site: str) -> AllhandsError:
     """Return the exception for calls that were told beforehand and differ. Everyone comes to the same judgement."""
     member = group.session.member
-    member.heard = True
+    member.verdict_raised = True
     odd = tuple(sorted(group.ranks[index] for index in judgement.odd))
     found = Diagnosis(
         "collective-mismatch",
@@ -91,7 +91,7 @@ def differ(group: _Grouped, judgement: Judgement, name: str, site: str) -> Allha
         ranks=odd,
     )
     # Ending the group cuts connections that some may still hear it through.
-    return error(member.wait_for_verdict(_HEAR_S) or member.condemn(found))
+    return error(member.wait_for_verdict(_HEAR_S) or member.end_group(found))
 
 
 def _alike(odd: Sequence[int]) -> str:
@@ -125,7 +125,7 @@ def _departed(culprit: int, who: str, name: str) -> Diagnosis:
 
 
 def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
-    everyone = {status.rank: status for status in group.session.member.census()}
+    everyone = {status.rank: status for status in group.session.member.statuses()}
     came = _wait_for_calls(group)
     absent = [rank for rank in group.ranks if rank not in came]
     odd = sorted(rank for members in _parties(came)[1:] for rank in members) or [culprit]
@@ -182,7 +182,7 @@ def _misfit(group: HostGroup, odd: tuple[int, ...], who: str) -> Diagnosis:
     """Say which message did not fit the receive that it came to."""
     source, target = (group.ranks[rank] for rank in odd[:2])
     tag, sent, sent_bytes, wanted, wanted_bytes = odd[2:]
-    everyone = {status.rank: status for status in group.session.member.census()}
+    everyone = {status.rank: status for status in group.session.member.statuses()}
     lines = [
         f"rank {source} sent {_elements(sent, sent_bytes)} with tag {tag} to rank {target}",
         f"rank {target} expected {_elements(wanted, wanted_bytes)}",

@@ -79,7 +79,7 @@ def not_formed(session: Session, name: str, problem: Exception) -> AllhandsError
     if explained is not None:
         return explained
     if isinstance(problem, AllhandsError):
-        return error(session.member.condemn(problem.diagnosis))
+        return error(session.member.end_group(problem.diagnosis))
     first = (str(problem).splitlines() or [""])[0]
     found = fail(
         "engine-failed",
@@ -93,7 +93,7 @@ def not_formed(session: Session, name: str, problem: Exception) -> AllhandsError
         ranks=(session.member.rank,),
         hosts=(socket.gethostname(),),
     )
-    return error(session.member.condemn(found.diagnosis))
+    return error(session.member.end_group(found.diagnosis))
 
 
 def form_by(deadline: float, session: Session, form: Callable[[], None]) -> None:

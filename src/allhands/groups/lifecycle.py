@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from .. import _torch, settings
 from .._version import __version__
-from ..control.identity import this_process
-from ..control.join import answer
+from ..control.join import answer_roll_call
 from ..control.messages import Claim
+from ..control.process_identity import this_process
 from ..engines.cuda import nccl_abort
 from ..engines.needs import needs
 from ..errors import AllhandsError, error, fail
@@ -192,7 +192,7 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
         trouble=trouble,
         generation=_generation,
     )
-    seat = answer(world, claim, settings=read, deadline=deadline, board=found.board)
+    seat = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=found.board)
     session = Session(seat, timeout, call_site())
     _session.set_current(session)
     return session

@@ -54,7 +54,7 @@ def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool
     segment, member = group.engine.segment, group.session.member
     sequence = segment.call(group.rank())[0]
     missing = [rank for index, rank in enumerate(group.ranks) if segment.call(index)[0] != sequence]
-    everyone = {status.rank: status for status in member.census(_ASK_S)}
+    everyone = {status.rank: status for status in member.statuses(_ASK_S)}
     named = missing if wait_all_ranks else missing[:1]
     more = len(missing) - len(named)
     lines = [
@@ -63,7 +63,7 @@ def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool
         if rank in everyone
     ]
     return error(
-        member.condemn(
+        member.end_group(
             Diagnosis(
                 "collective-timeout",
                 f"monitored_barrier did not finish within {duration(waited_s)}: "

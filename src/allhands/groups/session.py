@@ -23,11 +23,11 @@ import torch.distributed as dist
 import typing_extensions
 
 from .. import _torch
-from ..control.join import Seat
+from ..control.join import Membership
 from ..control.member import Member
 from ..control.messages import Status
 from ..diagnosis import Diagnosis, duration, join, ranks
-from ..diagnosis.transport import TIMEOUT, TRANSPORT
+from ..diagnosis.engine_errors import TIMEOUT, TRANSPORT
 from ..engines.cuda import nccl_abort
 from ..engines.gloo.wire import Wire
 from ..errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
@@ -95,9 +95,9 @@ def is_transport_error(problem: BaseException) -> bool:
 class Session:
     """One default group, from the roll call to its end."""
 
-    def __init__(self, seat: Seat, timeout: timedelta, formed_at: str) -> None:
+    def __init__(self, seat: Membership, timeout: timedelta, formed_at: str) -> None:
         self.member: Member = seat.member
-        self.beside = seat.beside
+        self.beside = seat.coordinator_process
         self.one_host = seat.complete.one_host
         self.own_address = seat.own_address
         self.timeout = timeout
@@ -214,22 +214,22 @@ class Session:
         who an engine waited for in vain, where it knows.
         """
         if self.member.verdict is not None:
-            self.member.heard = True
+            self.member.verdict_raised = True
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
             return None
         if words := nccl_abort.duplicate(problem):
-            return error(self.member.condemn(self._shared_gpu(words, name, site)))
+            return error(self.member.end_group(self._shared_gpu(words, name, site)))
         if not is_transport_error(problem):
             return None
         late = bool(TIMEOUT.search(str(problem)))
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
-            verdict = self.member.condemn(
+            verdict = self.member.end_group(
                 self._from_census(problem, name, site, among, blamed=blamed, late_rank=late_rank)
             )
-        self.member.heard = True
+        self.member.verdict_raised = True
         return error(verdict)
 
     def _shared_gpu(self, words: str, name: str, site: str) -> Diagnosis:
@@ -258,7 +258,7 @@ class Session:
     ) -> Diagnosis:
         mine_now = self._doing.get(threading.get_ident())
         waited = duration(time.monotonic() - mine_now[2]) if mine_now else "the time it was given"
-        census = self.member.census()
+        census = self.member.statuses()
         everyone = [
             status for status in census if among is None or status.rank in among or status.rank == self.member.rank
         ]
@@ -358,7 +358,7 @@ class Session:
             return  # It only passes on what everyone has been told.
         trace = "".join(traceback.format_exception(type(problem), problem, _users_part(problem)))
         message = str(problem).splitlines()[0][:_MOST_MESSAGE] if str(problem) else ""
-        self.member.announce(type(problem).__name__, message, trace, follows=is_transport_error(problem))
+        self.member.report_failure(type(problem).__name__, message, trace, follows=is_transport_error(problem))
 
 
 def _users_part(problem: BaseException) -> TracebackType | None:

@@ -11,13 +11,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .._torch import FileStore, HashStore, TCPStore
 from ..control.member import Member
-from ..control.messages import Reply
-from ..control.rendezvous import FileBoard, Notice
+from ..control.messages import StoreReply
+from ..control.rendezvous import Announcement, FileRendezvous
 from ..diagnosis import duration, join
 from ..engines.gloo.wire import Wire
 from ..errors import fail
 
-__all__ = ["MemberStore", "StoreBoard"]
+__all__ = ["MemberStore", "StoreRendezvous"]
 
 # torch's own default for a store.
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -153,13 +153,13 @@ class MemberStore(Store):
 
     def _ask(
         self, op: Any, keys: list[str], values: list[bytes] | None = None, *, number: int = 0, wait_s: float = 0.0
-    ) -> Reply:
-        reply = self._member.ask(op, list(keys), values, number=number, wait_s=wait_s)
+    ) -> StoreReply:
+        reply = self._member.store_request(op, list(keys), values, number=number, wait_s=wait_s)
         if reply.problem:
             self._raise(reply, op, keys, wait_s)
         return reply
 
-    def _raise(self, reply: Reply, op: str, keys: list[str], wait_s: float) -> None:
+    def _raise(self, reply: StoreReply, op: str, keys: list[str], wait_s: float) -> None:
         shown = join([repr(key) for key in keys[:_MOST_KEYS]] + (["more"] if len(keys) > _MOST_KEYS else []))
         who = f"rank {self._member.rank}"
         match reply.problem:
@@ -203,7 +203,7 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-class StoreBoard:
+class StoreRendezvous:
     """Any torch store as the place where ranks find the coordinator."""
 
     private = False
@@ -217,21 +217,21 @@ class StoreBoard:
         """Name the store."""
         return f"the {type(self._store).__name__} that was given"
 
-    def read(self) -> Notice | None:
-        """Return the posted notice, None where there is none."""
+    def read(self) -> Announcement | None:
+        """Return the published announcement, None if there is none."""
         if not self._store.check([self._key]):
             return None
-        return msgspec.json.decode(self._store.get(self._key), type=Notice)
+        return msgspec.json.decode(self._store.get(self._key), type=Announcement)
 
     def prepare(self) -> None:
         """Nothing of an earlier run is in the way: the key counts the groups of this process."""
 
-    def post(self, notice: Notice) -> None:
-        """Let everyone see the notice."""
-        self._store.set(self._key, notice.pack().decode())
+    def publish(self, announcement: Announcement) -> None:
+        """Make the announcement visible to all ranks."""
+        self._store.set(self._key, announcement.pack().decode())
 
     def clear(self) -> None:
-        """Leave the notice: a slower rank may not have read it yet, and the store ends with the job."""
+        """Keep the announcement: a slower rank may not have read it yet, and the store ends with the job."""
 
 
 def _wide(store: Store) -> bool:
@@ -244,5 +244,5 @@ def _wide(store: Store) -> bool:
         host = str(store.host)
         return not (host in {"localhost", "::1"} or host.startswith("127."))
     if isinstance(store, FileStore):
-        return FileBoard(str(store.path)).wide
+        return FileRendezvous(str(store.path)).wide
     return True

@@ -48,7 +48,7 @@ class Wide(HostGroup):
     def abort(self) -> None:
         """End the group for everyone, now. It is the end of the job's default group too."""
         who = f"rank {self.session.member.rank} ({socket.gethostname()}, pid {os.getpid()})"
-        self.session.member.condemn(
+        self.session.member.end_group(
             Diagnosis(
                 "peer-lost",
                 f"rank {self.session.member.rank} ended the group",

@@ -246,11 +246,11 @@ def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Addre
     if not place or given["standalone"]:
         raise _wrong("nnodes", f"{nodes} nodes need --coordinator HOST:PORT, an address of node 0, on each of them")
     # All environments come with it; one node does not wait for them.
-    from ..environments.address import parse
+    from ..environments.base import parse_address
     from ..errors import AllhandsError
 
     try:
-        address = parse(place if "://" in place else f"tcp://{place}", f"--coordinator {place}")
+        address = parse_address(place if "://" in place else f"tcp://{place}", f"--coordinator {place}")
     except AllhandsError as problem:
         raise Unusable(f"{problem.diagnosis.what}: {problem.diagnosis.why}") from problem
     return address, master

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..diagnosis import Diagnosis, duration, ranks
-from ..diagnosis.transport import TRANSPORT
+from ..diagnosis.engine_errors import TRANSPORT
 from ..observe.flight_recorder import FlightRecorder
 from .multinode.node_loss import Loss, words_of
 from .stall import Hang

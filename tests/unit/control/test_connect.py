@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from allhands.control.connect import Attempts, diagnose
-from allhands.control.wording import NODES, Party
+from allhands.control.wording import NODES, Wording
 from allhands.diagnosis import Diagnosis
 from allhands.environments.world import Address
 
@@ -20,10 +20,10 @@ def said(
     host: str = "node-a",
     at: str = "10.0.0.1",
     several_hosts: bool = False,
-    party: Party | None = None,
+    wording: Wording | None = None,
 ) -> Diagnosis:
     """Return the diagnosis of one attempt that ended with ``problem``."""
-    attempts = Attempts(Address(host, 29500)) if party is None else Attempts(Address(host, 29500), party)
+    attempts = Attempts(Address(host, 29500)) if wording is None else Attempts(Address(host, 29500), wording)
     attempts.tries = 1
     if isinstance(problem, socket.gaierror):
         attempts.name_error = problem
@@ -50,7 +50,7 @@ def failure(number: int) -> OSError:
             socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
             "name-server-silent",
             False,
-            "give the address of rank 0's machine itself as MASTER_ADDR or init_method, or put it into /etc/hosts",
+            "give the IP address of rank 0's machine as MASTER_ADDR or init_method, or add it to /etc/hosts",
         ),
         (
             failure(errno.ECONNREFUSED),
@@ -86,5 +86,5 @@ def test_loopback_with_others_elsewhere() -> None:
 
 def test_nodes_are_told_their_own_options() -> None:
     """The launcher's nodes have other words for the same things."""
-    found = said(socket.gaierror(socket.EAI_AGAIN, "x"), party=NODES)
-    assert "the address of node 0's machine itself as --coordinator" in found.fix
+    found = said(socket.gaierror(socket.EAI_AGAIN, "x"), wording=NODES)
+    assert "the IP address of node 0's machine as --coordinator" in found.fix

@@ -9,8 +9,7 @@ import pytest
 
 from allhands.control import handshake
 from allhands.control.connection import Connection
-from allhands.control.frames import GREETING, pack
-from allhands.control.messages import Proof, encode
+from allhands.control.messages import GREETING, Proof, encode, pack
 from allhands.control.wording import RANKS
 
 TOKEN = b"open sesame"
@@ -20,15 +19,15 @@ class Ears:
     """A coordinator that notes who it is told about."""
 
     def __init__(self, token: bytes) -> None:
-        self.token, self.roll = token, SimpleNamespace(party=RANKS)
+        self.token, self.roll = token, SimpleNamespace(wording=RANKS)
         self.away: list[int] = []
         self.left: list[str] = []
 
-    def turned_away(self, connection: Connection) -> None:
+    def proof_failed(self, connection: Connection) -> None:
         """Note who could not prove itself."""
         self.away.append(connection.rank)
 
-    def went(self, _: Connection, how: str) -> None:
+    def disconnected(self, _: Connection, how: str) -> None:
         """Note how it went."""
         self.left.append(how)
 

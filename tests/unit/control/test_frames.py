@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allhands.control.frames import HEADER, MOST_BYTES, FrameError, Splitter, pack
+from allhands.control.messages import HEADER, MOST_BYTES, FrameError, Splitter, pack
 
 
 def chunks(stream: bytes, cuts: list[int]) -> list[bytes]:

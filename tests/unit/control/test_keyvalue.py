@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allhands.control.keyvalue import KeyValue, Parked
-from allhands.control.messages import Ask, Reply, StoreOp, decode_from_coordinator, encode
+from allhands.control.messages import StoreOp, StoreReply, StoreRequest, decode_from_coordinator, encode
 
 # The owner of what a test asks for; any object will do.
 ME, YOU = "me", "you"
@@ -30,12 +30,12 @@ class Table:
         wait_s: float = 0.0,
         now: float = 0.0,
         owner: object = ME,
-    ) -> tuple[Reply | None, list[tuple[Parked, Reply]]]:
+    ) -> tuple[StoreReply | None, list[tuple[Parked, StoreReply]]]:
         """Carry out one operation; the id of the n-th is n."""
         self.last += 1
-        return self.store.handle(owner, Ask(self.last, op, list(keys), list(values), number, wait_s), now)
+        return self.store.handle(owner, StoreRequest(self.last, op, list(keys), list(values), number, wait_s), now)
 
-    def do(self, op: Any, *keys: str, **kw: Any) -> Reply:
+    def do(self, op: Any, *keys: str, **kw: Any) -> StoreReply:
         """Carry out an operation that is answered at once and releases nobody."""
         reply, released = self.ask(op, *keys, **kw)
         assert reply is not None
@@ -49,7 +49,7 @@ class Table:
         assert not released
         return self.last
 
-    def free(self, op: Any, *keys: str, **kw: Any) -> list[tuple[int, Reply]]:
+    def free(self, op: Any, *keys: str, **kw: Any) -> list[tuple[int, StoreReply]]:
         """Carry out an operation that goes well; return the ids and replies of those it released, in order."""
         reply, released = self.ask(op, *keys, **kw)
         assert reply is not None
@@ -65,7 +65,7 @@ def test_set_get_overwrite_delete() -> None:
     """A key holds what was set last, any bytes, until it is deleted."""
     table = Table()
     for value in (b"", b"\x00\xff", b"text"):
-        assert table.do("set", "k", values=(value,)) == Reply(table.last)
+        assert table.do("set", "k", values=(value,)) == StoreReply(table.last)
         assert table.do("get", "k").values == [value]
     assert table.do("num_keys").number == 1
     assert table.do("delete", "k").number == 1
@@ -198,7 +198,7 @@ def test_every_way_to_make_a_key_releases(op: str, kw: dict[str, Any], value: by
     """Whatever brings a key into being wakes those who wait for it."""
     table = Table()
     waiting = table.park("get", "k")
-    assert table.free(op, "k", **kw) == [(waiting, Reply(waiting, [value]))]
+    assert table.free(op, "k", **kw) == [(waiting, StoreReply(waiting, [value]))]
 
 
 def test_who_waits_for_several_keys_waits_for_all() -> None:
@@ -207,7 +207,7 @@ def test_who_waits_for_several_keys_waits_for_all() -> None:
     waiting = table.park("wait", "a", "b", "c")
     assert table.free("set", "c") == []
     assert table.free("set", "a") == []
-    assert table.free("set", "b") == [(waiting, Reply(waiting))]
+    assert table.free("set", "b") == [(waiting, StoreReply(waiting))]
 
 
 def test_one_step_that_makes_all_keys_releases_once() -> None:
@@ -215,7 +215,7 @@ def test_one_step_that_makes_all_keys_releases_once() -> None:
     table = Table()
     waiting = table.park("multi_get", "a", "b")
     released = table.free("multi_set", "a", "b", values=(b"1", b"2"))
-    assert released == [(waiting, Reply(waiting, [b"1", b"2"]))]
+    assert released == [(waiting, StoreReply(waiting, [b"1", b"2"]))]
 
 
 def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
@@ -225,16 +225,16 @@ def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
     waiting = table.park("wait", "a", "b")
     table.do("delete", "a")
     assert table.free("set", "b") == []
-    assert table.free("set", "a") == [(waiting, Reply(waiting))]
+    assert table.free("set", "a") == [(waiting, StoreReply(waiting))]
 
 
 def test_a_value_in_a_queue_goes_to_one_waiter() -> None:
     """Each push answers one who waits to pop, the first; someone who waits for the queue to exist goes after it."""
     table = Table()
     first, second, third = table.park("pop", "q"), table.park("pop", "q"), table.park("wait", "q")
-    assert table.free("push", "q", values=(b"1",)) == [(first, Reply(first, [b"1"]))]
-    assert table.free("push", "q", values=(b"2",)) == [(second, Reply(second, [b"2"]))]
-    assert table.free("push", "q", values=(b"3",)) == [(third, Reply(third))]
+    assert table.free("push", "q", values=(b"1",)) == [(first, StoreReply(first, [b"1"]))]
+    assert table.free("push", "q", values=(b"2",)) == [(second, StoreReply(second, [b"2"]))]
+    assert table.free("push", "q", values=(b"3",)) == [(third, StoreReply(third))]
     assert table.do("length", "q").number == 1
 
 
@@ -245,9 +245,9 @@ def test_waits_expire_each_at_its_own_time() -> None:
     short = table.park("wait", "a", "b", wait_s=5.0, now=100.0)
     assert table.store.expire(104.9) == []
     [(parked, reply)] = table.store.expire(105.0)
-    assert (parked.ask.id, parked.owner, reply) == (short, ME, Reply(short, problem="timeout"))
+    assert (parked.ask.id, parked.owner, reply) == (short, ME, StoreReply(short, problem="timeout"))
     assert table.store.expire(105.0) == []
-    assert table.free("multi_set", "a", "b", values=(b"", b"")) == [(long, Reply(long, [b""]))]
+    assert table.free("multi_set", "a", "b", values=(b"", b"")) == [(long, StoreReply(long, [b""]))]
     assert table.store.expire(1e9) == []
 
 
@@ -265,7 +265,7 @@ def test_who_is_gone_is_forgotten() -> None:
     table.park("wait", "q", "k", owner=YOU)
     mine = table.park("pop", "q", owner=ME)
     table.store.forget(YOU)
-    assert table.free("push", "q", values=(b"1",)) == [(mine, Reply(mine, [b"1"]))]
+    assert table.free("push", "q", values=(b"1",)) == [(mine, StoreReply(mine, [b"1"]))]
     assert table.store.expire(1e9) == []
     assert table.store._parked == {}
 
@@ -321,9 +321,9 @@ class Model:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[bytes]] = {}
-        self.waiting: list[tuple[object, Ask, float]] = []
+        self.waiting: list[tuple[object, StoreRequest, float]] = []
 
-    def ready(self, ask: Ask) -> bool:
+    def ready(self, ask: StoreRequest) -> bool:
         """Tell whether ``ask`` can be answered."""
         match ask.op:
             case "get" | "multi_get":
@@ -335,7 +335,7 @@ class Model:
             case _:
                 return True
 
-    def answer(self, ask: Ask) -> Any:
+    def answer(self, ask: StoreRequest) -> Any:
         """Carry out ``ask``, which is ready; return what it should reply."""
         key, values = (ask.keys or [""])[0], ask.values
         there = self.values.get(key)
@@ -374,7 +374,7 @@ class Model:
                 return len(self.queues.get(key, ()))
         return None
 
-    def handle(self, owner: object, ask: Ask, now: float) -> tuple[Any, set[tuple[int, str]]]:
+    def handle(self, owner: object, ask: StoreRequest, now: float) -> tuple[Any, set[tuple[int, str]]]:
         """Carry out ``ask``; return its reply ("parked" where it waits) and the released, as (id, reply)."""
         if not self.ready(ask):
             if ask.wait_s <= 0:
@@ -390,7 +390,7 @@ class Model:
         return reply, released
 
 
-def plain(ask: Ask, reply: Reply | None) -> Any:
+def plain(ask: StoreRequest, reply: StoreReply | None) -> Any:
     """Return a reply as the model writes it."""
     if reply is None:
         return "parked"
@@ -443,7 +443,7 @@ def test_any_sequence_of_operations_matches_the_model(steps: list[Any]) -> None:
             model.waiting = [entry for entry in model.waiting if entry[0] != owner]
         else:
             op, keys, values, amount, wait_s = step
-            ask = Ask(number, op, keys, values, amount, wait_s)
+            ask = StoreRequest(number, op, keys, values, amount, wait_s)
             reply, released = store.handle(owner, ask, now)
             expected, freed = model.handle(owner, ask, now)
             assert plain(ask, reply) == expected

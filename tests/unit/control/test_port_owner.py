@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from allhands.control.port_owner import Holder, holder
+from allhands.control.process_identity import PortOwner, port_owner
 
 
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
@@ -19,29 +19,29 @@ def test_who_listens_is_named(family: socket.AddressFamily, host: str) -> None:
         except OSError as problem:
             pytest.skip(f"{host} cannot be bound here: {problem}")
         port = sock.getsockname()[1]
-        assert holder(port) is None, "bound is not listening"
+        assert port_owner(port) is None, "bound is not listening"
         sock.listen()
-        found = holder(port)
+        found = port_owner(port)
         assert found is not None
         assert (found.pid, found.user) == (os.getpid(), psutil.Process().username())
         assert " ".join(psutil.Process().cmdline()).startswith(found.command)
         assert f"pid {os.getpid()} of {found.user} (" in str(found)
         assert not found.ours
-    assert holder(port) is None
+    assert port_owner(port) is None
 
 
 def test_a_connection_is_not_a_listener() -> None:
     """Who merely talks from that port does not hold it."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        assert holder(client.getsockname()[1]) is None
+        assert port_owner(client.getsockname()[1]) is None
 
 
 def test_a_process_that_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's process is a holder without a number, and is said to be that."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=None)
     monkeypatch.setattr(psutil, "net_connections", lambda **_: [entry])
-    found = holder(4021)
-    assert found == Holder(0, "", "")
+    found = port_owner(4021)
+    assert found == PortOwner(0, "", "")
     assert "another user" in str(found)
 
 
@@ -54,7 +54,7 @@ def test_a_socket_that_was_opened_while_we_looked(first: str, monkeypatch: pytes
         [SimpleNamespace(status=psutil.CONN_LISTEN, laddr=place, pid=os.getpid())],
     ]
     monkeypatch.setattr(psutil, "net_connections", lambda **_: looks.pop(0))
-    found = holder(4021)
+    found = port_owner(4021)
     assert found is not None
     assert found.pid == os.getpid()
 
@@ -63,7 +63,7 @@ def test_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that is gone before it can be asked for its name is still a holder."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=2**22 + 1)
     monkeypatch.setattr(psutil, "net_connections", lambda **_: [entry])
-    assert holder(4021) == Holder(2**22 + 1, "?", "?")
+    assert port_owner(4021) == PortOwner(2**22 + 1, "?", "?")
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_coordinator_of_ours_is_recognised(command: str, *, ours: bool) -> None:
     """An allhands coordinator is told from other programs by its command."""
-    assert Holder(1, command, "ada").ours is ours
+    assert PortOwner(1, command, "ada").ours is ours

@@ -9,42 +9,48 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from allhands.control import identity, rendezvous
-from allhands.control.rendezvous import FileBoard, Notice, local_name, outward_address, random_name
+from allhands.control import process_identity, rendezvous
+from allhands.control.rendezvous import (
+    Announcement,
+    FileRendezvous,
+    local_socket_name,
+    outbound_address,
+    random_socket_name,
+)
 from allhands.errors import ConnectError
 
 # No process has this number: it is above the largest that Linux gives out.
 NOBODY = 2**22 + 1
 
 
-def notice(pid: int | None = None, token: bytes = b"secret") -> Notice:
-    """Return a notice of a coordinator on this host: this very process, unless told otherwise."""
-    return Notice.of("allhands-x", "10.0.0.1", 4021, os.getpid() if pid is None else pid, token)
+def announcement(pid: int | None = None, token: bytes = b"secret") -> Announcement:
+    """Return a announcement of a coordinator on this host: this very process, unless told otherwise."""
+    return Announcement.of("allhands-x", "10.0.0.1", 4021, os.getpid() if pid is None else pid, token)
 
 
-# The notice ------------------------------------------------------------------------------------------------------
+# The announcement ------------------------------------------------------------------------------------------------
 
 
 def test_a_notice_of_a_living_process_is_not_dead() -> None:
     """A coordinator that runs on this host is alive."""
-    assert notice().here
-    assert not notice().dead
+    assert announcement().here
+    assert not announcement().dead
 
 
 def test_a_notice_of_no_process_is_dead() -> None:
     """A coordinator whose process is gone is certainly dead."""
-    assert notice(pid=NOBODY).dead
+    assert announcement(pid=NOBODY).dead
 
 
 def test_a_notice_of_a_number_given_out_again_is_dead() -> None:
     """A process that started at another time is another process, whatever its number."""
-    old = msgspec.structs.replace(notice(), started=notice().started - 60)
+    old = msgspec.structs.replace(announcement(), started=announcement().started - 60)
     assert old.dead
 
 
 def test_a_notice_from_another_host_is_never_certainly_dead() -> None:
     """Of a process on another host nothing is known."""
-    elsewhere = msgspec.structs.replace(notice(pid=NOBODY), key="another kernel")
+    elsewhere = msgspec.structs.replace(announcement(pid=NOBODY), key="another kernel")
     assert not elsewhere.here
     assert not elsewhere.dead
 
@@ -54,9 +60,9 @@ def test_a_notice_from_another_host_is_never_certainly_dead() -> None:
 
 def test_a_posted_notice_is_read_by_others(tmp_path: Path) -> None:
     """What rank 0 posts, token included, is what another board at the same path reads."""
-    posted = notice()
-    FileBoard(str(tmp_path / "meet")).post(posted)
-    assert FileBoard(str(tmp_path / "meet")).read() == posted
+    posted = announcement()
+    FileRendezvous(str(tmp_path / "meet")).publish(posted)
+    assert FileRendezvous(str(tmp_path / "meet")).read() == posted
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n"])
@@ -65,7 +71,7 @@ def test_nothing_is_posted_yet(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "meet"
     if content is not None:
         path.write_bytes(content)
-    board = FileBoard(str(path))
+    board = FileRendezvous(str(path))
     assert board.read() is None
     board.prepare()
 
@@ -77,9 +83,9 @@ def test_nothing_is_posted_yet(tmp_path: Path, content: bytes | None) -> None:
         b"rank 0 was here",
         b"{}",
         b"[1, 2]",
-        notice().pack()[:-1],
-        notice().pack().replace(b"allhands-meeting-1", b"allhands-meeting-9"),
-        notice().pack().replace(b"allhands-x", b"allhands-\xff"),
+        announcement().pack()[:-1],
+        announcement().pack().replace(b"allhands-rendezvous-1", b"allhands-rendezvous-9"),
+        announcement().pack().replace(b"allhands-x", b"allhands-\xff"),
         b"[" * 100_000,
     ],
     ids=["file-store", "text", "empty-object", "array", "cut-off", "other-mark", "no-utf-8", "deep"],
@@ -88,7 +94,7 @@ def test_junk_is_a_stale_file(tmp_path: Path, content: bytes) -> None:
     """A file with anything else in it is never taken for a meeting and never overwritten."""
     path = tmp_path / "meet"
     path.write_bytes(content)
-    board = FileBoard(str(path))
+    board = FileRendezvous(str(path))
     for step in (board.read, board.prepare):
         with pytest.raises(ConnectError) as caught:
             step()
@@ -100,41 +106,41 @@ def test_junk_is_a_stale_file(tmp_path: Path, content: bytes) -> None:
 
 def test_a_place_that_is_no_file_is_unusable(tmp_path: Path) -> None:
     """A path that cannot be read or written says what the file system answered."""
-    board = FileBoard(str(tmp_path))
+    board = FileRendezvous(str(tmp_path))
     with pytest.raises(ConnectError, match="Is a directory") as caught:
         board.read()
     assert caught.value.slug == "stale-file"
-    missing = FileBoard(str(tmp_path / "no" / "meet"))
+    missing = FileRendezvous(str(tmp_path / "no" / "meet"))
     assert missing.read() is None
     with pytest.raises(ConnectError, match="No such file") as caught:
-        missing.post(notice())
+        missing.publish(announcement())
     assert caught.value.slug == "stale-file"
 
 
 def test_a_dead_notice_is_replaced(tmp_path: Path) -> None:
     """What a dead coordinator left is recognised, and the next rank 0 posts over it."""
-    board = FileBoard(str(tmp_path / "meet"))
-    board.post(notice(pid=NOBODY))
-    fresh = FileBoard(str(tmp_path / "meet"))
+    board = FileRendezvous(str(tmp_path / "meet"))
+    board.publish(announcement(pid=NOBODY))
+    fresh = FileRendezvous(str(tmp_path / "meet"))
     fresh.prepare()
-    living = notice()
-    fresh.post(living)
+    living = announcement()
+    fresh.publish(living)
     assert board.read() == living
 
 
 def test_a_living_notice_is_not_replaced(tmp_path: Path) -> None:
     """A file whose coordinator runs belongs to that job; the process is named."""
-    FileBoard(str(tmp_path / "meet")).post(notice())
+    FileRendezvous(str(tmp_path / "meet")).publish(announcement())
     with pytest.raises(ConnectError) as caught:
-        FileBoard(str(tmp_path / "meet")).prepare()
+        FileRendezvous(str(tmp_path / "meet")).prepare()
     assert (caught.value.slug, caught.value.ranks) == ("file-in-use", (0,))
     assert f"pid {os.getpid()}" in caught.value.diagnosis.who
 
 
 def test_a_notice_from_another_host_may_be_replaced(tmp_path: Path) -> None:
     """Whether a coordinator elsewhere lives cannot be seen, so it does not block the file for ever."""
-    board = FileBoard(str(tmp_path / "meet"))
-    board.post(msgspec.structs.replace(notice(), key="another kernel"))
+    board = FileRendezvous(str(tmp_path / "meet"))
+    board.publish(msgspec.structs.replace(announcement(), key="another kernel"))
     board.prepare()
 
 
@@ -144,7 +150,7 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     path.touch(mode=0o666)
     before = os.umask(0)
     try:
-        FileBoard(str(path)).post(notice())
+        FileRendezvous(str(path)).publish(announcement())
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -153,9 +159,9 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
 def test_clear_removes_what_was_posted_here(tmp_path: Path) -> None:
     """When everyone has come, the file goes; a second time, or without a file, nothing happens."""
     path = tmp_path / "meet"
-    board = FileBoard(str(path))
+    board = FileRendezvous(str(path))
     board.clear()
-    board.post(notice())
+    board.publish(announcement())
     board.clear()
     assert not path.exists()
     board.clear()
@@ -164,33 +170,33 @@ def test_clear_removes_what_was_posted_here(tmp_path: Path) -> None:
 def test_clear_leaves_what_others_posted(tmp_path: Path) -> None:
     """A file that is someone else's by now stays."""
     path = tmp_path / "meet"
-    first, second = FileBoard(str(path)), FileBoard(str(path))
-    theirs = notice(token=b"2")
-    first.post(notice(token=b"1"))
-    second.post(theirs)
+    first, second = FileRendezvous(str(path)), FileRendezvous(str(path))
+    theirs = announcement(token=b"2")
+    first.publish(announcement(token=b"1"))
+    second.publish(theirs)
     first.clear()
     assert second.read() == theirs
-    FileBoard(str(path)).clear()
+    FileRendezvous(str(path)).clear()
     assert path.exists()
 
 
 def test_nobody_reads_half_a_notice(tmp_path: Path) -> None:
     """While notices are posted over each other, a reader sees a whole one at every moment, and no rest stays."""
     path = tmp_path / "meet"
-    board = FileBoard(str(path))
-    board.post(notice())
+    board = FileRendezvous(str(path))
+    board.publish(announcement())
     done = threading.Event()
 
     def post() -> None:
         for length in range(300):
-            board.post(notice(token=b"t" * (length * 50)))
+            board.publish(announcement(token=b"t" * (length * 50)))
         done.set()
 
     thread = threading.Thread(target=post)
     thread.start()
     seen = set()
     while not done.is_set():
-        found = FileBoard(str(path)).read()
+        found = FileRendezvous(str(path)).read()
         assert found is not None
         seen.add(len(found.token))
     thread.join()
@@ -203,7 +209,7 @@ def test_a_notice_that_cannot_be_posted_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     path.mkdir()
     with pytest.raises(ConnectError):
-        FileBoard(str(path)).post(notice())
+        FileRendezvous(str(path)).publish(announcement())
     assert [entry.name for entry in tmp_path.iterdir()] == ["meet"]
 
 
@@ -245,14 +251,14 @@ def mounts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mounts")
 def test_a_network_file_system_is_wide(path: str, *, wide: bool) -> None:
     """A file on a file system that other hosts may share is wide; the longest mount that holds it decides."""
-    assert FileBoard(path).wide is wide
+    assert FileRendezvous(path).wide is wide
 
 
 @pytest.mark.usefixtures("mounts")
 def test_a_link_leads_to_the_file_system_that_counts(tmp_path: Path) -> None:
     """A path through a symbolic link is on the file system that the link leads to."""
     (tmp_path / "link").symlink_to("/home/bob")
-    assert FileBoard(str(tmp_path / "link" / "meet")).wide
+    assert FileRendezvous(str(tmp_path / "link" / "meet")).wide
 
 
 def test_an_unknown_file_system_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +268,7 @@ def test_an_unknown_file_system_is_wide(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert FileBoard("/srv/meet").wide
+    assert FileRendezvous("/srv/meet").wide
 
 
 # Names -----------------------------------------------------------------------------------------------------------
@@ -270,35 +276,33 @@ def test_an_unknown_file_system_is_wide(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_local_name_follows_the_job_and_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one job and user derive one name; another job, or another user, another."""
-    name = local_name("job 1")
-    assert local_name("job 1") == name
-    assert local_name("job 2") != name
+    name = local_socket_name("job 1")
+    assert local_socket_name("job 1") == name
+    assert local_socket_name("job 2") != name
     monkeypatch.setattr(os, "getuid", lambda: 4711)
-    assert local_name("job 1") != name
+    assert local_socket_name("job 1") != name
 
 
 def test_the_local_name_without_a_job_follows_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a job name, ranks that one process started meet, and no others."""
-    name = local_name("")
-    assert local_name("") == name
-    one = identity.this_process()
-    other = identity.Identity(one.host, one.key, one.pid, one.started, "another parent")
+    name = local_socket_name("")
+    assert local_socket_name("") == name
+    one = process_identity.this_process()
+    other = process_identity.Identity(one.host, one.key, one.pid, one.started, "another parent")
     monkeypatch.setattr(rendezvous, "this_process", lambda: other)
-    assert local_name("") != name
+    assert local_socket_name("") != name
 
 
 def test_local_names_can_be_socket_names() -> None:
     """Names fit into a Unix socket's address (108 bytes with the leading NUL), and random ones differ."""
-    assert random_name() != random_name()
-    for name in (local_name("j" * 1000), random_name()):
+    assert random_socket_name() != random_socket_name()
+    for name in (local_socket_name("j" * 1000), random_socket_name()):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind("\0" + name)
 
 
-def test_the_way_outward_is_one_of_our_own_addresses() -> None:
-    """The address by which others reach this host can be bound here; to loopback it is loopback."""
-    assert outward_address("127.0.0.1") == "127.0.0.1"
-    assert outward_address("::1") in {"::1", "127.0.0.1"}
-    address = outward_address()
+def test_outbound_address_is_an_address_of_this_host() -> None:
+    """The address at which others reach this host can be bound here."""
+    address = outbound_address()
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.bind((address, 0))

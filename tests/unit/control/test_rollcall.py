@@ -6,11 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from allhands.control import diagnoses
-from allhands.control.arrival import Arrival
-from allhands.control.identity import Identity
 from allhands.control.messages import Claim
-from allhands.control.rollcall import Completed, RefusedRoll, RollCall, Waits, decide
+from allhands.control.process_identity import Identity
+from allhands.control.rollcall import Arrival, Completed, RefusedRoll, RollCall, Waits, decide, late
 from allhands.control.wording import NODES
 from allhands.diagnosis import Diagnosis
 
@@ -207,15 +205,15 @@ def test_a_rank_outside_of_the_world(rank: int) -> None:
 @pytest.mark.parametrize(
     ("slug", "odd", "words"),
     [
-        ("job-mismatch", {"job": "day"}, "ranks 0 and 1 say night, attempt 0 and rank 2 says day, attempt 0"),
-        ("job-mismatch", {"attempt": 1}, "ranks 0 and 1 say night, attempt 0 and rank 2 says night, attempt 1"),
-        ("job-mismatch", {"job": ""}, "ranks 0 and 1 say night, attempt 0 and rank 2 says no job name, attempt 0"),
-        ("world-size-mismatch", {"world_size": 8}, "ranks 0 and 1 say 4 and rank 2 says 8"),
-        ("backend-mismatch", {"backend": "nccl"}, "ranks 0 and 1 ask for gloo and rank 2 asks for nccl"),
-        ("backend-mismatch", {"backend": ""}, "ranks 0 and 1 ask for gloo and rank 2 asks for the default"),
+        ("job-mismatch", {"job": "day"}, "ranks 0 and 1 claim night, attempt 0 and rank 2 claims day, attempt 0"),
+        ("job-mismatch", {"attempt": 1}, "ranks 0 and 1 claim night, attempt 0 and rank 2 claims night, attempt 1"),
+        ("job-mismatch", {"job": ""}, "ranks 0 and 1 claim night, attempt 0 and rank 2 claims no job name, attempt 0"),
+        ("world-size-mismatch", {"world_size": 8}, "ranks 0 and 1 claim 4 and rank 2 claims 8"),
+        ("backend-mismatch", {"backend": "nccl"}, "ranks 0 and 1 request gloo and rank 2 requests nccl"),
+        ("backend-mismatch", {"backend": ""}, "ranks 0 and 1 request gloo and rank 2 requests the default"),
         ("version-mismatch", {"torch": "2.12.0"}, "and rank 2 has torch 2.12, allhands 0.1.0"),
         ("version-mismatch", {"allhands": "0.2.0"}, "and rank 2 has torch 2.13, allhands 0.2.0"),
-        ("device-mismatch", {"device": "cuda:0"}, "bring xpu and rank 2 brings cuda"),
+        ("device-mismatch", {"device": "cuda:0"}, "use xpu and rank 2 uses cuda"),
     ],
 )
 def test_ranks_disagree(slug: str, odd: dict[str, Any], words: str) -> None:
@@ -226,7 +224,7 @@ def test_ranks_disagree(slug: str, odd: dict[str, Any], words: str) -> None:
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == (slug, (2,), ("node-b",))
     assert diagnosis.what.endswith(words)
     assert diagnosis.who == "ranks 0 and 1 (node-a) and rank 2 (node-b)"
-    told = "rank 2 took it from slurm" if slug in {"job-mismatch", "world-size-mismatch"} else "slurm started rank 2"
+    told = "rank 2 read it from slurm" if slug in {"job-mismatch", "world-size-mismatch"} else "slurm started rank 2"
     assert diagnosis.why == f"all of them are connected; {told}"
 
 
@@ -302,7 +300,7 @@ def test_missing_ranks_at_the_earliest_deadline() -> None:
     assert diagnosis.what == "3 of 4 ranks answered within 30 s"
     assert diagnosis.who == "ranks 0-2 (node-a and node-b) waited for rank 3"
     assert diagnosis.why == (
-        "nothing was ever heard from rank 3; ranks 0-2 reached node-a:29500 from 10.0.0.97 and 10.0.0.98"
+        "nothing was ever received from rank 3; ranks 0-2 reached node-a:29500 from 10.0.0.97 and 10.0.0.98"
     )
 
 
@@ -323,7 +321,7 @@ def test_a_rank_that_came_and_went_is_said_to_have_done_so() -> None:
     diagnosis = refused(state, now=DEADLINE)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("missing-ranks", (2, 3), ("node-b",))
     assert diagnosis.why.startswith(
-        "rank 3 (node-b, pid 1003) came and went away after 4.5 s; nothing was ever heard from rank 2; "
+        "rank 3 (node-b, pid 1003) connected and disconnected after 4.5 s; nothing was ever received from rank 2; "
     )
 
 
@@ -335,7 +333,7 @@ def test_a_rank_that_went_and_came_back_is_not_missing() -> None:
     state.arrive(arrival(1))
     diagnosis = refused(state, now=DEADLINE)
     assert (diagnosis.ranks, diagnosis.hosts) == ((2, 3), ())
-    assert "came and went" not in diagnosis.why
+    assert "disconnected" not in diagnosis.why
 
 
 @pytest.mark.parametrize(("local", "said"), [(-1, True), (2, True), (4, False)])
@@ -349,17 +347,17 @@ def test_a_loopback_coordinator_is_named_where_ranks_may_be_elsewhere(local: int
 def test_someone_without_the_token_is_why_a_rank_is_missing() -> None:
     """At the deadline, a missing rank under whose number someone failed the proof is not authorised."""
     state = called(arrival(0), arrival(1))
-    state.turn_away(3, "10.0.0.66")
+    state.refuse_proof(3, "10.0.0.66")
     assert isinstance(decide(2.0, state), Waits), "a stranger cannot end a roll call"
     diagnosis = refused(state, now=DEADLINE)
     assert (diagnosis.slug, diagnosis.ranks) == ("not-authorised", (3,))
-    assert diagnosis.who == "rank 3 came from 10.0.0.66"
+    assert diagnosis.who == "rank 3 connected from 10.0.0.66"
 
 
 def test_someone_without_the_token_is_no_matter_where_the_rank_came() -> None:
     """A stranger who claims the number of a rank that is present changes nothing."""
     state = called(arrival(0), arrival(1))
-    state.turn_away(1, "10.0.0.66")
+    state.refuse_proof(1, "10.0.0.66")
     assert refused(state, now=DEADLINE).slug == "missing-ranks"
     state.arrive(arrival(2))
     state.arrive(arrival(3))
@@ -370,8 +368,8 @@ def test_strangers_cannot_fill_the_memory() -> None:
     """What a stranger says is kept only for numbers that a rank can have."""
     state = called(arrival(0))
     for rank in (-1, -(2**62), 65_536, 2**62):
-        state.turn_away(rank, "10.0.0.66")
-    assert not state.turned
+        state.refuse_proof(rank, "10.0.0.66")
+    assert not state.unproven
 
 
 # Late ------------------------------------------------------------------------------------------------------------
@@ -380,16 +378,16 @@ def test_strangers_cannot_fill_the_memory() -> None:
 def test_a_second_process_of_a_rank_after_completion_is_a_duplicate() -> None:
     """One that was started with the others and comes when the group is formed is a double."""
     state = called(arrival(0, 2), arrival(1, 2))
-    diagnosis = diagnoses.late(arrival(1, 2, host="node-b", started=5.0), state, completed_wall=10.0, now=2.0)
+    diagnosis = late(arrival(1, 2, host="node-b", started=5.0), state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("duplicate-rank", (1,), ("node-a", "node-b"))
 
 
 def test_one_that_started_after_completion_met_another_job() -> None:
     """A process that did not exist when the group was formed belongs to another job at the same address."""
     state = called(arrival(0, 2), arrival(1, 2))
-    diagnosis = diagnoses.late(arrival(1, 2, host="node-b", started=11.0), state, completed_wall=10.0, now=42.0)
+    diagnosis = late(arrival(1, 2, host="node-b", started=11.0), state, completed_wall=10.0, now=42.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("port-in-use", (1,), ("node-b",))
-    assert diagnosis.what == "node-a:29500 belongs to another job, whose 2 ranks are all there"
+    assert diagnosis.what == "node-a:29500 belongs to another job, whose 2 ranks are complete"
     assert diagnosis.who == "rank 1 (node-b, pid 1001) met the job of rank 0 (node-a, pid 1000)"
     assert "42 s ago" in diagnosis.why
 
@@ -398,7 +396,7 @@ def test_one_that_started_after_completion_met_another_job() -> None:
 def test_a_late_one_with_another_world_size(rank: int) -> None:
     """One that was started with the others but counts more ranks is told so, and is the odd one."""
     state = called(arrival(0, 2), arrival(1, 2))
-    diagnosis = diagnoses.late(arrival(rank, 4, host="node-b"), state, completed_wall=10.0, now=2.0)
+    diagnosis = late(arrival(rank, 4, host="node-b"), state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("world-size-mismatch", (rank,), ("node-b",))
 
 
@@ -407,7 +405,7 @@ def test_a_late_one_of_another_job(odd: dict[str, Any]) -> None:
     """Another job's rank is told that, however late it was started."""
     state = called(arrival(0, 2), arrival(1, 2))
     newcomer = arrival(0, 2, host="node-b", started=99.0, **odd)
-    diagnosis = diagnoses.late(newcomer, state, completed_wall=10.0, now=2.0)
+    diagnosis = late(newcomer, state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("job-mismatch", (0,), ("node-b",))
 
 
@@ -427,14 +425,14 @@ def test_an_arrival_costs_the_same_however_many_are_here() -> None:
     assert time.process_time() - started < 3.0
 
 
-@pytest.mark.parametrize("nameless", [True, False])
-def test_ranks_that_meet_by_their_parent_are_told_so(nameless: bool) -> None:
+@pytest.mark.parametrize("derived_name", [True, False])
+def test_ranks_that_meet_by_their_parent_are_told_so(derived_name: bool) -> None:
     """Where ranks were given no address, a missing one may only have another parent, and the fix says what then."""
     state = called(arrival(0))
-    state.nameless = nameless
+    state.derived_name = derived_name
     decision = decide(state.deadline, state)
     assert isinstance(decision, RefusedRoll)
-    assert ("ALLHANDS_JOB" in decision.diagnosis.fix) is nameless
+    assert ("ALLHANDS_JOB" in decision.diagnosis.fix) is derived_name
 
 
 # Nodes in the place of ranks ------------------------------------------------------------------------------------
@@ -442,9 +440,9 @@ def test_ranks_that_meet_by_their_parent_are_told_so(nameless: bool) -> None:
 
 def nodes(*arrivals: Arrival) -> RollCall:
     """Return the roll call of agents to which these have answered."""
-    state = RollCall(OPENED, listening="node-a:29500", party=NODES)
+    state = RollCall(OPENED, listening="node-a:29500", wording=NODES)
     for each in arrivals:
-        state.arrive(msgspec.structs.replace(each, party=NODES))
+        state.arrive(msgspec.structs.replace(each, wording=NODES))
     return state
 
 
@@ -461,7 +459,7 @@ def test_nodes_are_called_nodes() -> None:
     assert (double.slug, double.what) == ("duplicate-rank", "two processes claim node 1 of 2")
     assert "its own node (--node-rank)" in double.fix
     sizes = refused(nodes(arrival(0, 2), arrival(1, 3, host="node-b")))
-    assert sizes.what == "nodes disagree about the number of nodes: node 0 says 2 and node 1 says 3"
+    assert sizes.what == "nodes disagree about the number of nodes: node 0 claims 2 and node 1 claims 3"
     assert (sizes.slug, sizes.fix) == ("world-size-mismatch", "start every node with the same --nnodes")
     assert sizes.who == "node 0 (node-a) and node 1 (node-b)"
 

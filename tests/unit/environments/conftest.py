@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 from allhands.errors import AllhandsError
 
 Refuse = Callable[..., AllhandsError]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 from allhands.errors import AllhandsError
 
 Refuse = Callable[..., AllhandsError]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 
 ENV = {
     "FLUX_TASK_RANK": "3",

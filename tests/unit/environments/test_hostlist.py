@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allhands.environments.hostlist import MOST, counts, expand, split
+from allhands.environments.slurm import MOST, counts, expand, split
 from allhands.errors import AllhandsError
 
 Bracket = list[tuple[int, int, int]]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 from allhands.errors import AllhandsError
 
 Refuse = Callable[..., AllhandsError]

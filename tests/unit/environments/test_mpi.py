@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 from allhands.environments.world import Address
 from allhands.errors import AllhandsError
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from allhands.environments.identity import ENVIRONMENTS
+from allhands.environments.identify import ENVIRONMENTS
 from allhands.environments.whoami import render, report
 
 STEP = {

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 from allhands.environments.world import Address
 from allhands.launch.job import Job
 from allhands.launch.variables import variables

@@ -11,7 +11,7 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 
-from ...diagnosis.sides import Judgement
+from ...diagnosis.majority import Judgement
 from .. import fingerprint
 from ..fingerprint import Call
 from . import driver

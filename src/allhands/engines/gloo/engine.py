@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ... import _core, _torch
-from ...diagnosis.sides import Judgement
+from ...diagnosis.majority import Judgement
 from .. import fingerprint
 from ..fingerprint import Call
 from ..shm import engine as shm

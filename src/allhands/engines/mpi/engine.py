@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ... import _core
-from ...diagnosis.sides import Judgement
+from ...diagnosis.majority import Judgement
 from .. import fingerprint
 from ..gloo.engine import Difference, Relay
 from ..shm import engine as shm

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
-from ...control import credentials
+from ...control.process_identity import peer_credentials
 from ...diagnosis import Diagnosis
 from ...errors import AllhandsError, error, fail
 
@@ -160,7 +160,7 @@ class Handing:
             try:
                 while len(guests) < self._ranks - 1:
                     guest = self._accept(listener, key, deadline)
-                    pid, uid = credentials.peer(guest)
+                    pid, uid = peer_credentials(guest)
                     if uid not in {os.getuid(), 0}:
                         guest.close()
                         continue
@@ -241,7 +241,7 @@ def connect(name: str, deadline: float) -> socket.socket:
     try:
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         sock.connect("\0" + name)
-        _, uid = credentials.peer(sock)
+        _, uid = peer_credentials(sock)
     except BaseException:
         sock.close()
         raise

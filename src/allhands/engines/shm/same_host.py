@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import Store
 
-from ...control import credentials
-from ...control.identity import host_key
+from ...control.process_identity import host_key, peer_credentials
 from .fd_passing import connect, name_socket
 
 __all__ = ["find"]
@@ -96,7 +95,7 @@ def _serve(listener: socket.socket, page: int, over: threading.Event) -> None:
         with contextlib.suppress(OSError):  # Nobody came, or whoever came is gone again.
             guest, _ = listener.accept()
             with guest:
-                if credentials.peer(guest)[1] in {os.getuid(), 0}:
+                if peer_credentials(guest)[1] in {os.getuid(), 0}:
                     socket.send_fds(guest, [b"."], [page])
 
 

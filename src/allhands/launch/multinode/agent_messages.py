@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ...control.messages import Claim, Closing, Ping, Pong, Refused, Remark, Waiting
+from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting
 from ..attempt import Story
 
 __all__ = [
@@ -138,7 +138,7 @@ class Over(msgspec.Struct, tag=True, frozen=True):
 
 
 FromConvenor = (
-    Waiting | Refused | Ping | Remark | Closing | Seated | Begin | Finish | Inquire | Stop | Over | Data | Shut
+    Waiting | Refused | Ping | LogLine | Closing | Seated | Begin | Finish | Inquire | Stop | Over | Data | Shut
 )
 
 _Message = TypeVar("_Message")

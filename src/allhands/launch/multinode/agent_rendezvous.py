@@ -12,10 +12,10 @@ import time
 
 from ... import settings
 from ...control import bind
-from ...control.arrival import Arrival
-from ...control.port_owner import holder
-from ...control.progress import Progress
-from ...control.rendezvous import outward_address
+from ...control.process_identity import port_owner
+from ...control.rendezvous import outbound_address
+from ...control.rollcall import Arrival
+from ...control.waiting_line import WaitingLine
 from ...control.wording import NODES
 from ...environments.world import Address
 from ...errors import AllhandsError, fail
@@ -39,7 +39,7 @@ class Gathering:
         self._settings = settings.read()
         self._secret = self._settings.secret()
         self._deadline = time.monotonic() + job.timeout_s
-        self._progress = Progress("allhands")
+        self._progress = WaitingLine("allhands")
         self._claim = claim(job)
         self._stop = 0
         self._convenor: Convenor | None = None
@@ -113,7 +113,7 @@ class Gathering:
                 bind=self._settings.bind,
                 late_names=True,
                 share=(1, self._job.nodes),
-                party=NODES,
+                wording=NODES,
                 notify=self._progress,
             )
         )
@@ -127,7 +127,7 @@ class Gathering:
             came_from="this host",
             at=now,
             deadline=self._deadline,
-            party=NODES,
+            wording=NODES,
         )
         seats = Seats(own, token=self._secret)
         try:
@@ -140,14 +140,14 @@ class Gathering:
         seats.roll.listening = str(Address(*bound))
         seats.roll.only_loopback = bind.is_loopback(bound[0])
         if not self._secret and not seats.roll.only_loopback:
-            sys.stderr.write("allhands: " + bind.OPEN % (bound[0], "node") + "\n")
+            sys.stderr.write("allhands: " + bind.WARNING_OPEN % (bound[0], "node") + "\n")
         return seats
 
     async def _convene(self, seats: Seats) -> Convenor:
         shared = bool(self._secret)
         token = self._secret.decode(errors="surrogateescape") or secrets.token_hex(16)
         bound = seats.roll.listening.rpartition(":")[0].strip("[]")
-        address = outward_address() if bound in {"0.0.0.0", "::"} else bound  # noqa: S104  # asked for, with ALLHANDS_BIND
+        address = outbound_address() if bound in {"0.0.0.0", "::"} else bound  # noqa: S104  # asked for, with ALLHANDS_BIND
         self._convenor = Convenor(self._job, seats, address=address, token=token, shared=shared)
         seats.on_waiting = self._progress
         seats.start()
@@ -162,7 +162,7 @@ class Gathering:
 
     def _trouble(self, problem: OSError, who: str) -> AllhandsError:
         taken = problem.errno == errno.EADDRINUSE
-        held = holder(self._address.port) if taken else None
+        held = port_owner(self._address.port) if taken else None
         return fail(
             "port-in-use" if taken else "address-not-local",
             f"node 0 cannot listen on {self._address}: {problem.strerror or problem}",

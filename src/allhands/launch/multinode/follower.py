@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...control.frames import FrameError, pack
-from ...control.messages import Closing, Ping, Pong, Refused, Remark, Waiting
+from ...control.messages import Closing, FrameError, LogLine, Ping, Pong, Refused, Waiting, pack
 from ...diagnosis import Diagnosis
 from ...environments.world import Address
 from ...errors import error
@@ -156,7 +155,7 @@ class Delegate(asyncio.Protocol):
                 self._over = message
             case Refused(diagnosis):
                 self._refused = diagnosis
-            case Remark(text):
+            case LogLine(text):
                 self.say(text)
             case Closing() | Waiting():
                 pass  # What follows from a goodbye is seen when the connection closes.

@@ -14,11 +14,10 @@ import msgspec
 
 from ... import settings
 from ..._version import __version__
-from ...control import client_handshake, connect, handshake
-from ...control.frames import Splitter, pack
-from ...control.identity import this_process
-from ...control.messages import Claim, Closing, Ping, Pong, Refused, Remark, Waiting
-from ...control.progress import Progress
+from ...control import connect, handshake
+from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Splitter, Waiting, pack
+from ...control.process_identity import this_process
+from ...control.waiting_line import WaitingLine
 from ...control.wording import NODES
 from ...diagnosis import duration
 from ...environments.world import Address
@@ -79,7 +78,7 @@ def claim(job: Job) -> Claim:
 class Joining:
     """One agent's way to its seat. `run` blocks, in a thread; `stop` may be called from another."""
 
-    def __init__(self, job: Job, address: Address, token: bytes, deadline: float, progress: Progress) -> None:
+    def __init__(self, job: Job, address: Address, token: bytes, deadline: float, progress: WaitingLine) -> None:
         self._job, self._address, self._token = job, address, token
         self._deadline, self._progress = deadline, progress
         self._claim = claim(job)
@@ -95,14 +94,14 @@ class Joining:
         """Return the seat, or raise why there is none."""
         again_until = 0.0
         while True:
-            sock = connect.reach(
+            sock = connect.connect_tcp(
                 self._address,
                 self._deadline,
                 who=self._who,
                 late_names=True,
                 several_hosts=True,
                 notify=self._progress,
-                party=NODES,
+                wording=NODES,
             )
             try:
                 joined = self._answer(sock)
@@ -128,7 +127,7 @@ class Joining:
             job=self._job.name, attempt=0, rank=self._job.node_rank, world_size=self._job.nodes, token=self._token
         )
         place = str(self._address)
-        splitter, frames = client_handshake.greet(sock, opening, self._token, place, self._deadline, party=NODES)
+        splitter, frames = handshake.authenticate(sock, opening, self._token, place, self._deadline, wording=NODES)
         left = max(0.0, self._deadline - time.monotonic())
         self._say(sock, msgspec.structs.replace(self._claim, timeout_s=left))
         while True:
@@ -152,7 +151,7 @@ class Joining:
                 self._say(sock, Pong())
             case Stop(number, by):
                 raise Stopped(number, by)
-            case Remark():
+            case LogLine():
                 pass
             case _:
                 raise self._lost(f"it sent a {type(message).__name__} during the roll call")
@@ -163,9 +162,7 @@ class Joining:
                 self._say(sock, Stopping(self._stop, 1))
                 raise Stopped(self._stop, "this node")
             try:
-                frames = client_handshake.receive(
-                    sock, splitter, min(self._deadline + _WORD_S, time.monotonic() + _LOOK_S)
-                )
+                frames = handshake.receive(sock, splitter, min(self._deadline + _WORD_S, time.monotonic() + _LOOK_S))
             except OSError as problem:
                 raise self._lost(problem.strerror or str(problem)) from problem
             if frames:
@@ -185,7 +182,7 @@ class Joining:
 
     def _say(self, sock: socket.socket, message: FromDelegate) -> None:
         try:
-            client_handshake.send(sock, pack(msgspec.msgpack.encode(message)), self._deadline + _WORD_S)
+            handshake.send(sock, pack(msgspec.msgpack.encode(message)), self._deadline + _WORD_S)
         except OSError:
             return  # What it said before it closed is still to be read.
 

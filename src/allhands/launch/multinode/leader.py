@@ -238,7 +238,7 @@ class Convenor:
         node = envoy.rank
         self._far.lose(node, f"the agent of its node was lost: {how}")
         if node not in self._stories:
-            self._losses.append(self._loss(node, envoy.came_from, how, envoy.heard_at))
+            self._losses.append(self._loss(node, envoy.came_from, how, envoy.received_at))
         self._finish(EXPLAIN_S)
         if self.attempt is not None:
             self.attempt.finish()
@@ -289,13 +289,13 @@ class Convenor:
     def _say_silence(self, node: int) -> None:
         """Say that an agent does not answer: it is asked every second. Nobody knows whether it will go on."""
         envoy = self._seats.members[node]
-        quiet_s = time.monotonic() - envoy.heard_at
+        quiet_s = time.monotonic() - envoy.received_at
         if quiet_s >= SILENT_S:
             self._say_seldom(f"waiting for {silence(self._name(node), quiet_s)}")
 
     def _silent(self, node: int) -> Loss:
         envoy = self._seats.members[node]
-        return self._loss(node, envoy.came_from, "", envoy.heard_at, observed=False)
+        return self._loss(node, envoy.came_from, "", envoy.received_at, observed=False)
 
     async def close(self) -> None:
         """Let the others read the last word, then end every connection."""

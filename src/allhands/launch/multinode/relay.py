@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from ...control import credentials
+from ...control.process_identity import peer_credentials
 from .agent_messages import Data, Opened, Shut
 
 __all__ = ["Relay"]
@@ -83,7 +83,7 @@ class _Channel(asyncio.Protocol):
         """Refuse other users; see the worker's death even while a child of its holds the connection open."""
         self._transport = transport  # type: ignore[assignment]  # asyncio hands a Transport to stream protocols
         sock: socket.socket = transport.get_extra_info("socket")
-        pid, uid = credentials.peer(sock)
+        pid, uid = peer_credentials(sock)
         if uid not in {os.getuid(), 0}:
             transport.abort()  # type: ignore[attr-defined]  # the same
             return

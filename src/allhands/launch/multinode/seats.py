@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...control.arrival import Arrival
 from ...control.connection import Connection
 from ...control.coordinator import Coordinator
 from ...control.messages import Claim, Refused, Waiting
-from ...control.rollcall import Waits
+from ...control.rollcall import Arrival, Waits
 from ...control.wording import NODES
 from ...diagnosis import Diagnosis, count
 from .agent_messages import FromConvenor, FromDelegate, decode_from_delegate
@@ -30,9 +29,9 @@ class Envoy(Connection):
     # Whether its number was given here and may be given to another while the roll call goes on.
     numbered_here = False
 
-    def _said(self, frame: bytes) -> None:
+    def _handle_proven(self, frame: bytes) -> None:
         if self.arrival is None:
-            super()._said(frame)
+            super()._handle_proven(frame)
         else:
             self.coordinator.told(self, decode_from_delegate(frame))
 
@@ -44,11 +43,11 @@ class Envoy(Connection):
 class Seats(Coordinator):
     """Who has come from which node. What they say after the roll call is the convenor's to hear."""
 
-    members: dict[int, Envoy]  # type: ignore[assignment]  # all of them are made by _meet
+    members: dict[int, Envoy]  # type: ignore[assignment]  # all of them are made by _make_connection
 
     def __init__(self, own: Arrival, *, token: bytes) -> None:
         super().__init__(token=token)
-        self.roll.party = NODES
+        self.roll.wording = NODES
         self.roll.arrive(own)
         # Called for each message, for a node that is gone (with how), for the line that people see, and when the roll
         # call is over.
@@ -80,10 +79,10 @@ class Seats(Coordinator):
 
     # Of the coordinator ------------------------------------------------------------------------------------
 
-    def _meet(self) -> Envoy:
+    def _make_connection(self) -> Envoy:
         return Envoy(self)
 
-    def claimed(self, connection: Connection, claim: Claim) -> None:
+    def claim_received(self, connection: Connection, claim: Claim) -> None:
         """An agent answers; one without a number gets the first that is free."""
         if not isinstance(connection, Envoy):
             raise TypeError("an agent's connection is an Envoy")
@@ -99,7 +98,7 @@ class Seats(Coordinator):
             connection.opening = msgspec.structs.replace(connection.opening, rank=free)
         elif self.completed_at is None and self.refused is None:
             self._make_way(rank, size)
-        super().claimed(connection, claim)
+        super().claim_received(connection, claim)
 
     def _free(self, size: int) -> int | None:
         return next((rank for rank in range(size) if rank not in self.roll.present), None)
@@ -134,13 +133,13 @@ class Seats(Coordinator):
         super()._refuse(diagnosis, now)
         self.on_change()
 
-    def _show(self, waits: Waits) -> None:
+    def _show_waiting(self, waits: Waits) -> None:
         line = waits.explanation
         self.on_waiting(line)
         for envoy in self.members.values():
             envoy.send(Waiting(line))
 
-    def went(self, connection: Connection, how: str) -> None:
+    def disconnected(self, connection: Connection, how: str) -> None:
         """An agent's connection ended."""
         arrival = connection.arrival
         seated = (
@@ -152,6 +151,6 @@ class Seats(Coordinator):
         if seated and arrival is not None:
             del self.members[arrival.rank]
             self.roll.leave(arrival, time.monotonic())
-        super().went(connection, how)
+        super().disconnected(connection, how)
         if seated and isinstance(connection, Envoy):
             self.on_lost(connection, how)

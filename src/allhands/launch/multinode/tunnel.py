@@ -75,12 +75,12 @@ class _FarConnection(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Its agent saw where it came from, and checked the user."""
         self._transport = transport  # type: ignore[assignment]  # a Transport
-        self.coordinator.met(self)
+        self.coordinator.connected(self)
 
     def over(self, how: str) -> None:
         """Its agent says that the connection ended."""
         self._how = how
-        self._gone()
+        self._ended()
 
 
 class _Channel(asyncio.Transport):

@@ -9,21 +9,24 @@ import msgspec
 
 from allhands.control import handshake
 from allhands.control.coordinator import Coordinator
-from allhands.control.frames import GREETING, MOST_BYTES, Splitter, pack
-from allhands.control.identity import Identity
 from allhands.control.messages import (
-    Ask,
+    GREETING,
+    MOST_BYTES,
     Challenge,
     Claim,
     Closing,
     Complete,
     Ended,
     Proof,
-    Reply,
+    Splitter,
+    StoreReply,
+    StoreRequest,
     decode_challenge,
     decode_from_coordinator,
     encode,
+    pack,
 )
+from allhands.control.process_identity import Identity
 from allhands.launch.multinode.agent_messages import Data, Opened, Shut
 from allhands.launch.multinode.tunnel import Far
 
@@ -108,11 +111,11 @@ def test_a_large_answer_comes_in_pieces() -> None:
         far.coordinator = lambda: coordinator
         first, second = seated(far, said)
         body = b"x" * (MOST_BYTES - 1000)
-        first.send(pack(encode(Ask(1, "set", ["k"], [body]))))
-        second.send(pack(encode(Ask(1, "get", ["k"]))))
+        first.send(pack(encode(StoreRequest(1, "set", ["k"], [body]))))
+        second.send(pack(encode(StoreRequest(1, "get", ["k"]))))
         assert max(len(msgspec.msgpack.encode(message)) for _, message in said) < MOST_BYTES / 8
         reply = decode_from_coordinator(second.heard()[0])
-        assert isinstance(reply, Reply)
+        assert isinstance(reply, StoreReply)
         assert reply.values == [body]
 
     play(scene)

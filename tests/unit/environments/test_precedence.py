@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from allhands.environments.identity import identify
+from allhands.environments.identify import identify
 from allhands.environments.world import Address
 from allhands.errors import AllhandsError
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from allhands.control import progress
-from allhands.control.progress import Progress
+from allhands.control import waiting_line
+from allhands.control.waiting_line import WaitingLine
 
 
 class Stream(io.StringIO):
@@ -37,13 +37,13 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Put a clock of our own into the module."""
     made = Clock()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(waiting_line, "time", SimpleNamespace(monotonic=made.monotonic))
     return made
 
 
-def run(stream: Stream, clock: Clock, seconds: float, **kw: bool) -> Progress:
+def run(stream: Stream, clock: Clock, seconds: float, **kw: bool) -> WaitingLine:
     """Wait for ``seconds``, with a new line each half second."""
-    shown = Progress("allhands rank 0", stream=stream, **kw)
+    shown = WaitingLine("allhands rank 0", stream=stream, **kw)
     for half in range(int(seconds * 2) + 1):
         clock.now = 1000.0 + half / 2
         shown(f"line {half / 2:g}")
@@ -102,7 +102,7 @@ def test_a_closed_stream_does_not_end_the_job(clock: Clock) -> None:
 def test_a_process_without_stderr_does_not_end_either(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some launchers start programs with no standard error at all."""
     monkeypatch.setattr(sys, "stderr", None)
-    shown = Progress("allhands rank 0")
+    shown = WaitingLine("allhands rank 0")
     clock.now += 20
     shown("into the void")
     shown.done()

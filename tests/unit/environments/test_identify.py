@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from allhands.environments.identity import ENVIRONMENTS, identify, survey
+from allhands.environments.identify import ENVIRONMENTS, identify, survey
 from allhands.environments.world import Address
 from allhands.errors import AllhandsError, ArgumentError
 

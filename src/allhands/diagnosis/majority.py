@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import msgspec
 
-from .words import ranks
+from .diagnosis import ranks
 
 __all__ = ["Judgement", "judge", "lines"]
 

@@ -11,7 +11,6 @@ from .. import settings
 from ..diagnosis import join
 from ..errors import AllhandsError
 from . import (
-    arguments,
     azureml,
     batch,
     flux,
@@ -35,7 +34,7 @@ from . import (
     vertex,
 )
 from .base import Detection, Environment, text
-from .conflicts import inner
+from .precedence import ARGUMENTS, address_argument, apply_arguments, inner
 from .world import Address, World
 
 __all__ = ["ENVIRONMENTS", "Finding", "identify", "survey"]
@@ -95,7 +94,7 @@ def identify(
     source = os.environ if env is None else env
     if coordinator is not None:
         # Nothing then needs to look for an address, nor may it fail because there is none.
-        coordinator = arguments.address(coordinator)
+        coordinator = address_argument(coordinator)
         source = {**source, "MASTER_ADDR": coordinator.host, "MASTER_PORT": str(coordinator.port)}
     given = {name for name, value in (("rank", rank), ("world_size", world_size)) if value is not None}
     found, ignored = None, ""
@@ -109,7 +108,7 @@ def identify(
         found = _bare(source, given)
     if ignored:
         found.reasons["environment"] = f"not used: {ignored}"
-    arguments.apply(found, rank, world_size, coordinator)
+    apply_arguments(found, rank, world_size, coordinator)
     return _named(found, source).world()
 
 
@@ -155,7 +154,7 @@ def _bare(env: Mapping[str, str], given: Collection[str]) -> Detection:
         found = Detection("alone", _ALONE, env)
         return found.say("rank", 0, _ALONE).say("world_size", 1, _ALONE).meet()
     reason = f"{join(hints)} tells of other processes" if hints else "no environment was recognised"
-    found = Detection(arguments.NAME, reason, env, remedy="set RANK and WORLD_SIZE, or pass rank= and world_size=")
+    found = Detection(ARGUMENTS, reason, env, remedy="set RANK and WORLD_SIZE, or pass rank= and world_size=")
     # Half an address is only wrong where it is needed, and it may not be: a file or a store can bring ranks together.
     if text(env, "MASTER_ADDR") and text(env, "MASTER_PORT"):
         found.meet()

@@ -1,4 +1,4 @@
-"""The line that people see while they wait: updated in place on a terminal, one line each 10 s elsewhere."""
+"""The line that reports what a command waits for: updated in place on a terminal, one line each 10 s elsewhere."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import sys
 import time
 from typing import TextIO
 
-__all__ = ["Progress"]
+__all__ = ["WaitingLine"]
 
-# A group that forms at once says nothing.
+# A group that forms faster than this prints nothing.
 _QUIET_S = 1.0
 
-# In a log file every line stays; more often than this buries what matters.
+# In a log file every line stays; more of them would hide other output.
 _LOG_EVERY_S = 10.0
 
 
-class Progress:
-    """Shows what is being waited for. ``shown`` False keeps it quiet (another rank on this screen speaks)."""
+class WaitingLine:
+    """Prints lines to ``stream`` (standard error by default); nothing if ``shown`` is False."""
 
     def __init__(self, prefix: str, *, shown: bool = True, stream: TextIO | None = None) -> None:
         self._prefix = prefix
@@ -28,7 +28,7 @@ class Progress:
         self._open = False
 
     def __call__(self, line: str) -> None:
-        """Show ``line``, at most as often as the place allows."""
+        """Show ``line`` unless the last one was too recent."""
         now = time.monotonic()
         if not self._shown or self._stream is None or now - self._started < _QUIET_S:
             return
@@ -40,7 +40,7 @@ class Progress:
             self._write(f"{self._prefix}: {line}\n")
 
     def done(self) -> None:
-        """Take the line off the terminal."""
+        """Erase the line from the terminal."""
         if self._open:
             self._write("\r\x1b[K")
             self._open = False
@@ -50,4 +50,4 @@ class Progress:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            self._shown = False  # A closed stream is nobody's to read; the job goes on.
+            self._shown = False  # The stream is closed; the job continues.
