@@ -72,7 +72,7 @@ def check_buckets_follow_the_order_of_use():
     for _ in range(3):
         step(ddp)
     assert ddp.reducer.rebuilt
-    order = [ddp.reducer.names[slot.position] for bucket in ddp.reducer.buckets for slot in bucket.slots]
+    order = [ddp.reducer.names[part.position] for bucket in ddp.reducer.buckets for part in bucket.parts]
     assert [name[0] for name in order] == list("aabbcc"), order
 
 def check_reduction_begins_while_backward_goes_on_where_there_is_a_core_for_it():

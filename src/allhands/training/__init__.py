@@ -1,4 +1,4 @@
-"""Training on several ranks: what wraps a model, normalises over all ranks and deals the data to them."""
+"""Data-parallel training: DistributedDataParallel, SyncBatchNorm, samplers and metrics over all ranks."""
 
 from __future__ import annotations
 

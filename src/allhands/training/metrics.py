@@ -1,8 +1,9 @@
-"""What ranks found about their own samples, put together for all of them, so that evaluation is exact."""
+"""Combine the per-sample results of all ranks, so that an evaluation counts each sample once."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from ..errors import fail
 from ..groups import collectives
+from . import compare_ranks
 from .data.sampler import DistributedSampler
-from .ddp import model_check
 
 __all__ = ["gather_metrics"]
 
@@ -20,84 +21,79 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
     """Return ``values`` of all ranks together, on every rank; every rank of ``group`` must call.
 
     A tensor has one row for each sample that the rank evaluated, and ranks may have different numbers, also none: the
-    rows of all ranks come back in one tensor, in order of ranks. A number or a tensor without dimensions becomes a
-    tensor with one value for each rank. Lists, tuples and dicts of these come back as such.
+    rows of all ranks are returned in one tensor, in order of ranks. A number or a tensor without dimensions becomes a
+    tensor with one value for each rank. Lists, tuples and dicts of these are returned as such.
 
-    With the ``sampler`` that dealt the samples, rows come back in the sampler's order (that of the data set where
-    it does not shuffle), and the padding that made the ranks even is left out: each sample counts once.
+    With the ``sampler`` that chose the samples, rows are in the sampler's order (that of the data set if it does not
+    shuffle), and the padding that made the ranks even is left out: each sample counts once.
 
-    Raises `CollectiveMismatch` where the ranks' values differ in structure, type or shape beyond the first dimension.
+    Raises `CollectiveMismatch` if the ranks' values differ in structure, dtype or shape beyond the first dimension.
     """
     if not dist.is_initialized():
         collectives.require_group("gather_metrics")
     group = dist.group.WORLD if group is None else group
     leaves: list[torch.Tensor] = []
-    shape = _described(values, leaves)
+    structure = _flatten(values, leaves)
     device = _device(leaves, group)
-    words = json.dumps(shape)
-    said = model_check.exchange(words + "\n" + json.dumps([_rows(leaf) for leaf in leaves]), group, device)
-    structures, rows = zip(*(each.split("\n") for each in said), strict=True)
-    problem = model_check.difference(
+    rows = [len(leaf) if leaf.dim() else -1 for leaf in leaves]
+    found = compare_ranks.gather_text(f"{json.dumps(structure)}\n{json.dumps(rows)}", group, device)
+    structures, row_counts = zip(*(each.split("\n") for each in found), strict=True)
+    problem = compare_ranks.mismatch(
         "what they give to gather_metrics", structures, group, fix="give values of the same structure everywhere"
     )
     if problem is not None:
         raise problem
-    counts = [json.loads(each) for each in rows]
+    counts = [json.loads(each) for each in row_counts]
     size = None if sampler is None else sampler.dealt
-    together = iter(
-        [
-            _together(leaf.to(device), [each[number] for each in counts], group, size).to(leaf.device)
-            for number, leaf in enumerate(leaves)
-        ]
-    )
-    return _filled(values, together)
+    gathered = [
+        _gather_rows(leaf.to(device), [each[number] for each in counts], group, size).to(leaf.device)
+        for number, leaf in enumerate(leaves)
+    ]
+    return _unflatten(values, iter(gathered))
 
 
-def _described(values: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return the structure of ``values`` in words that ranks can compare; put its tensors into ``leaves``."""
+def _flatten(values: Any, leaves: list[torch.Tensor]) -> Any:
+    """Append the tensors in ``values`` to ``leaves``. Returns the structure in a form that ranks can compare."""
     match values:
         case torch.Tensor():
             leaves.append(values.detach())
             return [str(values.dtype).removeprefix("torch."), list(values.shape[1:]) if values.dim() else "number"]
         case bool() | int() | float():
-            kind = torch.float64 if isinstance(values, float) else torch.int64
-            leaves.append(torch.tensor(values, dtype=kind))
-            return [str(kind).removeprefix("torch."), "number"]
+            dtype = torch.float64 if isinstance(values, float) else torch.int64
+            leaves.append(torch.tensor(values, dtype=dtype))
+            return [str(dtype).removeprefix("torch."), "number"]
         case dict():
-            return {str(key): _described(value, leaves) for key, value in values.items()}
+            return {str(key): _flatten(value, leaves) for key, value in values.items()}
         case list() | tuple():
-            return [type(values).__name__, *(_described(value, leaves) for value in values)]
+            return [type(values).__name__, *(_flatten(value, leaves) for value in values)]
         case _:
             raise TypeError(f"gather_metrics takes tensors, numbers, and lists, tuples and dicts of them: {values!r}")
 
 
-def _filled(values: Any, together: Any) -> Any:
+def _unflatten(values: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return the structure of ``values`` with ``tensors`` as leaves."""
     match values:
         case dict():
-            return {key: _filled(value, together) for key, value in values.items()}
+            return {key: _unflatten(value, tensors) for key, value in values.items()}
         case tuple() if hasattr(values, "_fields"):
-            return type(values)(*(_filled(value, together) for value in values))
+            return type(values)(*(_unflatten(value, tensors) for value in values))
         case list() | tuple():
-            return type(values)(_filled(value, together) for value in values)
+            return type(values)(_unflatten(value, tensors) for value in values)
         case _:
-            return next(together)
-
-
-def _rows(leaf: torch.Tensor) -> int:
-    return len(leaf) if leaf.dim() else -1
+            return next(tensors)
 
 
 def _device(leaves: list[torch.Tensor], group: Any) -> torch.device:
-    """Return where tensors must be for ``group``: NCCL moves none of a CPU."""
+    """Return the device of the tensors to communicate: NCCL does not move those of a CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def _together(leaf: torch.Tensor, counts: list[int], group: Any, size: int | None) -> torch.Tensor:
-    """Return the rows of all ranks; the first ``size`` in the order of dealing where that is given."""
+def _gather_rows(leaf: torch.Tensor, counts: list[int], group: Any, size: int | None) -> torch.Tensor:
+    """Return the rows of all ranks; with ``size`` the first so many in the sampler's order."""
     if counts[0] < 0:
-        return model_check.gather(leaf, group)
+        return compare_ranks.gather(leaf, group)
     if size is not None and sum(counts) < size:
         raise fail(
             "invalid-argument",
@@ -106,14 +102,13 @@ def _together(leaf: torch.Tensor, counts: list[int], group: Any, size: int | Non
             why="rows can be put into the sampler's order only if each sample has one",
             fix="give the rows of the whole pass, or leave out sampler=",
         )
-    most = max(counts)
-    # Groups of torch's own move tensors of one shape only. Bytes, because not every engine moves every type.
-    room = leaf.new_zeros((most, *leaf.shape[1:]))
-    room[: len(leaf)] = leaf
-    if not room.numel():
+    # torch's own backends gather tensors of equal shape only, and not every engine moves every dtype: padded bytes.
+    padded = leaf.new_zeros((max(counts), *leaf.shape[1:]))
+    padded[: len(leaf)] = leaf
+    if not padded.numel():
         return leaf.new_empty((sum(counts), *leaf.shape[1:]))
-    rows = model_check.gather(room.contiguous().view(torch.uint8), group).view(leaf.dtype)
+    rows = compare_ranks.gather(padded.contiguous().view(torch.uint8), group).view(leaf.dtype)
     if size is None:
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
-    # Row j of rank r is item j * n + r of those dealt; ranks without a row j stand at the end.
+    # Row j of rank r is item j * n + r of the sampler; the last row of a rank may be padding.
     return rows.transpose(0, 1).flatten(0, 1)[:size]

@@ -1,4 +1,4 @@
-"""The order of all items of an epoch: a pure function of seed and epoch that knows nothing of ranks."""
+"""The order of all items of an epoch: a pure function of seed and epoch, independent of ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from ...errors import fail
 
-__all__ = ["Given", "InOrder", "Order", "Shuffled", "Weighted"]
+__all__ = ["EpochOrder", "FromSampler", "InOrder", "Shuffled", "Weighted"]
 
 
-class Order(Protocol):
-    """What an epoch consists of. ``items`` may be sliced, and its length is that of the epoch."""
+class EpochOrder(Protocol):
+    """The items of an epoch. The result of ``items`` can be sliced, and its length is that of the epoch."""
 
     def items(self, seed: int, epoch: int) -> Any:
         """Return every item of the epoch in order: a tensor of indices, a range, or a list of anything."""
 
     def length(self) -> int | None:
-        """Return how many items an epoch has, where that is known beforehand."""
+        """Return the number of items of an epoch, if it is known beforehand."""
 
 
 class InOrder:
-    """The items of a data set as they stand. ``size`` is asked again each time: data sets may grow between epochs."""
+    """The indices of a data set in order. ``size`` is called for each epoch, because data sets may grow."""
 
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
@@ -42,7 +42,7 @@ class InOrder:
 
 
 class Shuffled(InOrder):
-    """A permutation: the one that torch's DistributedSampler has for the same seed and epoch."""
+    """A permutation: that of torch's DistributedSampler for the same seed and epoch."""
 
     def items(self, seed: int, epoch: int) -> Any:
         """Return the indices, shuffled."""
@@ -50,7 +50,7 @@ class Shuffled(InOrder):
 
 
 class Weighted:
-    """Indices drawn with probabilities proportional to weights, ``draws`` of them (as many as weights by default)."""
+    """Indices drawn with probabilities proportional to weights, ``draws`` of them (by default one per weight)."""
 
     def __init__(self, weights: Any, draws: int | None, *, replacement: bool) -> None:
         self._weights = torch.as_tensor(weights, dtype=torch.float64).flatten()
@@ -68,14 +68,14 @@ class Weighted:
             raise fail("invalid-argument", "these weights cannot be drawn from", who="DistributedSampler", why=wrong)
 
     def items(self, seed: int, epoch: int) -> Any:
-        """Return the indices drawn. torch.multinomial would take no more than 2**24 weights."""
+        """Return the indices drawn. torch.multinomial takes at most 2**24 weights."""
         generator = _generator(seed, epoch)
         if self._replacement:
             total = self._weights.cumsum(0)
-            places = torch.rand(self._draws, generator=generator, dtype=torch.float64) * total[-1]
-            # right=True: a weight of zero has no width, and is never hit.
-            return torch.searchsorted(total, places, right=True).clamp_(max=len(total) - 1)
-        # Of exponential clocks with these rates, the order in which they ring is a draw without replacement.
+            points = torch.rand(self._draws, generator=generator, dtype=torch.float64) * total[-1]
+            # right=True: an item with weight 0 is never drawn.
+            return torch.searchsorted(total, points, right=True).clamp_(max=len(total) - 1)
+        # Sorting exponential variables with these rates draws without replacement.
         clocks = torch.empty(len(self._weights), dtype=torch.float64).exponential_(generator=generator)
         return (clocks / self._weights).argsort()[: self._draws]
 
@@ -84,17 +84,17 @@ class Weighted:
         return self._draws
 
 
-class Given:
-    """What a sampler or batch sampler gives, with every source of randomness that it may use seeded for the epoch.
+class FromSampler:
+    """The items of a sampler or batch sampler, with every source of randomness it may use seeded for the epoch.
 
-    So each rank gets the same from a sampler of its own. Its ``set_epoch`` is called where it has one.
+    So each rank gets the same items from its own sampler. Its ``set_epoch`` is called if it has one.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
     def items(self, seed: int, epoch: int) -> list[Any]:
-        """Return all that the sampler gives."""
+        """Return all items of the sampler."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         with _seeded(self._sampler, seed + epoch):
@@ -111,9 +111,9 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
 
 @contextlib.contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
-    """Seed torch's, Python's and NumPy's global randomness, and generators of the sampler's own, for a block.
+    """Seed the global generators of torch, Python and NumPy, and the sampler's own, for a block.
 
-    Afterwards the global ones are as before: drawing an order does not change what the training draws.
+    The global ones are restored: drawing an order does not change the random numbers of the training.
     """
     seen: set[int] = set()
     while sampler is not None and id(sampler) not in seen:
@@ -121,10 +121,10 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
         own = getattr(sampler, "generator", None)
         if isinstance(own, torch.Generator):
             own.manual_seed(seed)
-        # A batch sampler has its sampler inside.
+        # A batch sampler contains a sampler.
         sampler = getattr(sampler, "sampler", None)
     numpy = sys.modules.get("numpy")
-    python, numpys = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -133,6 +133,6 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(python)
+            random.setstate(python_state)
             if numpy is not None:
-                numpy.random.set_state(numpys)
+                numpy.random.set_state(numpy_state)

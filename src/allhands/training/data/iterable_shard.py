@@ -1,4 +1,4 @@
-"""Dealing the items of a stream, which has no indices, to the ranks and to their DataLoader workers."""
+"""Divide the items of a stream, which has no indices, among the ranks and their DataLoader workers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ...errors import fail
-from .loader_position import Ledger
-from .rank_share import share
+from .loader_position import LoaderPosition
+from .sampler import size_and_rank
 
-__all__ = ["Shard", "shard_iterable"]
+__all__ = ["IterableShard", "shard_iterable"]
 
-# Of the form of `state_dict`.
+# The version of the state dict.
 _VERSION = 1
 
-# What the workers and the loop tell each other: the epoch of the next pass, the epoch that does not begin at its
-# beginning, where it begins, the first epoch that there is anything left of, and whether workers have begun the pass.
-_EPOCH, _PARTIAL, _START, _FLOOR, _BEGUN = range(5)
+# Indices of the state that the loop shares with its workers: the epoch of the next pass, the epoch that starts in the
+# middle, the position where it starts, the first epoch with items left, and whether workers have started the pass.
+_EPOCH, _PARTIAL, _START, _FIRST_EPOCH, _STARTED = range(5)
 
 
-class Shard(IterableDataset[Any]):
-    """One rank's part of a stream; what `shard_iterable` returns."""
+class IterableShard(IterableDataset[Any]):
+    """One rank's part of a stream, the result of `shard_iterable`."""
 
     def __init__(
         self,
@@ -43,92 +43,90 @@ class Shard(IterableDataset[Any]):
         self.rank = rank
         self.batch_size = batch_size
         self.drop_last = drop_last
-        # Shared, so that workers that stay from epoch to epoch see it change.
-        self._told: torch.Tensor = torch.tensor([epoch, epoch, start, 0, 0]).share_memory_()  # type: ignore[no-untyped-call]
-        # The books of the pass, where this process draws it; workers keep none.
-        self._ledger: Ledger | None = None
+        # In shared memory, so that persistent workers see changes.
+        self._state: torch.Tensor = torch.tensor([epoch, epoch, start, 0, 0]).share_memory_()  # type: ignore[no-untyped-call]
+        # The position of the pass if this process iterates; workers have none.
+        self._position: LoaderPosition | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; the source is told, if it has a set_epoch.
+        """Set the epoch of the next pass; calls ``set_epoch`` of the source if it has one.
 
-        After `load_state_dict`, the epoch of the state gives what was left of it, and those before it give nothing.
+        After `load_state_dict`, the epoch of the state has only the items that were left, and earlier ones have none.
         """
-        self._told[_EPOCH] = epoch
-        self._told[_BEGUN] = 0
-        self._ledger = None
+        self._state[_EPOCH] = epoch
+        self._state[_STARTED] = 0
+        self._position = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's items; in a DataLoader's worker, this worker's."""
+        """Iterate over this rank's items; in a DataLoader's worker, this worker's."""
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        ledger = Ledger()
+        position = LoaderPosition()
         if worker is None:
-            self._ledger = ledger
+            self._position = position
         else:
-            self._told[_BEGUN] = 1
-        epoch = int(self._told[_EPOCH])
+            self._state[_STARTED] = 1
+        epoch = int(self._state[_EPOCH])
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
-        if epoch >= int(self._told[_FLOOR]):
-            for item in self._deal(self._start(), number, workers):
-                # In a worker nobody asks for them.
+        if epoch >= int(self._state[_FIRST_EPOCH]):
+            for item in self._own_items(self._start(), number, workers):
                 if worker is None:
-                    ledger.draw()
+                    position.draw()
                 yield item
-        ledger.exhausted = True
+        position.exhausted = True
 
     def _start(self) -> int:
-        """Return how many items of the stream the next pass leaves out."""
-        return int(self._told[_START]) if self._told[_EPOCH] == self._told[_PARTIAL] else 0
+        """Return how many items of the stream the next pass skips."""
+        return int(self._state[_START]) if self._state[_EPOCH] == self._state[_PARTIAL] else 0
 
-    def _deal(self, start: int, number: int, workers: int) -> Iterator[Any]:
+    def _own_items(self, start: int, number: int, workers: int) -> Iterator[Any]:
         items = itertools.islice(iter(self.source), start, None)
         size, ranks = self.batch_size, self.num_replicas
-        for turn in itertools.count():
-            # One batch for each rank. Worker w makes the batches w, w + workers, ... of its rank, as DataLoader asks.
-            dealt = list(itertools.islice(items, size * ranks))
-            if not dealt or (self.drop_last and len(dealt) < size * ranks):
+        for step in itertools.count():
+            # One batch for each rank. DataLoader reads batch w, w + workers, ... of a rank from worker w.
+            step_items = list(itertools.islice(items, size * ranks))
+            if not step_items or (self.drop_last and len(step_items) < size * ranks):
                 return
-            if turn % workers == number:
-                yield from dealt[self.rank * size : (self.rank + 1) * size]
+            if step % workers == number:
+                yield from step_items[self.rank * size : (self.rank + 1) * size]
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return where the job stands, for `load_state_dict` with any number of ranks.
+        """Return the position of the job, for `load_state_dict` with any number of ranks.
 
-        It counts whole batches that the training loop has been given. A DataLoader's workers draw ahead of it and
-        cannot know: with them say with ``consumed`` how many items of this pass this rank has trained on. Call it at
-        the same step on every rank, or on rank 0 only.
+        It counts whole batches that the training loop has received. With DataLoader workers, which prefetch, pass the
+        number of items of this pass that this rank has trained on as ``consumed``. Call it at the same step on every
+        rank, or on rank 0 only.
         """
-        epoch, start = int(self._told[_EPOCH]), self._start()
-        if consumed is None and self._told[_BEGUN]:
-            raise fail(
-                "invalid-argument",
-                "state_dict() cannot tell how far the training loop is",
-                who="shard_iterable",
-                why="the DataLoader has workers, which draw ahead of the loop",
-                fix="say how many items of this epoch this rank has had: state_dict(consumed=steps * batch_size)",
-            )
-        if consumed is None and self._ledger is not None and self._ledger.complete:
-            return {"version": _VERSION, "epoch": epoch + 1, "position": 0}
-        taken = consumed if consumed is not None else self._ledger.consumed if self._ledger is not None else 0
-        return {
-            "version": _VERSION,
-            "epoch": epoch,
-            "position": start + taken // self.batch_size * self.batch_size * self.num_replicas,
-        }
+        epoch, start = int(self._state[_EPOCH]), self._start()
+        if consumed is None:
+            if self._state[_STARTED]:
+                raise fail(
+                    "invalid-argument",
+                    "state_dict() cannot tell how far the training loop is",
+                    who="shard_iterable",
+                    why="the DataLoader has workers, which prefetch",
+                    fix="pass the number of items of this epoch that this rank has had: "
+                    "state_dict(consumed=steps * batch_size)",
+                )
+            if self._position is not None and self._position.complete:
+                return {"version": _VERSION, "epoch": epoch + 1, "position": 0}
+            consumed = 0 if self._position is None else self._position.consumed
+        position = start + consumed // self.batch_size * self.batch_size * self.num_replicas
+        return {"version": _VERSION, "epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a moment that `state_dict` described. Every rank must load the same state."""
+        """Continue from the position of `state_dict`. Every rank must load the same state."""
         if state.get("version") != _VERSION:
             raise fail(
                 "invalid-argument",
                 f"this state of a stream has version {state.get('version')!r}; this allhands reads {_VERSION}",
                 who="shard_iterable",
-                fix="load what state_dict of the same version of allhands gave",
+                fix="load a state_dict of the same version of allhands",
             )
         epoch, position = int(state["epoch"]), int(state["position"])
-        self._told.copy_(torch.tensor([epoch, epoch, position, epoch, 0]))
-        self._ledger = None
+        self._state.copy_(torch.tensor([epoch, epoch, position, epoch, 0]))
+        self._position = None
 
 
 def shard_iterable(
@@ -140,22 +138,22 @@ def shard_iterable(
     drop_last: bool = False,
     epoch: int = 0,
     start: int = 0,
-) -> Shard:
+) -> IterableShard:
     """Return this rank's part of ``source``, an IterableDataset or anything that can be iterated anew each epoch.
 
-    Every rank and worker reads the whole stream and passes on its own items, which is right where items are cheap to
-    read; the stream must be the same everywhere. Rank and size are the group's where they are not given.
+    Every rank and worker reads the whole stream and returns its own items, which suits items that are cheap to read;
+    the stream must be the same everywhere. Rank and size are those of the group by default.
 
-    Give the DataLoader's ``batch_size``: the stream is then dealt in whole batches, and after k steps the ranks
-    together have had the first ``k * batch_size * num_replicas`` items, with any number of workers. A later job, of any
-    size, leaves those out: with ``load_state_dict``, or with ``start``, in the pass of ``epoch`` only. Call
-    ``set_epoch`` before each pass. At the end some ranks may have less, or nothing: ``drop_last`` leaves out what does
-    not suffice for a whole batch each.
+    Pass the DataLoader's ``batch_size``: the stream is then divided in whole batches, and after k steps the ranks
+    together have received the first ``k * batch_size * num_replicas`` items, with any number of workers. A later job,
+    of any size, skips those: with ``load_state_dict``, or with ``start``, in the pass of ``epoch`` only. Call
+    ``set_epoch`` before each pass. At the end some ranks may have fewer items or none; with ``drop_last`` items are
+    dropped that do not fill a batch for each rank.
     """
-    num_replicas, rank = share("shard_iterable", num_replicas, rank)
+    num_replicas, rank = size_and_rank("shard_iterable", num_replicas, rank)
     if batch_size < 1 or start < 0:
         raise fail("invalid-argument", "batch_size must be at least 1, and start at least 0", who="shard_iterable")
-    return Shard(
+    return IterableShard(
         source,
         num_replicas=num_replicas,
         rank=rank,

@@ -1,4 +1,4 @@
-"""Batches of items of similar length, so that little is padded and the ranks of one step have similar work."""
+"""Batches of items of similar length: little padding, and similar work for the ranks of one step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ...errors import fail
 
 __all__ = ["LengthGroupedBatches"]
 
-# Batches that are sorted together. More make neighbours more alike, and the batches of an epoch less random.
+# Batches per window that is sorted by length. Larger windows make neighbours more similar and epochs less random.
 _WINDOW = 64
 
 
 class LengthGroupedBatches(Sampler[list[int]]):
-    """A batch sampler: items are shuffled, sorted by length within windows, and cut into batches.
+    """A batch sampler: items are shuffled, sorted by length within windows, and divided into batches.
 
-    It knows nothing of ranks: give ``DistributedSampler(LengthGroupedBatches(...))`` to ``DataLoader(batch_sampler=)``.
-    Neighbouring batches go to the ranks of one step, so nobody waits long for the longest. The first batch holds the
-    longest item of the epoch, so that memory that does not suffice shows at once.
+    It is independent of ranks: give ``DistributedSampler(LengthGroupedBatches(...))`` to
+    ``DataLoader(batch_sampler=)``. The ranks of one step get adjacent batches, so no rank waits long for the others.
+    The first batch has the longest item of the epoch, so that a lack of memory shows at once.
 
-    ``lengths`` has one number for each item. Batches have ``batch_size`` items; with ``most``, fewer where the items
-    padded to the longest of them would be longer than that in all.
+    ``lengths`` has one number for each item. Batches have ``batch_size`` items; with ``most``, fewer if the items
+    padded to the longest of them would exceed that in all.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class LengthGroupedBatches(Sampler[list[int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order; DistributedSampler calls it."""
+        """Set the epoch, which changes the order; DistributedSampler calls this."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Give the batches of the epoch."""
+        """Iterate over the batches of the epoch."""
         return iter(self._batches())
 
     def __len__(self) -> int:
@@ -72,25 +72,24 @@ class LengthGroupedBatches(Sampler[list[int]]):
         order = torch.arange(count)
         if self.shuffle:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        # One sort for all windows: by window, then longest first; the shuffled order decides among equals.
+        # One stable sort: by window, then by descending length.
         longest = int(self._lengths.max()) if count else 0
         window = torch.arange(count) // (self.batch_size * self.window)
         order = order[(window * (longest + 1) + longest - self._lengths[order]).argsort(stable=True)]
         batches: list[list[int]] = []
         for index, length in zip(order.tolist(), self._lengths[order].tolist(), strict=True):
-            if batches and self._room(batches[-1], length):
+            if batches and self._fits(batches[-1], length):
                 batches[-1].append(index)
             else:
                 batches.append([index])
         if self.drop_last and batches and self.most is None and len(batches[-1]) < self.batch_size:
             batches.pop()
         if batches:
-            # A stable beginning for memory: the batch with the longest item comes first.
             first = max(range(len(batches)), key=lambda batch: int(self._lengths[batches[batch]].max()))
             batches.insert(0, batches.pop(first))
         return batches
 
-    def _room(self, batch: list[int], length: int) -> bool:
+    def _fits(self, batch: list[int], length: int) -> bool:
         if len(batch) >= self.batch_size:
             return False
         longest = max(length, int(self._lengths[batch[0]]))

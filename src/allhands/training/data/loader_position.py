@@ -1,4 +1,4 @@
-"""How many items of a pass the training loop has, which is less than what workers have fetched ahead."""
+"""Count the items of a pass that the training loop has received: fewer than DataLoader workers have prefetched."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from typing import Any
 
 from ... import _torch
 
-__all__ = ["Ledger"]
+__all__ = ["LoaderPosition"]
 
-# A DataLoader stands a few frames above the sampler that it asks (batch sampler, its own methods); what is further up
-# is the training.
-_MOST_FRAMES = 12
+# A DataLoader is a few frames above the sampler that it calls (batch sampler, its own methods); further up is the
+# training loop.
+_MAX_FRAMES = 12
 
 
-class Ledger:
-    """The books of one pass over a sampler: items drawn, by which DataLoader iterator, for which of its batches."""
+class LoaderPosition:
+    """The position of one pass over a sampler: items drawn, and those in batches that the loader has returned."""
 
     def __init__(self) -> None:
         self.drawn = 0
-        # Whether whoever draws has been told that there is no more.
+        # Whether the sampler's iterator has ended.
         self.exhausted = False
-        self._looked = False
-        # The attributes of the DataLoader's iterator. They outlive it until its end is noted; the iterator itself is
-        # not held, because its end is what ends its workers.
-        self._books: dict[str, Any] | None = None
-        self._reader: weakref.ref[Any] | None = None
-        # For each batch that was asked for and not yet handed out: how many items were drawn up to its end.
+        self._searched = False
+        # The attributes of the DataLoader's iterator. They outlive it until its end is recorded; the iterator itself
+        # is not referenced, because its end stops its workers.
+        self._loader_state: dict[str, Any] | None = None
+        self._loader: weakref.ref[Any] | None = None
+        # For each batch that was requested and not yet returned: how many items were drawn up to its end.
         self._ends: dict[int, int] = {}
-        self._handed = 0
-        self._left = 0
+        self._returned = 0
+        self._pending = 0
 
     def draw(self) -> None:
-        """Note that one item is handed to whoever asks. Called by the sampler's iterator as it gives it."""
-        if not self._looked:
-            # Once in a pass: the frames of whoever asks first.
-            self._looked = True
-            reader = _torch.loader_iterator(sys._getframe(1), _MOST_FRAMES)  # noqa: SLF001  # no other way to know who asks
-            if reader is not None:
-                self._books = vars(reader)
-                self._reader = weakref.ref(reader, self._closed)
+        """Count one item. The sampler's iterator calls this before it yields the item."""
+        if not self._searched:
+            # Once per pass: search the call stack for the DataLoader's iterator.
+            self._searched = True
+            loader = _torch.loader_iterator(sys._getframe(1), _MAX_FRAMES)  # noqa: SLF001  # torch passes no reference
+            if loader is not None:
+                self._loader_state = vars(loader)
+                self._loader = weakref.ref(loader, self._on_loader_end)
         self.drawn += 1
-        if self._books is not None:
-            self._ends[_torch.batches_asked_for(self._books)] = self.drawn
+        if self._loader_state is not None:
+            self._ends[_torch.batches_asked_for(self._loader_state)] = self.drawn
 
     @property
     def consumed(self) -> int:
-        """How many items have reached the training loop: whole batches where a DataLoader draws, else all drawn."""
-        if self._reader is None:
+        """How many items the training loop has received: whole batches with a DataLoader, else all drawn."""
+        if self._loader is None:
             return self.drawn
-        self._look()
-        return self._handed
+        self._update()
+        return self._returned
 
     @property
     def complete(self) -> bool:
-        """Whether the loop has had all of the pass; a last batch that the loader drops does not keep it open."""
-        if self._reader is not None:
-            self._look()
-        return self.exhausted and not self._left
+        """Whether the loop has received the whole pass, not counting a last batch that the loader drops."""
+        if self._loader is not None:
+            self._update()
+        return self.exhausted and not self._pending
 
-    def _look(self) -> None:
-        """Read how many batches the loader has handed out by now, and how many are under way."""
-        if self._books is None:
+    def _update(self) -> None:
+        """Read how many batches the loader has returned, and how many are prefetched."""
+        if self._loader_state is None:
             return
-        handed = _torch.batches_handed_out(self._books)
-        for batch in [batch for batch in self._ends if batch < handed]:
-            self._handed = self._ends.pop(batch)
-        self._left = _torch.batches_asked_for(self._books) - handed
+        returned = _torch.batches_handed_out(self._loader_state)
+        for batch in [batch for batch in self._ends if batch < returned]:
+            self._returned = self._ends.pop(batch)
+        self._pending = _torch.batches_asked_for(self._loader_state) - returned
 
-    def _closed(self, _: Any) -> None:
-        """Note where the loop stood when it let go of the loader's iterator."""
-        self._look()
-        self._books = None
+    def _on_loader_end(self, _: Any) -> None:
+        """Record the position when the loop drops the loader's iterator."""
+        self._update()
+        self._loader_state = None

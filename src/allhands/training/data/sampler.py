@@ -1,4 +1,4 @@
-"""Dealing the items of an epoch to the ranks, so that a job can go on from any moment with any number of them."""
+"""Divide the items of an epoch among the ranks; a job can continue from any position with any number of ranks."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ...errors import fail
-from .epoch_order import Given, InOrder, Order, Shuffled, Weighted
-from .loader_position import Ledger
-from .rank_share import share
+from ...groups import collectives
+from .epoch_order import EpochOrder, FromSampler, InOrder, Shuffled, Weighted
+from .loader_position import LoaderPosition
 
-__all__ = ["DistributedSampler"]
+__all__ = ["DistributedSampler", "size_and_rank"]
 
 _log = logging.getLogger("allhands")
 
-# The form of a state dict; a later form has another number.
+# The version of the state dict.
 _VERSION = 1
 
-# A position behind the items of any epoch; still a number that torch can slice with.
-_BEHIND_ALL = 2**62
+# A position after the items of any epoch that torch can still slice with.
+_AFTER_ALL = 2**62
 
-_told = False
+_warned = False
 
 
 class DistributedSampler(Sampler[Any]):
-    """Deals the items of ``dataset`` to the ranks; torch's signature, and by default torch's indices.
+    """Divides the items of ``dataset`` among the ranks; torch's signature, and by default torch's indices.
 
     ``dataset`` may be a data set, or any sampler or batch sampler, whose items (indices, or batches of them) are then
-    dealt. Give a batch sampler that is wrapped so to ``DataLoader(batch_sampler=...)``.
+    divided. Pass a wrapped batch sampler to ``DataLoader(batch_sampler=...)``.
 
     Beyond torch's arguments:
 
-    * ``pad=False``: no item is given twice to make ranks even; the first ranks may have one more. For evaluation.
+    * ``pad=False``: no item is repeated to make ranks even; the first ranks may have one more. For evaluation.
     * ``weights``: items are drawn with probabilities proportional to these, ``draws`` of them in an epoch (as many as
       there are weights by default), with ``replacement`` or without.
-    * ``advance``: each pass is a new epoch where ``set_epoch`` is not called in between; rank 0 says so once where it
+    * ``advance``: each pass is a new epoch if ``set_epoch`` is not called in between; rank 0 logs this once if it
       changes the order. ``advance=False`` repeats the order, as torch does.
 
-    `state_dict` tells where the job stands in the epoch; after `load_state_dict` the next pass gives what is left,
-    whatever the number of ranks was and is. Nothing here communicates.
+    `state_dict` returns the position of the job in the epoch; after `load_state_dict` the next pass has the remaining
+    items, whatever the number of ranks was and is. Nothing here communicates.
     """
 
     def __init__(  # noqa: PLR0917  # torch's signature
@@ -59,7 +60,7 @@ class DistributedSampler(Sampler[Any]):
         replacement: bool = True,
         advance: bool = True,
     ) -> None:
-        num_replicas, rank = share("DistributedSampler", num_replicas, rank)
+        num_replicas, rank = size_and_rank("DistributedSampler", num_replicas, rank)
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
@@ -70,44 +71,44 @@ class DistributedSampler(Sampler[Any]):
         self.epoch = 0
         self._advance = advance
         self._order = _order(dataset, shuffle, weights, draws, replacement)
-        # Where the present pass began in the order of the epoch, or the next will.
+        # Where the present pass started in the order of the epoch, or the next will.
         self._start = 0
-        # The moment that was loaded: no pass goes behind it.
-        self._floor = (0, 0)
-        # The pass under way or just over; None where the next one is the first of its epoch.
-        self._ledger: Ledger | None = None
+        # Epoch and position of the loaded state: no pass starts before it.
+        self._loaded = (0, 0)
+        # The present or last pass; None if the next one is the first of its epoch.
+        self._position: LoaderPosition | None = None
         self._size: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass: what is left of the epoch after `load_state_dict`, else an epoch."""
-        if self._ledger is not None:
+        """Start a pass: the rest of the epoch after `load_state_dict`, else an epoch."""
+        if self._position is not None:
             self._next_epoch()
         items = self._order.items(self.seed, self.epoch)
         self._size = len(items)
-        ledger = self._ledger = Ledger()
-        return self._pass(ledger, self._own(items))
+        position = self._position = LoaderPosition()
+        return self._pass(position, self._own_items(items))
 
     @staticmethod
-    def _pass(ledger: Ledger, own: list[Any]) -> Iterator[Any]:
-        for item in own:
-            ledger.draw()
+    def _pass(position: LoaderPosition, items: list[Any]) -> Iterator[Any]:
+        for item in items:
+            position.draw()
             yield item
-        ledger.exhausted = True
+        position.exhausted = True
 
-    def _own(self, items: Any) -> list[Any]:
-        """Return this rank's share of what is left of ``items``."""
-        size, share = len(items), self._share(len(items), self._start)
+    def _own_items(self, items: Any) -> list[Any]:
+        """Return this rank's share of the remaining ``items``."""
+        size, count = len(items), self._count(len(items), self._start)
         first = self._start + self.rank
-        own = items[first : min(size, first + share * self.num_replicas) : self.num_replicas]
+        own = items[first : min(size, first + count * self.num_replicas) : self.num_replicas]
         own = list(own) if isinstance(own, range | list) else own.tolist()
-        while len(own) < share:
-            # As torch pads: with the order from its beginning, as often as it takes.
+        while len(own) < count:
+            # torch's padding: the order from its beginning, repeated as needed.
             item = items[(first + len(own) * self.num_replicas - size) % size]
             own.append(item.item() if hasattr(item, "item") else item)
         return own
 
-    def _share(self, size: int, start: int) -> int:
-        """Return how many items this rank gets of an epoch of ``size`` from ``start`` on."""
+    def _count(self, size: int, start: int) -> int:
+        """Return the number of this rank's items of an epoch of ``size`` from ``start`` on."""
         left = max(0, size - start)
         if self.drop_last:
             return left // self.num_replicas
@@ -116,61 +117,59 @@ class DistributedSampler(Sampler[Any]):
         return max(0, -(-(left - self.rank) // self.num_replicas))
 
     def __len__(self) -> int:
-        """Return how many items this rank gets in the pass under way; between passes, in the next."""
-        size = self._size if self._ledger is not None else self._order.length()
+        """Return the number of this rank's items in the present pass; between passes, in the next."""
+        size = self._size if self._position is not None else self._order.length()
         if size is None:
             raise TypeError(f"{type(self.dataset).__name__} does not know its length")
-        return self._share(size, 0 if self._over() else self._start)
+        return self._count(size, 0 if self._pass_is_over() else self._start)
 
-    def _over(self) -> bool:
-        """Tell whether the loop has had all of the last pass."""
-        if self._ledger is None or self._size is None:
+    def _pass_is_over(self) -> bool:
+        """Return whether the loop has received all of the last pass."""
+        if self._position is None or self._size is None:
             return False
-        return self._ledger.complete or self._ledger.consumed >= self._share(self._size, self._start)
+        return self._position.complete or self._position.consumed >= self._count(self._size, self._start)
 
     @property
     def num_samples(self) -> int:
-        """How many items this rank gets in the pass; torch's name for it."""
+        """The number of this rank's items in the pass; torch's name."""
         return len(self)
 
     @property
     def total_size(self) -> int:
-        """How many items all ranks together get in the pass, were they all given as many; torch's name for it."""
+        """The number of items of all ranks in the pass if all have as many as this one; torch's name."""
         return len(self) * self.num_replicas
 
     @property
     def dealt(self) -> int:
-        """How many items all ranks together get in the pass, padding not counted."""
+        """The number of items of all ranks in the pass, without padding."""
         size = self._size if self._size is not None else self._order.length()
         left = max(0, (size or 0) - self._start)
         return left - left % self.num_replicas if self.drop_last else left
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass.
+        """Set the epoch of the next pass.
 
-        After `load_state_dict`, the epoch of the state gives what was left of it, and those before it give nothing: a
-        loop that counts epochs from 0 comes to the right place.
+        After `load_state_dict`, the epoch of the state has only the items that were left, and earlier ones have none: a
+        loop that counts epochs from 0 continues at the right position.
         """
-        if self._ledger is not None or epoch != self.epoch:
+        if self._position is not None or epoch != self.epoch:
             self._start = 0
-        if (epoch, 0) < self._floor:
-            self._start = self._floor[1] if epoch == self._floor[0] else _BEHIND_ALL
-            if self.rank == 0 and epoch < self._floor[0]:
-                _log.warning(
-                    "DistributedSampler: epoch %d was over in the state that was loaded, and gives nothing", epoch
-                )
-        self._ledger = None
+        if (epoch, 0) < self._loaded:
+            self._start = self._loaded[1] if epoch == self._loaded[0] else _AFTER_ALL
+            if self.rank == 0 and epoch < self._loaded[0]:
+                _log.warning("DistributedSampler: epoch %d was over in the loaded state; it has no items left", epoch)
+        self._position = None
         self.epoch = epoch
 
     def _next_epoch(self) -> None:
-        """Begin a new epoch where nobody called `set_epoch`."""
-        global _told  # noqa: PLW0603  # once in a process is enough
-        self._ledger, self._start = None, 0
+        """Start a new epoch without a call of `set_epoch`."""
+        global _warned  # noqa: PLW0603  # once per process
+        self._position, self._start = None, 0
         if not self._advance:
             return
         self.epoch += 1
-        if not _told and self.rank == 0 and type(self._order) is not InOrder:
-            _told = True
+        if not _warned and self.rank == 0 and type(self._order) is not InOrder:
+            _warned = True
             _log.warning(
                 "DistributedSampler: set_epoch was not called, so the epoch advances by itself with each pass "
                 "(%d now); advance=False repeats the order instead",
@@ -178,57 +177,75 @@ class DistributedSampler(Sampler[Any]):
             )
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return where the job stands, for `load_state_dict` with any number of ranks.
+        """Return the position of the job, for `load_state_dict` with any number of ranks.
 
-        It counts what the training loop has been given: batches that a DataLoader of torch's has handed out, not those
-        that its workers fetched ahead. Where something else draws ahead of the loop, say with ``consumed`` how many
-        items of this pass this rank has trained on. Call it at the same step on every rank, or on rank 0 only, which
-        has most where ranks differ by one item.
+        It counts the items that the training loop has received: batches that torch's DataLoader has returned, not those
+        that its workers have prefetched. If something else prefetches, pass the number of items of this pass that this
+        rank has trained on as ``consumed``. Call it at the same step on every rank, or on rank 0 only, which has most
+        items if ranks differ by one.
         """
-        at = (self.epoch, self._start)
-        if self._ledger is not None and self._size is not None:
-            taken = self._ledger.consumed if consumed is None else consumed
-            over = self._over() if consumed is None else taken >= self._share(self._size, self._start)
-            at = (self.epoch + self._advance, 0) if over else (self.epoch, self._start + taken * self.num_replicas)
-        epoch, position = max(at, self._floor)
+        now = (self.epoch, self._start)
+        if self._position is not None and self._size is not None:
+            count = self._position.consumed if consumed is None else consumed
+            over = self._pass_is_over() if consumed is None else count >= self._count(self._size, self._start)
+            now = (self.epoch + self._advance, 0) if over else (self.epoch, self._start + count * self.num_replicas)
+        epoch, position = max(now, self._loaded)
         length = self._size if self._size is not None else self._order.length()
         return {"version": _VERSION, "epoch": epoch, "position": position, "length": length, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a moment that `state_dict` described. Every rank must load the same state."""
+        """Continue from the position of `state_dict`. Every rank must load the same state."""
         length = self._order.length()
         if state.get("version") != _VERSION:
             raise fail(
                 "invalid-argument",
                 f"this state of a sampler has version {state.get('version')!r}; this allhands reads {_VERSION}",
                 who="DistributedSampler",
-                fix="load what DistributedSampler.state_dict of the same version of allhands gave",
+                fix="load a DistributedSampler.state_dict of the same version of allhands",
             )
         if None not in {length, state["length"]} and length != state["length"]:
             raise fail(
                 "invalid-argument",
                 f"the state is of an epoch of {state['length']} items; this one has {length}",
                 who="DistributedSampler",
-                why="what is left of an epoch is known only for the data that it was begun with",
+                why="the rest of an epoch is only defined for the data that it was started with",
                 fix="resume with the same data set, or begin a new epoch with set_epoch",
             )
-        self._floor = (self.epoch, self._start) = (state["epoch"], state["position"])
+        self._loaded = (self.epoch, self._start) = (state["epoch"], state["position"])
         self.seed = state["seed"]
-        self._ledger, self._size = None, None
+        self._position, self._size = None, None
 
 
-def _order(dataset: Any, shuffle: bool, weights: Any, draws: int | None, replacement: bool) -> Order:
-    """Return the order that the arguments ask for."""
-    wraps = isinstance(dataset, Sampler) or not hasattr(dataset, "__getitem__")
+def _order(dataset: Any, shuffle: bool, weights: Any, draws: int | None, replacement: bool) -> EpochOrder:
+    """Return the order that the arguments select."""
+    is_sampler = isinstance(dataset, Sampler) or not hasattr(dataset, "__getitem__")
     if weights is not None:
-        if wraps or len(weights) != len(dataset):
+        if is_sampler or len(weights) != len(dataset):
             raise fail(
                 "invalid-argument",
                 "weights need a data set with one item for each of them",
                 who="DistributedSampler",
-                why="a sampler was given" if wraps else f"{len(weights)} weights, {len(dataset)} items",
+                why="a sampler was given" if is_sampler else f"{len(weights)} weights, {len(dataset)} items",
             )
         return Weighted(weights, draws, replacement=replacement)
-    if wraps:
-        return Given(dataset)
+    if is_sampler:
+        return FromSampler(dataset)
     return Shuffled(dataset.__len__) if shuffle else InOrder(dataset.__len__)
+
+
+def size_and_rank(caller: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of ranks and the rank, by default those of the group; messages name the ``caller``."""
+    if num_replicas is None:
+        collectives.require_group(f"{caller} without num_replicas")
+        num_replicas = dist.get_world_size()
+    if rank is None:
+        collectives.require_group(f"{caller} without rank")
+        rank = dist.get_rank()
+    if not 0 <= rank < num_replicas:
+        raise fail(
+            "rank-out-of-range",
+            f"rank {rank} of {num_replicas} was asked for",
+            who=caller,
+            fix=f"give a rank from 0 to {num_replicas - 1}",
+        )
+    return num_replicas, rank

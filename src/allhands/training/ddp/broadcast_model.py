@@ -1,4 +1,4 @@
-"""Giving one rank's tensors (parameters at the start, buffers before each pass) to all, in few broadcasts."""
+"""Broadcast one rank's tensors (parameters at the start, buffers before each pass) with few collectives."""
 
 from __future__ import annotations
 
@@ -7,130 +7,83 @@ from typing import Any
 
 import torch
 
-from ... import _core, _torch
+from ... import _torch
+from .model_check import TableWatch
 from .reduction import broadcast
 
-__all__ = ["Buffers", "Spread", "spread"]
+__all__ = ["BufferBroadcast", "CoalescedBroadcast", "broadcast_tensors"]
 
-# Tensors of at least this many bytes go by themselves, where they are; smaller ones are put together first, because a
-# broadcast of a few bytes takes as long as one of this many.
-_ALONE_BYTES = 1 << 18
+# Tensors of at least this many bytes are broadcast by themselves, without a copy; smaller ones are copied into one flat
+# tensor, because the latency of a broadcast of few bytes is about the time that this many take.
+_LARGE_BYTES = 1 << 18
 
-# Every type's elements begin on a multiple of this.
-_ALIGNED = 16
+# Start of each tensor in the flat one: a multiple of every dtype's size.
+_ALIGNMENT = 16
 
 
-def spread(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
-    """Give everyone the ``tensors`` of the rank ``source`` of ``group``. All ranks call this."""
+def broadcast_tensors(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
+    """Broadcast ``tensors`` from the rank ``source`` of ``group``. All ranks call this."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor.detach())
     for each in by_device.values():
-        Spread(each, group).send(source)
+        CoalescedBroadcast(each, group).send(source)
 
 
-class Buffers:
-    """The buffers of ``modules`` but for those that are ``ignored``, as they are at any time."""
+class BufferBroadcast:
+    """Broadcasts the present buffers of ``modules``, except those whose ids are in ``ignored``."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], ignored: set[int]) -> None:
-        self._tables = [_torch.own_buffers(module) for module in modules]
+        self._watch = TableWatch(_torch.own_buffers(module) for module in modules)
         self._ignored = ignored
-        self._stand: bytes | None = None
-        self._found: list[torch.Tensor] = []
-        self._spread: Spread | None = None
+        self._buffers: list[torch.Tensor] | None = None
+        self._broadcast: CoalescedBroadcast | None = None
 
-    def now(self) -> list[torch.Tensor]:
-        """Return each of them once; modules put new ones in their places."""
-        stand = _core.inhabitants(self._tables)
-        if stand != self._stand:
-            each = (buffer for table in self._tables for buffer in table.values() if buffer is not None)
-            self._found = [*{id(buffer): buffer for buffer in each if id(buffer) not in self._ignored}.values()]
-            self._stand, self._spread = stand, None
-        return self._found
+    def buffers(self) -> list[torch.Tensor]:
+        """Return each buffer once; modules may have replaced some since the last pass."""
+        if self._buffers is None or self._watch.changed():
+            self._watch.record()
+            found = {id(each): each for each in self._watch.values if each is not None}
+            self._buffers = [each for key, each in found.items() if key not in self._ignored]
+            self._broadcast = None
+        return self._buffers
 
     def send(self, group: Any, source: int) -> None:
-        """Give everyone those of the rank ``source`` that `now` found."""
-        if len({each.device for each in self._found}) > 1:
-            spread(self._found, group, source)
+        """Broadcast the buffers from the rank ``source`` of ``group``. All ranks call this."""
+        buffers = self.buffers()
+        if len({each.device for each in buffers}) > 1:
+            broadcast_tensors(buffers, group, source)
             return
-        if self._spread is None:
-            self._spread = Spread(self._found, group)
-        self._spread.send(source)
+        if self._broadcast is None:
+            self._broadcast = CoalescedBroadcast(buffers, group)
+        self._broadcast.send(source)
 
 
-class Spread:
-    """Tensors of one device that are broadcast together, again and again."""
+class CoalescedBroadcast:
+    """Tensors of one device that are broadcast together, any number of times."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: Any) -> None:
-        self.tensors = list(tensors)
         self._group = group
-        self._alone = [each for each in tensors if each.nbytes >= _ALONE_BYTES and each.is_contiguous()]
-        alone = {id(each) for each in self._alone}
-        self._small = [each for each in tensors if id(each) not in alone and each.numel()]
-        places, end = [], 0
-        for each in self._small:
-            places.append(end)
-            end += -(-each.nbytes // _ALIGNED) * _ALIGNED
-        device = tensors[0].device if tensors else None
-        self._bytes = torch.empty(end, dtype=torch.uint8, device=device)
+        self._large = [each for each in tensors if each.nbytes >= _LARGE_BYTES and each.is_contiguous()]
+        large = {id(each) for each in self._large}
+        self._small = [each for each in tensors if id(each) not in large and each.numel()]
+        sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in self._small]
+        self._flat = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device if tensors else None)
         self._views = [
-            self._bytes[at : at + each.nbytes].view(each.dtype).view(each.shape)
-            for at, each in zip(places, self._small, strict=True)
+            part[: each.nbytes].view(each.dtype).view(each.shape)
+            for part, each in zip(torch.split(self._flat, sizes), self._small, strict=True)
         ]
-        # Copied as memory where they can be: by way of torch that takes 0.1 ms when a training step filled the caches.
-        self._places = _places(self._views) if all(map(_is_memory, self._small)) else None
 
+    @torch.no_grad()
     def send(self, source: int) -> None:
-        """Give everyone the tensors of the rank ``source``."""
-        theirs = self._memory()
-        if theirs is not None and not self._alone:
-            self._send(source, theirs)
-            return
-        with torch.no_grad():
-            self._send(source, theirs)
-
-    def _memory(self) -> tuple[int, ...] | None:
-        """Return where the small ones lie, if they can be copied from there: they may have been given other memory."""
-        if self._places is None or not all(each.is_cpu and each.is_contiguous() for each in self._small):
-            return None
-        return _places(self._small)
-
-    def _send(self, source: int, theirs: tuple[int, ...] | None) -> None:
-        for each in self._alone:
+        """Broadcast the tensors from the group rank ``source``. All ranks call this."""
+        for each in self._large:
             broadcast(each, self._group, source)
         if not self._small:
             return
-        mine = self._group.rank() == source
-        if mine:
-            self._put_together(theirs)
-        broadcast(self._bytes, self._group, source)
-        if not mine:
-            self._take_apart(theirs)
-
-    def _put_together(self, theirs: tuple[int, ...] | None) -> None:
-        if theirs is None or self._places is None:
+        sends = self._group.rank() == source
+        if sends:
             _torch.foreach_copy(self._views, self._small)
-        else:
-            _core.copy(self._places, theirs)
-
-    def _take_apart(self, theirs: tuple[int, ...] | None) -> None:
-        if theirs is None or self._places is None:
+        broadcast(self._flat, self._group, source)
+        if not sends:
             _torch.foreach_copy(self._small, self._views)
-        else:
-            _core.copy(theirs, self._places)
-            # As torch notes what it writes: autograd refuses what it has saved and finds changed.
-            torch.autograd.graph.increment_version(self._small)
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether the values of ``tensor`` are what lies in its memory, one after the other."""
-    if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} or tensor.layout is not torch.strided:
-        return False
-    return (
-        tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
-    )
-
-
-def _places(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return address and bytes of each; all are contiguous."""
-    return tuple(number for each in tensors for number in (each.data_ptr(), each.nbytes))

@@ -1,80 +1,122 @@
-"""Which gradients are reduced together, and in which order. Pure: no tensors, no communication."""
+"""The layout of buckets, a pure function of sizes and order, and the `GradBucket` that communication hooks receive."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["FIRST_BYTES", "ItemSize", "Place", "assign", "place"]
+import torch
 
-# The first bucket is small, so that reducing begins soon after backward does; torch's figure.
+__all__ = ["FIRST_BYTES", "GradBucket", "ItemSize", "Region", "assign", "place"]
+
+# torch's size of the first bucket: small, so that the first reduction starts early in backward.
 FIRST_BYTES = 1 << 20
 
-# Regions begin on cache lines of their own, so that no two ranks' slices share one.
+# Buckets start on cache lines of their own: ranks write adjacent slices at the same time.
 _LINE_BYTES = 64
 
 
 class ItemSize(NamedTuple):
-    """What the layout has to know of one parameter. Only those with equal ``kind`` (type, device) share a bucket.
-
-    One that stands alone (a sparse gradient) shares with nobody.
-    """
+    """The size of one gradient. Gradients share a bucket if ``kind`` (dtype and device) is equal and none is sparse."""
 
     numel: int
     element_bytes: int
     kind: Hashable
-    alone: bool = False
+    sparse: bool = False
 
 
-class Place(NamedTuple):
-    """Where a bucket lies in the memory of its kind, in elements; ``room`` includes one element for a mark."""
+class Region(NamedTuple):
+    """The elements of a bucket in the memory of its kind; ``reserved`` includes one counter element and padding."""
 
     start: int
     numel: int
-    room: int
+    reserved: int
 
 
 def assign(items: Sequence[ItemSize], order: Iterable[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-    """Put ``items``, taken in ``order``, into buckets; return the indices in each, in the order to reduce them in.
+    """Assign ``items`` to buckets in ``order``. Returns the indices in each bucket, in the order of reduction.
 
-    A bucket is closed once it has its share of ``caps_bytes`` (one for each bucket of a kind; the last for all
-    further ones). What is left at the end comes in the order in which it can be complete.
+    A bucket is closed once it reaches its cap in ``caps_bytes``, which has one cap per bucket of a kind; the last cap
+    is that of all further ones. Buckets that are still open at the end follow in the order of their last gradient.
     """
     closed: list[list[int]] = []
-    filling: dict[Hashable, list[int]] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     count: dict[Hashable, int] = {}
     for index in order:
         item = items[index]
-        if item.alone:
+        if item.sparse:
             closed.append([index])
             continue
-        # Moved to the end: the kind whose last gradient comes last is complete last.
-        members = filling.pop(item.kind, [])
-        filling[item.kind] = members
-        members.append(index)
+        # Reinsert at the end: the kind of the last gradient is complete last.
+        bucket = open_buckets.pop(item.kind, [])
+        open_buckets[item.kind] = bucket
+        bucket.append(index)
         filled[item.kind] = filled.get(item.kind, 0) + item.numel * item.element_bytes
         number = count.get(item.kind, 0)
         if filled[item.kind] >= caps_bytes[min(number, len(caps_bytes) - 1)]:
-            closed.append(filling.pop(item.kind))
+            closed.append(open_buckets.pop(item.kind))
             filled[item.kind] = 0
             count[item.kind] = number + 1
-    return [*closed, *filling.values()]
+    return [*closed, *open_buckets.values()]
 
 
-def place(items: Sequence[ItemSize], buckets: Sequence[Sequence[int]]) -> Iterator[tuple[int, Place]]:
-    """Yield the number of each bucket and where it lies in the memory of its kind; those that stand alone lie nowhere.
+def place(items: Sequence[ItemSize], buckets: Sequence[Sequence[int]]) -> Iterator[tuple[int, Region]]:
+    """Yield the number and region of each dense bucket.
 
-    The memory that a kind needs does not depend on the order of its gradients, but for what cache lines waste.
+    The memory that a kind needs does not depend on the order of its gradients, except for padding.
     """
     ends: dict[Hashable, int] = {}
-    for number, members in enumerate(buckets):
-        first = items[members[0]]
-        if first.alone:
+    for number, indices in enumerate(buckets):
+        first = items[indices[0]]
+        if first.sparse:
             continue
-        numel = sum(items[index].numel for index in members)
+        numel = sum(items[index].numel for index in indices)
         line = max(1, _LINE_BYTES // first.element_bytes)
-        room = -(-(numel + 1) // line) * line
+        reserved = -(-(numel + 1) // line) * line
         start = ends.get(first.kind, 0)
-        ends[first.kind] = start + room
-        yield number, Place(start, numel, room)
+        ends[first.kind] = start + reserved
+        yield number, Region(start, numel, reserved)
+
+
+class GradBucket:
+    """The gradients of one bucket, flattened in `buffer`; has the methods of `torch.distributed.GradBucket`."""
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        *,
+        last: bool,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._last = last
+
+    def index(self) -> int:
+        """Return the number of the bucket; buckets are reduced in ascending order."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Return all gradients as one flat tensor, or the sparse gradient."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients: views of `buffer` in the shapes of their parameters."""
+        return self._gradients
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters of the gradients."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Return whether this is the last bucket of the backward pass."""
+        return self._last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace `buffer`."""
+        self._buffer = buffer

@@ -1,10 +1,11 @@
-"""DistributedDataParallel: the same model on every rank, whose gradients are averaged while backward computes them."""
+"""DistributedDataParallel: one model on all ranks, whose gradients are averaged during backward."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch.nn import Module
 
 from ... import _torch
 from ...groups.collectives import require_group
-from . import errors, join
-from .broadcast_model import Buffers, spread
-from .check import Watch, same_structure, same_values
-from .ddp_arguments import Arguments
+from .broadcast_model import BufferBroadcast, broadcast_tensors
+from .ddp_arguments import DDPArguments, caps_bytes, check_hook
+from .ddp_failures import invalid_argument
+from .model_check import ModuleWatch, check_same_structure, check_same_values, sparse_parameters
 from .reducer import Reducer
-from .tensor_tree import moved, tensors_in
+from .reduction import all_reduce
 
 __all__ = ["DistributedDataParallel"]
 
@@ -28,11 +29,11 @@ class DistributedDataParallel(Module, Joinable):
     """Wraps ``module`` so that each backward pass leaves the average of all ranks' gradients in its parameters.
 
     The arguments, methods and state dict are those of `torch.nn.parallel.DistributedDataParallel`; docs/architecture.md
-    lists what differs. All ranks of the group make it and make the same passes. It works on any backend; on allhands'
-    own gradients are averaged where they lie, or with ``gradient_as_bucket_view`` in shared memory.
+    lists the differences. All ranks of the group make it and run the same passes. It works on any backend; on allhands'
+    own, gradients are averaged in their own memory, or with ``gradient_as_bucket_view`` in shared memory.
 
-    Raises parameters-differ where ranks wrap different modules, unused-parameters (from backward, on every rank) where
-    a parameter got no gradient, module-changed where parameters came or went, and what ends a group.
+    Raises parameters-differ if ranks wrap different modules, unused-parameters (from backward, on every rank) if a
+    parameter got no gradient, module-changed if parameters were added or removed, and the errors of collectives.
     """
 
     def __init__(  # noqa: PLR0917  # torch's signature
@@ -60,24 +61,26 @@ class DistributedDataParallel(Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        # Nothing to do: every parameter is accounted for, copies are always made together, and zeros cost little.
+        # No effect here: gradients are always checked and copied together, and reducing zeros costs little.
         del check_reduction, batched_grad_copy, skip_all_reduce_unused_params
         require_group("DistributedDataParallel")
         if mixed_precision is not None:
-            raise errors.refused(
-                "mixed_precision",
+            raise invalid_argument(
+                "mixed_precision is not supported",
+                "it would replace parameters by 16-bit copies between forward and backward, which is visible to code "
+                "that holds a parameter meanwhile (hooks, fused optimizers, a second forward pass); torch's own is "
+                "for GPUs only",
                 "use torch.autocast for the forward pass; to reduce in 16 bits, register "
                 "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook",
-                why="it would put 16-bit copies in the place of parameters between forward and backward, which whoever "
-                "holds a parameter meanwhile (hooks, fused optimizers, a second forward pass) sees; torch's own is "
-                "for GPUs only",
             )
         if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
-            raise errors.refused("delay_all_reduce_named_params", "leave it out: gradients are reduced as they come")
-        given = Arguments.of(module, device_ids, output_device, process_group, device_mesh)
+            raise invalid_argument(
+                "delay_all_reduce_named_params is not supported", "", "leave it out: gradients are reduced as they come"
+            )
+        given = DDPArguments.of(module, device_ids, output_device, process_group, device_mesh)
         self.process_group = given.group
         self.device_ids, self.output_device, self.device_type = given.device_ids, given.output_device, given.device_type
-        self.is_multi_device_module = given.several_devices
+        self.is_multi_device_module = given.is_multi_device
         self.parameters_to_ignore = given.ignored
         self.device = given.device
         self.dim = dim
@@ -85,53 +88,45 @@ class DistributedDataParallel(Module, Joinable):
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.forward_sync_buffers = (
-            forward_sync_buffers
-            if forward_sync_buffers is not None
-            else broadcast_buffers
-            in {
-                None,
-                True,
-            }
-        )
+        if forward_sync_buffers is None:
+            forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
+            sync_buffers_once = broadcast_buffers is not False
+        else:
+            sync_buffers_once = True
+        self.forward_sync_buffers = forward_sync_buffers
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
-        self._caps_bytes = given.caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
-        # torch's names for them.
+        self._caps_bytes = caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        # Attributes of torch's class.
         self.bucket_bytes_cap = self._caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._caps_bytes) if bucket_cap_mb_list else []
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._comm_hook: tuple[Any, Any] | None = None
-        named = self._named()
+        named = self._named_parameters()
         if init_sync:
             options: dict[str, Any] = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
             options |= {"bucket_cap_mb": self._caps_bytes, "broadcast_buffers": self.forward_sync_buffers}
-            same_structure(named.items(), options, self.process_group, self.device)
-            everything = forward_sync_buffers is not None or broadcast_buffers is not False
-            self.spread_model(0, buffers=everything)
+            check_same_structure(named.items(), options, self.process_group, self.device)
+            self.broadcast_model(0, buffers=sync_buffers_once)
         else:
-            same_values(named.items(), self.process_group, self.device)
+            check_same_values(named.items(), self.process_group, self.device)
         self._build()
 
-    def _named(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are ours to deal with, each once."""
+    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are not ignored, each once."""
         return {name: each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore}
 
     def _build(self) -> None:
-        named = self._named()
-        self._watch = Watch(self.module, frozenset(self.parameters_to_ignore))
+        named = self._named_parameters()
+        self._watch = ModuleWatch(self.module, frozenset(self.parameters_to_ignore))
         self._modules_list = list(self.module.modules())
         self._frozen = [each for each in named.values() if not each.requires_grad]
-        sparse = {
-            id(part.weight)
-            for part in self._modules_list
-            if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
-        }
+        sparse = sparse_parameters(self._modules_list)
         trained = {name: each for name, each in named.items() if each.requires_grad}
         ignored = {id(each) for name, each in self.module.named_buffers() if name in self.parameters_to_ignore}
-        self._buffers_kept = Buffers(self._modules_list, ignored)
+        self._buffers_broadcast = BufferBroadcast(self._modules_list, ignored)
         self.reducer = Reducer(
             list(trained.values()),
             list(trained),
@@ -145,7 +140,7 @@ class DistributedDataParallel(Module, Joinable):
         )
         if self._comm_hook is not None:
             self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
-        self._fresh = True
+        self._first_pass = True
 
     # A pass ----------------------------------------------------------------------------------------------------------
 
@@ -156,33 +151,33 @@ class DistributedDataParallel(Module, Joinable):
         return self._after(self.module(*inputs, **kwargs))
 
     def _before(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        learning = torch.is_grad_enabled()
-        if learning:
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled:
             self._watch.check(self.reducer.rank)
             if any(each.requires_grad for each in self._frozen):
-                # Unfrozen since; each rank does so by itself, because all train the same parameters.
+                # A parameter was unfrozen. No communication is needed: all ranks train the same parameters.
                 self._build()
-            if self._fresh:
-                self._fresh = False
+            if self._first_pass:
+                self._first_pass = False
                 self.reducer.take_over_optimizers()
         joins = self._join_config.enable
         work = Join.notify_join_context(self) if joins else None
         if work is not None:
             self.reducer.divisor = self._divisor(work)
-        if learning:
+        if grad_enabled:
             self.reducer.rebuild()
         self.sync_buffers()
         if joins:
-            join.syncs(self, mine=self.require_backward_grad_sync)
+            _any_rank_syncs(self, mine=self.require_backward_grad_sync)
         else:
             self.reducer.divisor = None
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = moved(inputs, device), moved(kwargs, device)
+            inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
         return inputs, kwargs
 
     def _divisor(self, work: Any) -> float:
-        """Return what sums are divided by inside `join`."""
+        """Return the divisor of sums inside `join`."""
         if self.divide_by_initial_world_size:
             return float(dist.get_world_size(self.process_group))
         return float(work.get_future().wait()[0])
@@ -192,20 +187,20 @@ class DistributedDataParallel(Module, Joinable):
             self.require_forward_param_sync = False
             return output
         if self.require_forward_param_sync != self.require_backward_grad_sync:
-            # Only then: setting an attribute of a module takes 20 us when a pass has filled the caches.
+            # Setting an attribute of a module takes 20 us with cold caches, so only if it changes.
             self.require_forward_param_sync = self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
-            self.reducer.rest()
+            self.reducer.skip()
             return output
-        found = [each for each in tensors_in(output) if each.requires_grad and not each.is_leaf]
-        self.reducer.expect(watched=bool(found))
-        for each in found:
-            each.register_hook(self.reducer.opens)  # type: ignore[no-untyped-call]
+        watched = [each for each in find_tensors(output) if each.requires_grad and not each.is_leaf]
+        self.reducer.expect(watched=bool(watched))
+        for each in watched:
+            each.register_hook(self.reducer.on_output_gradient)  # type: ignore[no-untyped-call]
         return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients of passes that begin inside this block to each rank; the next one outside averages them."""
+        """Keep gradients of passes that begin inside this block local; the next pass outside averages the sums."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -217,7 +212,7 @@ class DistributedDataParallel(Module, Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are those of rank 0 in each pass."""
+        """Whether the buffers of rank 0 are broadcast in each pass."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -225,23 +220,23 @@ class DistributedDataParallel(Module, Joinable):
         self.forward_sync_buffers = value
 
     def sync_buffers(self, *, joined: bool = False) -> None:
-        """Give everyone the buffers of rank 0, or of a rank that has inputs; nothing where there are none."""
+        """Broadcast the buffers of rank 0, inside `join` of a rank that has inputs."""
         if not (self.forward_sync_buffers and self.require_forward_param_sync):
             return
-        if not self._buffers_kept.now():
+        if not self._buffers_broadcast.buffers():
             return
-        source = join.common_rank(self, candidate=not joined) if self._join_config.enable else 0
+        source = _common_rank(self, candidate=not joined) if self._join_config.enable else 0
         if self.reducer.averager.size > 1:
-            self._buffers_kept.send(self.process_group, source)
+            self._buffers_broadcast.send(self.process_group, source)
 
-    def spread_model(self, source: int, *, buffers: bool | None = None) -> None:
-        """Give everyone the parameters, and ``buffers`` if they are kept alike, of the rank ``source`` of the group."""
+    def broadcast_model(self, source: int, *, buffers: bool) -> None:
+        """Broadcast the parameters, and with ``buffers`` the buffers, of the group rank ``source``."""
         if dist.get_world_size(self.process_group) == 1:
             return
-        tensors = [each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore]
-        if self.forward_sync_buffers if buffers is None else buffers:
-            tensors += [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]  # type: ignore[misc]
-        spread(tensors, self.process_group, source)
+        tensors: list[torch.Tensor] = list(self._named_parameters().values())
+        if buffers:
+            tensors += [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]
+        broadcast_tensors(tensors, self.process_group, source)
 
     # Uneven inputs ---------------------------------------------------------------------------------------------------
 
@@ -250,8 +245,8 @@ class DistributedDataParallel(Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may have different numbers of inputs.
 
-        Whoever is done takes part in the others' reductions with zeros; at the end all have the model of whoever was
-        last. Gradients are divided by the number of all ranks, or of those that have inputs.
+        A rank without inputs contributes zeros to the reductions of the others; at the end all ranks get the model of a
+        rank that finished last. Sums are divided by the number of all ranks, or of those that have inputs.
         """
         return Join(
             [self],
@@ -261,12 +256,12 @@ class DistributedDataParallel(Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what a rank without inputs does meanwhile."""
-        return join.Shadow(self, divide_by_initial_world_size=bool(kwargs.get("divide_by_initial_world_size", True)))
+        """Return the hook for a rank without inputs; `torch.distributed.algorithms.Join` calls this."""
+        return _DDPJoinHook(self, divide_by_initial_world_size=bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors by which ranks tell each other that they have inputs."""
+        """The device of the tensors by which ranks count those with inputs."""
         return self.device
 
     @property
@@ -277,12 +272,12 @@ class DistributedDataParallel(Module, Joinable):
     # Hooks -----------------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Let ``hook(state, bucket)`` average the buckets; it returns a future of a tensor like ``bucket.buffer()``.
+        """Average buckets with ``hook(state, bucket)``, which returns a future of a tensor like ``bucket.buffer()``.
 
         The bucket has the methods of torch's GradBucket, and torch's own hooks run unchanged. A hook divides by the
         number of ranks itself.
         """
-        Arguments.check_hook(hook, registered=self._comm_hook is not None)
+        check_hook(hook, registered=self._comm_hook is not None)
         self._comm_hook = (state, hook)
         self.reducer.averager.state, self.reducer.averager.hook = state, hook
 
@@ -294,7 +289,7 @@ class DistributedDataParallel(Module, Joinable):
 
     def _set_static_graph(self) -> None:
         if self.reducer.passes:
-            raise errors.senseless(
+            raise invalid_argument(
                 "_set_static_graph() should be called before training loop starts",
                 f"{self.reducer.passes} passes are over",
                 "pass static_graph=True",
@@ -302,7 +297,7 @@ class DistributedDataParallel(Module, Joinable):
         self.static_graph = self.reducer.static = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return what torch's class tells under the same name, as far as it is known here."""
+        """Return the data of torch's method of this name that apply here."""
         return {
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(),
@@ -326,20 +321,20 @@ class DistributedDataParallel(Module, Joinable):
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Module, names: Any) -> None:
-        """Leave these parameters and buffers of ``module`` to each rank, as torch's class does."""
+        """Keep these parameters and buffers of ``module`` local to each rank, as torch's class does."""
         vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
     # Copies ----------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
-            raise errors.senseless(
+            raise invalid_argument(
                 "it cannot be pickled or copied", "it has a group of its own", "pickle ddp.module, and wrap it anew"
             )
-        kept = copy.copy(vars(self))
-        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_buffers_kept"):
-            kept.pop(name, None)
-        return kept
+        state = copy.copy(vars(self))
+        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_buffers_broadcast"):
+            state.pop(name, None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -351,6 +346,74 @@ class DistributedDataParallel(Module, Joinable):
 for _method in (DistributedDataParallel._before, DistributedDataParallel._after):  # noqa: SLF001  # our own
     _torch.untraced_function(_method)
 
-# Libraries ask `isinstance(model, torch.nn.parallel.DistributedDataParallel)` to find the module inside, or the names
-# that a checkpoint is to have.
+# Libraries use `isinstance(model, torch.nn.parallel.DistributedDataParallel)` to find the module inside, or the names
+# for a checkpoint.
 torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
+class _DDPJoinHook(JoinHook):
+    """Issues the collectives of a forward and backward pass, in the same order, on a rank without inputs."""
+
+    def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+        super().__init__()
+        self._ddp = ddp
+        ddp.divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Take part in one pass of the ranks that have inputs."""
+        ddp = self._ddp
+        ddp.reducer.rebuild()
+        ddp.sync_buffers(joined=True)
+        ddp.require_forward_param_sync = _any_rank_syncs(ddp, mine=False)
+        if ddp.require_forward_param_sync:
+            # This rank contributes zeros; it divides them only to issue the same collectives.
+            ddp.reducer.divisor = float(ddp.reducer.averager.size)
+            ddp.reducer.reduce_zeros()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Receive the model of a rank that finished last."""
+        ddp = self._ddp
+        ddp.reducer.divisor = None
+        ddp.broadcast_model(_common_rank(ddp, candidate=is_last_joiner), buffers=ddp.forward_sync_buffers)
+
+
+def _any_rank_syncs(ddp: DistributedDataParallel, *, mine: bool) -> bool:
+    """Return whether any rank reduces gradients in this pass. All ranks of ``ddp`` call this."""
+    flag = torch.tensor([int(mine)], device=ddp.device)
+    all_reduce(flag, ddp.process_group)
+    return bool(flag)
+
+
+def _common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
+    """Return the highest group rank that is a ``candidate``. All ranks of ``ddp`` call this."""
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    all_reduce(rank, ddp.process_group, torch.distributed.ReduceOp.MAX)
+    return int(rank)
+
+
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, tuples, mappings and dataclasses, which modules may return."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from find_tensors(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from find_tensors(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name))
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return ``value``, the inputs of a module, with its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(each, device) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(each, device) for each in value)
+    if isinstance(value, dict):
+        return type(value)((name, to_device(each, device)) for name, each in value.items())
+    return value

@@ -1,59 +1,156 @@
-"""Seeing that all ranks of a group say the same of something, before data moves that would not fit."""
+"""Check that all ranks have the same model, and that a wrapped module still has the parameters it was wrapped with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import hashlib
+import json
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
-from ...diagnosis import ranks
-from ...errors import AllhandsError, fail
-from ...groups import collectives
+from ... import _torch
+from ..compare_ranks import gather_bytes
+from . import ddp_failures
 
-__all__ = ["difference", "exchange", "gather", "gather_bytes"]
+__all__ = ["ModuleWatch", "TableWatch", "check_same_structure", "check_same_values", "digest", "sparse_parameters"]
 
-_all_gather = collectives.quick("all_gather")
+# 128 bits: two models have the same digest by chance with a probability of 2**-64 at most.
+_DIGEST_BYTES = 16
 
-
-def gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return each rank's ``tensor``, one row for each rank of ``group``. Every rank of it must call."""
-    found = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    _all_gather(list(found.unbind(0)), tensor.contiguous(), group=group)
-    return found
+# Hexadecimal digits in messages; the whole digest is compared.
+_SHOWN = 12
 
 
-def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Return the ``data`` of each rank of ``group``. Nothing is unpickled. Every rank of it must call."""
-    sizes = [int(size) for size in gather(torch.tensor(len(data), device=device), group)]
-    room = torch.zeros(max(sizes), dtype=torch.uint8)
-    if data:
-        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if not len(room):
-        return [b""] * len(sizes)
-    rows = gather(room.to(device), group).cpu()
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+def check_same_structure(
+    parameters: Iterable[tuple[str, torch.Tensor]], options: Mapping[str, Any], group: Any, device: torch.device
+) -> None:
+    """Raise parameters-differ on every rank if parameters or options differ between ranks. All ranks call this."""
+    described = {name: _describe(parameter) for name, parameter in parameters}
+    described |= {f"argument {name}": str(value) for name, value in options.items()}
+    _compare(described, group, device, "ranks wrap different modules", values=False)
 
 
-def exchange(words: str, group: Any, device: torch.device) -> list[str]:
-    """Return the ``words`` of each rank of ``group``. Every rank of it must call."""
-    return [each.decode() for each in gather_bytes(words.encode(), group, device)]
+def check_same_values(parameters: Iterable[tuple[str, torch.Tensor]], group: Any, device: torch.device) -> None:
+    """Raise parameters-differ on every rank if values differ between ranks. All ranks call this."""
+    described = {name: digest(parameter) for name, parameter in parameters}
+    _compare(described, group, device, "parameters differ between ranks", values=True)
 
 
-def difference(what: str, said: Sequence[str], group: Any, *, fix: str) -> AllhandsError | None:
-    """Return the error where ranks ``said`` different things about ``what``; those that most did not say are blamed."""
-    parties: dict[str, list[int]] = {}
-    for rank, words in enumerate(said):
-        parties.setdefault(words, []).append(dist.get_global_rank(group, rank))
-    if len(parties) < 2:
-        return None
-    ordered = sorted(parties.items(), key=lambda party: (-len(party[1]), party[1]))
-    return fail(
-        "collective-mismatch",
-        f"ranks of one group differ in {what}",
-        who=ranks(odd := sorted(rank for _, members in ordered[1:] for rank in members)),
-        why="\n".join(f"{ranks(members)}: {words}" for words, members in ordered),
-        fix=fix,
-        ranks=tuple(odd),
-    )
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of the values of ``tensor``, bit for bit; strides and device do not matter."""
+    here = tensor.detach().cpu().contiguous()
+    data = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _describe(parameter: torch.Tensor) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    frozen = "" if parameter.requires_grad else ", frozen"
+    strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
+    return f"{dtype} {tuple(parameter.shape)}{strides}{frozen}"
+
+
+def _compare(described: dict[str, str], group: Any, device: torch.device, what: str, *, values: bool) -> None:
+    if dist.get_world_size(group) == 1:
+        return
+    text = json.dumps(list(described.items())).encode()
+    summaries = gather_bytes(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest(), group, device)
+    if len(set(summaries)) == 1:
+        return
+    tables = [json.loads(each) for each in gather_bytes(text, group, device)]
+    rows = _differences(tables, dist.get_process_group_ranks(group), values=values)
+    raise ddp_failures.parameters_differ(dist.get_rank(), what, rows, values=values)
+
+
+def _differences(
+    tables: Sequence[list[tuple[str, str]]], ranks: Sequence[int], *, values: bool
+) -> dict[str, dict[str, list[int]]]:
+    """Return, for each name whose value differs, which ranks have which value."""
+    found: dict[str, dict[str, list[int]]] = {}
+    by_rank = [dict(each) for each in tables]
+    for name in dict.fromkeys(name for table in by_rank for name in table):
+        for rank, table in zip(ranks, by_rank, strict=True):
+            value = table.get(name, "missing")
+            shown = f"hash {value[:_SHOWN]}" if values and name in table else value
+            found.setdefault(name, {}).setdefault(shown, []).append(rank)
+    rows = {name: each for name, each in found.items() if len(each) > 1}
+    if not rows:
+        # The same parameters in another order: report the first position that differs.
+        orders = [[*table] for table in by_rank]
+        index = next(index for index, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+        for rank, order in zip(ranks, orders, strict=True):
+            rows.setdefault(f"parameter {index}", {}).setdefault(order[index], []).append(rank)
+    return rows
+
+
+def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Return the ids of the parameters of ``modules`` whose gradients are sparse."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {id(part.weight) for part in modules if isinstance(part, embeddings) and part.sparse}
+
+
+class TableWatch:
+    """Detects whether any value of some dicts was replaced, added or removed.
+
+    It compares identities and keeps references to the values: the id of an object that was freed can be reused.
+    """
+
+    def __init__(self, tables: Iterable[Mapping[str, Any]]) -> None:
+        self._tables = list(tables)
+        self.values: list[Any] = []
+        self.record()
+
+    def record(self) -> None:
+        """Record the present values."""
+        self.values = self._present()
+
+    def changed(self) -> bool:
+        """Return whether the values differ from those recorded."""
+        present = self._present()
+        return len(present) != len(self.values) or not all(map(operator.is_, present, self.values))
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(table.values() for table in self._tables))
+
+
+class ModuleWatch:
+    """Detects that parameters of ``module`` were added, removed or replaced since it was wrapped."""
+
+    def __init__(self, module: torch.nn.Module, ignored: frozenset[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self._parameters = dict(module.named_parameters())
+        self._watch = self._watch_tables()
+
+    def _watch_tables(self) -> TableWatch:
+        # torch's own tables of each submodule: comparing them is faster than `Module.named_parameters` in every pass.
+        return TableWatch(
+            table
+            for part in self._module.modules()
+            for table in (_torch.own_parameters(part), _torch.own_modules(part))
+        )
+
+    def check(self, rank: int) -> None:
+        """Raise module-changed if a parameter was added, removed or replaced."""
+        if not self._watch.changed():
+            return
+        now = dict(self._module.named_parameters())
+        was = self._parameters
+        new = [name for name in now if name not in was and name not in self._ignored]
+        gone = [name for name in was if name not in now and name not in self._ignored]
+        # torch.func.functional_call puts plain tensors in the place of parameters for the time of a call.
+        replaced = [
+            name
+            for name, each in now.items()
+            if name in was and each is not was[name] and name not in self._ignored and isinstance(each, Parameter)
+        ]
+        if new or gone or replaced:
+            raise ddp_failures.module_changed(rank, new, gone, replaced)
+        # Submodules without parameters may be added and removed.
+        self._watch = self._watch_tables()

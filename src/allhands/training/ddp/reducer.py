@@ -1,7 +1,7 @@
-"""From gradients to their averages: hooks on parameters, buckets that are reduced while backward goes on, and its end.
+"""Average gradients during backward: hooks on parameters, buckets, and a callback at the end of the pass.
 
-A backward pass opens with the gradient of an output of the wrapped module (or the first gradient of a parameter where
-no output could be watched), and is finished by a callback at its very end, in which whatever is missing is noticed.
+A backward pass is synchronized from the gradient of an output of the wrapped module on (from the first gradient of a
+parameter if no output could be watched). autograd calls `Reducer.finish` at its end, which finds missing gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +19,39 @@ import torch.distributed as dist
 from ... import _core, _torch
 from ...errors import AllhandsError
 from ...groups import collectives
-from . import bucket_memory, errors, missing_gradients
-from .backward import End, Pass
-from .bucket import FIRST_BYTES
-from .gradbucket import GradBucket
-from .mark import Mark
+from ..compare_ranks import gather_bytes
+from . import bucket_memory, ddp_failures
+from .bucket import FIRST_BYTES, GradBucket
+from .bucket_memory import Bucket, BucketMemory, BucketPart, tensor_lists
 from .reduction import Averager, all_reduce, broadcast
-from .storage import Bucket, Storage
-from .tensor_list import tie
 
 __all__ = ["Reducer"]
 
-# torch's: large enough for the engine's full speed, small enough for several in a model that is worth distributing.
+# torch's bucket size: large enough for the engine's full bandwidth, small enough to overlap with backward.
 _CAP_BYTES = 25 << 20
+
+
+@dataclass(slots=True)
+class _BackwardPass:
+    """The state of one backward pass."""
+
+    # How often each gradient arrived, and how many gradients each bucket still needs.
+    counts: list[int]
+    pending: list[int]
+    # Whether gradients of this pass are reduced.
+    synchronized: bool = False
+    # The callback at its end. Only autograd's queue holds it: if it dies without a call, an exception ended the pass.
+    end: weakref.ref[Callable[[], None]] | None = None
+    # Whether the C core counts the gradients (see `Reducer._count_in_core`).
+    in_core: bool = False
+    # Leading buckets that are complete, and those of them whose reduction was started.
+    ready: int = 0
+    launched: int = 0
+    waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    # Gradients that could not be reduced in place.
+    copied: list[BucketPart] = field(default_factory=list)
+    # The indices of gradients in the order of arrival, unless the core counts them.
+    order: list[int] = field(default_factory=list)
 
 
 class Reducer:
@@ -58,402 +79,389 @@ class Reducer:
         self.averager = Averager(group)
         self.find_unused = find_unused
         self.static = static
-        # Whether collectives of others (SyncBatchNorm's) stand between those of the buckets, in an order that must not
-        # depend on which gradients a rank has.
+        # Whether collectives of others (SyncBatchNorm's) run during backward: the order of calls must not depend on
+        # which gradients a rank has.
         self.at_the_end = at_the_end
         self.views = views
-        # What sums are divided by where it is not the number of ranks (see join).
+        # The divisor of sums if it is not the number of ranks (see join).
         self.divisor: float | None = None
         self.passes = 0
         self.rebuilt = False
-        # Whether gradients that no watched output announced are to be reduced.
+        # Whether the next backward pass is reduced even if no watched output announces it.
         self.armed = False
-        # Whether every backward pass is reduced, with no forward pass to announce it.
+        # Whether every backward pass is reduced, without a forward pass that announces it.
         self.always = always
         self._group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()
         self._device = self.parameters[0].device
-        # Whether buckets are reduced while backward goes on, or all of them by its own thread when it is over.
-        self._beside = self.averager.has_cores() or self._device.type != "cpu"
+        # Whether buckets are reduced during backward, or all of them by its own thread at the end.
+        self._overlap = self.averager.can_overlap() or self._device.type != "cpu"
         self._used = [0] * len(self.parameters)
-        # How often each gradient comes in a pass; a static graph's first pass counts.
+        # How often each gradient arrives in a pass; counted in the first pass of a static graph.
         self._needed = [1] * len(self.parameters)
         self._lock = threading.RLock()
-        # Whether gradients may be reduced where they lie. Not views of a bucket, and not those that are to stay as they
-        # are where nobody used a parameter, which is known only afterwards.
+        # Views of buckets cannot be reduced in place, and neither can gradients that must be unchanged if no rank used
+        # the parameter, which is known only afterwards.
         plain = not (views or find_unused or any(sparse)) and all(each.is_cpu for each in self.parameters)
-        self._may_stay = plain and self.averager.can_bundle()
-        self._storage = Storage(self.parameters, sparse, group, caps_bytes)
+        self._can_reduce_in_place = plain and self.averager.can_reduce_in_place()
+        self._memory = BucketMemory(self.parameters, sparse, group, caps_bytes)
         self._order: list[int] = []
+        self._first_order: Sequence[int] = ()
+        self._unused: frozenset[int] = frozenset()
         self.buckets: list[Bucket] = []
         self._trained: list[bool] = []
-        self._left: list[int] = []
-        self._intake = self._hooked()
+        self._pending: list[int] = []
+        self._grad_hook = self._make_grad_hook()
         self._arrange(list(reversed(range(len(self.parameters)))))
-        self._renew()
-        self._optimizers = False
+        self._next_pass()
+        self._has_optimizers = False
         handles = [
-            each.register_post_accumulate_grad_hook(functools.partial(self._intake.came, index))  # type: ignore[no-untyped-call]
+            each.register_post_accumulate_grad_hook(functools.partial(self._grad_hook.came, index))  # type: ignore[no-untyped-call]
             for index, each in enumerate(self.parameters)
         ]
         self.remove = weakref.finalize(self, _remove, handles)
 
-    # What is reduced where ---------------------------------------------------------------------------------------
+    # Layout --------------------------------------------------------------------------------------------------------
 
     def _arrange(self, order: list[int]) -> None:
-        memory = {id(slot.view): slot.parameter for bucket in self.buckets for slot in bucket.slots}
+        views = {id(part.view) for bucket in self.buckets for part in bucket.parts}
         for parameter in self.parameters:
-            if parameter.grad is not None and id(parameter.grad) in memory:
-                # It lies where another gradient may lie from now on.
+            if parameter.grad is not None and id(parameter.grad) in views:
+                # Its memory may become that of another gradient.
                 parameter.grad = parameter.grad.clone()
         self._order = order
-        self.buckets = self._storage.arrange(order, spare=self._in_place)
+        self.buckets = self._memory.arrange(order, fallback=self._in_place)
         self._of = {
-            slot.position: (number, slot) for number, bucket in enumerate(self.buckets) for slot in bucket.slots
+            part.position: (number, part) for number, bucket in enumerate(self.buckets) for part in bucket.parts
         }
         places = [self._of[index] for index in range(len(self.parameters))]
-        likes = tuple(slot.view for _, slot in places)
-        views = likes if self.views else (None,) * len(likes)
-        # Where gradients stay, there is no need to look at each as it comes.
-        self._intake.arrange(tuple(number for number, _ in places), None if self._may_stay else views, likes)
+        layouts = tuple(part.view for _, part in places)
+        views_to_fill = layouts if self.views else (None,) * len(layouts)
+        # In place, gradients are checked when they are gathered, not when they arrive.
+        self._grad_hook.arrange(
+            tuple(number for number, _ in places), None if self._can_reduce_in_place else views_to_fill, layouts
+        )
         self._trained = []
-        # Whoever is last in line comes when everything else has come, and can carry how many gradients are missing.
-        marked = self.buckets[-1].marked
-        self._marker = Mark(marked[-1]) if marked is not None and not self.find_unused else None
-        mark = None if self._marker is None else self._marker.tensor
-        self._bundles = tie(self.buckets, mark, together=not self._beside) if self._may_stay else []
+        # The last bucket is complete when all others are, so its counter can carry the number of missing gradients.
+        counted = self.buckets[-1].counted
+        self._last_element = counted[-1] if counted is not None and not self.find_unused else None
+        self._lists = (
+            tensor_lists(self.buckets, self._last_element, merge=not self._overlap) if self._can_reduce_in_place else []
+        )
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether gradients are reduced in their own memory."""
+        return self._can_reduce_in_place and not self.static and self.averager.hook is None
+
+    @property
+    def _counter(self) -> torch.Tensor | None:
+        """The element that is averaged with the last bucket; None with a hook, which would not expect it."""
+        return self._last_element if self.averager.hook is None else None
+
+    @property
+    def in_segment(self) -> bool:
+        """Whether the buckets are in shared memory."""
+        return self._memory.in_segment
 
     def rebuild(self) -> bool:
-        """Arrange the buckets in the order in which gradients came, once. All ranks call this at the same time."""
+        """Arrange the buckets, once, in the order in which gradients arrived. All ranks call this at the same time."""
         if self.rebuilt or not self.passes:
             return False
         self.rebuilt = True
-        came = set(self._came)
-        # Those that did not come are last, so that nothing waits for them.
-        order = [*self._came, *(index for index in self._order if index not in came)]
+        arrived = set(self._first_order)
+        # Those that did not arrive are last, so that no other gradient waits for them.
+        order = [*self._first_order, *(index for index in self._order if index not in arrived)]
         decided = torch.tensor(order, dtype=torch.int64, device=self._device)
         if self.averager.size > 1:
             broadcast(decided, self._group)
         self._arrange(decided.tolist())
-        self._renew()
+        self._next_pass()
         return True
 
-    _came: Sequence[int] = ()
-
-    def _renew(self, *, look: bool = True) -> None:
-        """Make ready for the next pass; without ``look`` parameters are those that were trained in the last one."""
-        trained = [each.requires_grad for each in self.parameters] if look else self._trained
-        if trained != self._trained or not self._left:
-            # Frozen parameters, and those that a static graph does not use here, are not waited for.
-            self._left = [
-                sum(trained[slot.position] and self._needed[slot.position] > 0 for slot in bucket.slots)
+    def _next_pass(self, *, check_trained: bool = True) -> None:
+        """Prepare for the next pass; without ``check_trained`` the trained parameters are those of the last one."""
+        trained = [each.requires_grad for each in self.parameters] if check_trained else self._trained
+        if trained != self._trained or not self._pending:
+            # Neither frozen parameters nor those that a static graph does not use get gradients.
+            self._pending = [
+                sum(trained[part.position] and self._needed[part.position] > 0 for part in bucket.parts)
                 for bucket in self.buckets
             ]
             self._trained = trained
-        self._now = Pass([0] * len(self.parameters), self._left.copy(), opened=self.always)
-        self._intake.rest()
+        self._now = _BackwardPass([0] * len(self.parameters), self._pending.copy(), synchronized=self.always)
+        self._grad_hook.rest()
 
-    # Gradients come ------------------------------------------------------------------------------------------------
+    # Gradients arrive ----------------------------------------------------------------------------------------------
 
-    def _hooked(self) -> _core.Intake:
-        """Return what the hooks on parameters call. No hook holds the reducer, whose end takes them away."""
-        me = weakref.ref(self)
+    def _make_grad_hook(self) -> _core.Intake:
+        """Return the hook of all parameters. It holds no reference to the reducer, whose end removes the hooks."""
+        reference = weakref.ref(self)
 
-        def came(index: int) -> None:
-            reducer = me()
+        def on_gradient(index: int) -> None:
+            reducer = reference()
             if reducer is not None:
-                reducer.came(index)
+                reducer.on_gradient(index)
 
-        def complete() -> None:
-            reducer = me()
+        def on_bucket() -> None:
+            reducer = reference()
             if reducer is not None:
-                reducer.complete()
+                reducer.on_bucket()
 
-        def opens(_: torch.Tensor) -> None:
-            reducer = me()
+        def on_output_gradient(_: torch.Tensor) -> None:
+            reducer = reference()
             if reducer is not None:
-                reducer.open()
+                reducer.start_pass()
 
-        self.opens = opens
-        return _core.Intake(collectives.way(), tuple(self.parameters), came, complete)
+        self.on_output_gradient = on_output_gradient
+        return _core.Intake(collectives.way(), tuple(self.parameters), on_gradient, on_bucket)
 
-    def _hand_over(self) -> None:
-        """Let the core take the gradients of the pass that runs now, as far as they come as usual.
+    def _count_in_core(self) -> None:
+        """Let the core count the gradients of this pass; it calls `on_gradient` for unusual ones.
 
-        Not those of the first pass, whose order and, in a static graph, number is to be learned.
+        Not in the first pass, whose order and, in a static graph, counts are recorded.
         """
         now = self._now
-        if self.passes and now.opened and not now.handed and now.end is not None:
-            now.handed = True
-            self._intake.begin(now.end, now.counts, now.left, self._used, self._needed)
+        if self.passes and now.synchronized and not now.in_core and now.end is not None:
+            now.in_core = True
+            self._grad_hook.begin(now.end, now.counts, now.pending, self._used, self._needed)
 
-    def open(self) -> None:
-        """Note that a backward pass begins whose gradients are to be reduced. Called from inside it."""
+    def start_pass(self) -> None:
+        """Reduce the gradients of the backward pass that calls this."""
         with self._lock:
-            self._begin()
-            self._now.opened = True
-            self._hand_over()
+            self._queue_finish()
+            self._now.synchronized = True
+            self._count_in_core()
 
-    def _begin(self) -> None:
-        """Be called at the end of the backward pass that runs now."""
-        if self._is_broken():
+    def _queue_finish(self) -> None:
+        """Queue `finish` for the end of the present backward pass."""
+        if self._was_interrupted():
             self._reset()
         if self._now.end is None:
-            end = End(self.finish)
+            end = functools.partial(self.finish)
             self._now.end = weakref.ref(end)
             _torch.queue_callback(end)
 
-    def _is_broken(self) -> bool:
-        """Tell whether the last backward pass was ended by an exception."""
+    def _was_interrupted(self) -> bool:
+        """Return whether an exception ended the last backward pass."""
         return self._now.end is not None and self._now.end() is None
 
     def _reset(self) -> None:
         now = self._now
         if now.ready:
-            raise errors.unfinished(self.rank, now.ready, len(self.buckets))
-        if now.end is None and (not self._beside or self._intake.trains(self._trained)):
-            # No gradient has come since it was made. Where all of them go at the end, that is where it is seen which
-            # parameters are trained.
-            now.opened = self.always
+            raise ddp_failures.backward_unfinished(self.rank, now.ready, len(self.buckets))
+        if now.end is None and (not self._overlap or self._grad_hook.trains(self._trained)):
+            # No gradient has arrived since it was prepared. If all are reduced at the end, trained parameters are
+            # checked there.
+            now.synchronized = self.always
         else:
-            self._renew()
+            self._next_pass()
 
-    def came(self, index: int) -> None:
-        """Note that the gradient of a parameter is there. The core does the same where it takes them."""
+    def on_gradient(self, index: int) -> None:
+        """Count a gradient that arrived. The core does the same for usual ones."""
         with self._lock:
-            # Backward may come without a gradient, where it is known to be nothing.
+            # autograd may call hooks without a gradient, if it is known to be zero.
             self._used[index] |= self.parameters[index].grad is not None
-            if not self._now.opened and not self.armed:
+            if not self._now.synchronized and not self.armed:
                 return
-            self._begin()
-            self._hand_over()
+            self._queue_finish()
+            self._count_in_core()
             now = self._now
             if not self._needed[index]:
-                raise errors.graph_changed(self.rank, self.names[index])
+                raise ddp_failures.graph_changed(self.rank, self.names[index])
             now.counts[index] += 1
             count, needed = now.counts[index], self._needed[index]
             if count == 1:
                 now.order.append(index)
-            number, slot = self._of[index]
+            number, part = self._of[index]
             if self.views and number >= now.launched:
-                bucket_memory.settle(slot)
+                bucket_memory.move_in(part)
             if count > needed and number < now.ready:
-                raise errors.twice(self.rank, self.names[index], static=self.static)
+                raise ddp_failures.gradient_twice(self.rank, self.names[index], static=self.static)
             if count == needed:
-                now.left[number] -= 1
-                if not self._waits_for_the_end():
-                    self._go_on()
+                now.pending[number] -= 1
+                self.on_bucket()
 
-    def complete(self) -> None:
-        """Note that a bucket has all its gradients."""
+    def on_bucket(self) -> None:
+        """Start the reduction of the leading buckets that are complete, unless all wait for the end of the pass."""
         with self._lock:
-            if not self._waits_for_the_end():
-                self._go_on()
-
-    def _waits_for_the_end(self) -> bool:
-        # In the first pass of a static graph nobody knows how often each gradient comes.
-        return not self._now.opened or (self.static and not self.passes) or (self.at_the_end and self.find_unused)
-
-    def _go_on(self) -> None:
-        """Let the buckets go that are complete now."""
-        now = self._now
-        while now.ready < len(self.buckets) and not now.left[now.ready]:
-            now.ready += 1
-            if self._beside:
-                self._launch(now.ready - 1)
+            now = self._now
+            # Counts are unknown in the first pass of a static graph.
+            if not now.synchronized or (self.static and not self.passes) or (self.at_the_end and self.find_unused):
+                return
+            while now.ready < len(self.buckets) and not now.pending[now.ready]:
+                now.ready += 1
+                if self._overlap:
+                    self._launch(now.ready - 1)
 
     def expect(self, *, watched: bool) -> None:
-        """Make ready for a backward pass. Without ``watched`` outputs the first gradient opens it."""
+        """Prepare for a backward pass. Without ``watched`` outputs its first gradient starts it."""
         with self._lock:
-            # Not in the middle of a pass, where checkpointing may run a forward pass again.
-            if self._now.end is None or self._is_broken():
+            # Not during a pass: checkpointing runs a forward pass again.
+            if self._now.end is None or self._was_interrupted():
                 self._reset()
             self.armed = True
             if not watched:
-                self._now.opened = True
+                self._now.synchronized = True
 
-    def rest(self) -> None:
-        """Leave the gradients of the next backward pass to each rank, unless a watched output opens it."""
+    def skip(self) -> None:
+        """Leave the gradients of the next backward pass local, unless a watched output starts it."""
         with self._lock:
             self.armed = False
-            if self._now.end is None or self._is_broken():
+            if self._now.end is None or self._was_interrupted():
                 self._reset()
 
-    def listen(self, *, always: bool) -> None:
+    def set_always(self, *, always: bool) -> None:
         """Reduce every backward pass from now on, or only those that a forward pass announces."""
         with self._lock:
             self.always = always
-            self._renew()
+            self._next_pass()
 
-    @property
-    def in_segment(self) -> bool:
-        """Whether the buckets lie in memory that the ranks share."""
-        return self._storage.in_segment
-
-    # Buckets go ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _in_one(self) -> bool:
-        """Whether all buckets are reduced together: they lie side by side, and go at the end of backward anyway."""
-        return not (self._beside or self._in_place) and self.averager.hook is None and bool(self._storage.wholes)
-
-    def _reduce_all(self, missing: int, *, lie: bool) -> list[torch.Tensor]:
-        """Average all buckets in as few calls as there are types; ``lie`` says that the gradients are there."""
-        results: list[torch.Tensor] = []
-        if not lie:
-            with torch.no_grad():
-                results = [bucket_memory.fill(bucket, self.names, self.rank) for bucket in self.buckets]
-        if self._mark is not None:
-            self._mark.write(missing)
-        for whole in self._storage.wholes:
-            self.averager.average(whole, self.divisor)
-        return results
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether gradients are reduced where they lie."""
-        return self._may_stay and not self.static and self.averager.hook is None
-
-    def _reduce_rest(self, missing: int) -> list[torch.Tensor]:
-        """Let go what has not gone yet, and wait for all; return the results of buckets."""
-        for number in range(self._now.launched, len(self._bundles if self._in_place else self.buckets)):
-            self._launch(number, missing=missing)
-        return [wait() for wait in self._now.waits]
-
-    def _reduce_bundles(self, missing: int) -> None:
-        """Average all gradients, now that backward is over, where they lie."""
-        if self._mark is not None:
-            self._mark.write(missing)
-        for bundle in self._bundles:
-            found = bundle.gather(self._intake, self.names, self.rank)
-            self._now.moved += found.moved
-            self.averager.average_bundle(found.tensors, self.divisor)
+    # Buckets are reduced -------------------------------------------------------------------------------------------
 
     def _launch(self, number: int, missing: int = 0) -> None:
-        if self._in_place:
-            # Nothing is computed with tensors, unless something is unusual about one, which sees to it itself.
-            self._let_go(number, missing, in_place=True)
-            return
-        with torch.no_grad():
-            self._let_go(number, missing, in_place=False)
-
-    def _let_go(self, number: int, missing: int, *, in_place: bool) -> None:
-        now = self._now
-        last = number == len(self._bundles if in_place else self.buckets) - 1
+        """Start the reduction of a bucket or list; the last one carries the number of ``missing`` gradients."""
+        now, in_place = self._now, self._in_place
+        last = number == len(self._lists if in_place else self.buckets) - 1
         now.launched = number + 1
-        start = self._ready_bundle(number) if in_place else self._ready_bucket(number, last=last)
-        if last and self._mark is not None:
-            self._mark.write(missing)
-        try:
-            now.waits.append(start(self.divisor, wait=last or not self._beside))
-        except AllhandsError:
-            # The group is over, and whatever is called next says why.
-            now.ready = now.launched = 0
-            raise
+        with torch.no_grad():
+            start: Callable[..., Callable[[], Any]]
+            if in_place:
+                found = self._lists[number].gather(self._grad_hook, self.names, self.rank)
+                now.copied += found.copied
+                start = functools.partial(self.averager.start_list, found.tensors)
+            else:
+                bucket = self.buckets[number]
+                counted = bucket.counted if last and self._counter is not None else None
+                start = functools.partial(self.averager.start, self._fill(number, last=last), counted)
+            if last and self._counter is not None:
+                self._counter.fill_(missing)
+            try:
+                now.waits.append(start(self.divisor, wait=last or not self._overlap))
+            except AllhandsError:
+                # The group has failed; the next call reports why.
+                now.ready = now.launched = 0
+                raise
 
-    def _ready_bundle(self, number: int) -> Callable[..., Callable[[], Any]]:
-        """Return what averages gradients where they lie."""
-        found = self._bundles[number].gather(self._intake, self.names, self.rank)
-        self._now.moved += found.moved
-        return functools.partial(self.averager.start_bundle, found.tensors)
-
-    def _ready_bucket(self, number: int, *, last: bool) -> Callable[..., Callable[[], Any]]:
-        """Fill a bucket, and return what averages it."""
+    def _fill(self, number: int, *, last: bool) -> GradBucket:
+        """Copy the gradients of a bucket to its memory."""
         bucket = self.buckets[number]
-        buffer = bucket_memory.fill(bucket, self.names, self.rank)
-        marked = bucket.marked if last and self._mark is not None else None
-        gradients = [slot.view if slot.view is not None else buffer for slot in bucket.slots]
-        made = GradBucket(number, buffer, gradients, [slot.parameter for slot in bucket.slots], last=last)
-        return functools.partial(self.averager.start, made, marked)
-
-    @property
-    def _mark(self) -> Mark | None:
-        """Where the last bucket carries how many gradients are missing; a hook would not know it."""
-        return self._marker if self.averager.hook is None else None
+        if bucket.flat is None:
+            parameter = bucket.parts[0].parameter
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            buffer = gradient if gradient.is_sparse else gradient.to_sparse()
+        else:
+            bucket_memory.copy_in(bucket.parts, self.names, self.rank)
+            buffer = bucket.flat
+        return _grad_bucket(number, buffer, bucket, last=last)
 
     # The end of a pass ---------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Reduce what is left, wait for everything, and give parameters their gradients. The end of backward."""
+        """Reduce the remaining buckets, wait, and set the parameters' gradients. autograd calls this after a pass."""
         try:
             with self._lock:
-                # Without gradients of parameters it was torch.autograd.grad, which averages nothing.
+                # torch.autograd.grad leaves no gradients in parameters; there is nothing to average.
                 if any(self._now.counts):
-                    self._now.opened = True
+                    self._now.synchronized = True
                     self._complete()
         finally:
-            # Else the next forward pass looks which parameters are trained, if it has to be known before the end.
-            self._renew(look=self.always or any(self._now.left))
+            # If all gradients arrived, the next forward pass checks which parameters are trained.
+            self._next_pass(check_trained=self.always or any(self._now.pending))
             self.armed = False
         if self.always:
             self.rebuild()
 
     def _complete(self) -> None:
-        now = self._now
-        first, learns = self.passes == 0, self.static and self.passes == 0
-        if learns:
-            self._needed, self._left = list(now.counts), []
-        missing = (
-            missing_gradients.find(now.counts, self._needed, self.parameters) if now.counts != self._needed else []
-        )
-        fatal = 0 if self.find_unused or learns else len(missing)
-        # Moved by the core, unless something is unusual about one of them.
-        lie = self.views and not now.launched and self._intake.lie()
-        in_place, in_one = self._in_place, self._in_one
-        results: list[torch.Tensor] = []
-        if in_place and not self._beside:
-            self._reduce_bundles(fatal)
-        else:
-            results = self._reduce_all(fatal, lie=lie) if in_one else self._reduce_rest(fatal)
-        if not (self.find_unused or learns):
-            self._tell_missing(missing, self._mark)
-        elif learns or not self.static:
-            self._agree_on_used()
-        if in_place:
-            if now.moved:
-                with torch.no_grad():
-                    bucket_memory.give(now.moved, views=False)
-        elif not (lie and in_one):
-            with torch.no_grad():
-                for bucket, result in zip(self.buckets, results, strict=True):
-                    bucket_memory.hand_out(bucket, result, self._unused_now, views=self.views)
+        now, in_place = self._now, self._in_place
+        learning = self.static and self.passes == 0
+        if learning:
+            self._needed, self._pending = list(now.counts), []
+        checked = not (self.find_unused or learning)
+        missing = self._missing() if checked and now.counts != self._needed else []
+        for number in range(now.launched, len(self._lists if in_place else self.buckets)):
+            self._launch(number, len(missing))
+        results = [wait() for wait in now.waits]
+        if checked:
+            self._raise_if_missing(missing, self._counter)
+        elif learning or not self.static:
+            self._agree_on_unused()
+        with torch.no_grad():
+            if in_place:
+                bucket_memory.copy_out(now.copied, views=False)
+            else:
+                self._set_gradients(results)
+        if self.passes == 0:
+            self._first_order = tuple(now.order)
         self._used = [0] * len(self.parameters)
         self.passes += 1
-        if first:
-            self._came = tuple(now.order)
         self._step_optimizers()
 
-    def _tell_missing(self, missing: list[int], mark: Mark | None) -> None:
-        """Raise on every rank where any rank has too few gradients; ``mark`` came with the last bucket."""
-        told = (
-            {}
-            if mark is not None and mark.is_clear()
-            else missing_gradients.ask(missing, mark, self._group, self._device)
-        )
-        if told:
-            raise errors.unused(
-                self.rank, {self.names[index]: ranks for index, ranks in told.items()}, static=self.static
-            )
+    def _set_gradients(self, results: Sequence[torch.Tensor]) -> None:
+        """Set the gradients of parameters to their averages, except those that no rank used."""
+        for bucket, result in zip(self.buckets, results, strict=True):
+            used = [part for part in bucket.parts if part.position not in self._unused]
+            if bucket.flat is None:
+                for part in used:
+                    part.parameter.grad = result
+                continue
+            if result.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(result.view(-1))
+            bucket_memory.copy_out(used, views=self.views)
 
-    def _agree_on_used(self) -> None:
-        """Find out which parameters no rank used: their gradients are left alone, in a static graph from now on."""
+    def _missing(self) -> list[int]:
+        """Return the trained parameters whose gradients arrived too seldom."""
+        pairs = zip(self._now.counts, self._needed, strict=True)
+        found = [index for index, (count, needed) in enumerate(pairs) if count < needed]
+        return [index for index in found if self.parameters[index].requires_grad]
+
+    def _raise_if_missing(self, missing: list[int], counter: torch.Tensor | None) -> None:
+        """Raise unused-parameters on every rank if any rank is ``missing`` gradients.
+
+        ``counter`` is the average of all ranks' numbers. On a GPU a rank only checks its own gradients, because reading
+        the counter would synchronize the device; the others fail with it.
+        """
+        size = self.averager.size
+        if self._device.type != "cpu" or size == 1:
+            by_rank = {self.rank: missing}
+        else:
+            if counter is None:
+                counter = torch.tensor([len(missing)])
+                all_reduce(counter, self._group)
+            if not float(counter):
+                return
+            text = ",".join(map(str, missing)).encode()
+            found = gather_bytes(text, self._group, self._device)
+            by_rank = {
+                rank: [int(index) for index in each.decode().split(",") if index]
+                for rank, each in zip(self.ranks, found, strict=True)
+            }
+        where: dict[str, list[int]] = {}
+        for rank, indices in by_rank.items():
+            for index in indices:
+                where.setdefault(self.names[index], []).append(rank)
+        if where:
+            raise ddp_failures.unused_parameters(self.rank, where, static=self.static)
+
+    def _agree_on_unused(self) -> None:
+        """Find the parameters that no rank used, whose gradients stay as they are; of a static graph, for good."""
         used = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
         if self.averager.size > 1:
             all_reduce(used, self._group, dist.ReduceOp.MAX)
-        self._unused_now = frozenset((used == 0).nonzero().flatten().tolist())
-
-    _unused_now: frozenset[int] = frozenset()
+        self._unused = frozenset((used == 0).nonzero().flatten().tolist())
 
     def take_over_optimizers(self) -> None:
-        """Step optimizers that were fused into backward after the reduction and not before it."""
+        """Step optimizers that were fused into backward after the reduction instead of before it."""
         for parameter in self.parameters:
             if _torch.optimizers_in_backward(parameter):
-                self._optimizers = True
+                self._has_optimizers = True
                 _torch.take_over_optimizers(parameter)
 
     def _step_optimizers(self) -> None:
-        for parameter in self.parameters if self._optimizers else ():
+        for parameter in self.parameters if self._has_optimizers else ():
             found = _torch.optimizers_in_backward(parameter)
             for optimizer in found:
                 optimizer.step()
@@ -463,33 +471,39 @@ class Reducer:
     # A rank without inputs -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def shadow(self) -> None:
-        """Take part in the reductions of one backward pass with zeros, and keep nothing of them."""
+    def reduce_zeros(self) -> None:
+        """Contribute zeros to the reductions of one backward pass of other ranks, and drop the results."""
         waits: list[Callable[[], Any]] = []
-        mark = None
-        for number, bundle in enumerate(self._bundles if self._in_place else ()):
-            zeros = bundle.zeros()
-            mark = zeros[-1].view(-1)
-            waits.append(self.averager.start_bundle(zeros, self.divisor, wait=number == len(self._bundles) - 1))
-        for whole in self._storage.wholes if self._in_one else ():
-            mark = torch.zeros_like(whole)
-            self.averager.average(mark, self.divisor)
-        for number, bucket in enumerate(self.buckets if not (self._in_one or self._in_place) else ()):
+        counter = None
+        for number, each in enumerate(self._lists if self._in_place else ()):
+            zeros = each.zeros()
+            counter = zeros[-1]
+            waits.append(self.averager.start_list(zeros, self.divisor, wait=number == len(self._lists) - 1))
+        for number, bucket in enumerate(() if self._in_place else self.buckets):
             last = number == len(self.buckets) - 1
-            parameters = [slot.parameter for slot in bucket.slots]
-            marked, buffer, parts = bucket_memory.zeros(bucket)
-            mark = marked if last and self._mark is not None else None
-            made = GradBucket(number, buffer, parts, parameters, last=last)
-            waits.append(self.averager.start(made, mark, self.divisor, wait=last))
+            zero = bucket_memory.zeros(bucket)
+            counted = zero.counted if last and self._counter is not None else None
+            counter = None if counted is None else counted[-1]
+            buffer = zero.flat if zero.flat is not None else zero.parts[0].view
+            made = _grad_bucket(number, buffer, zero, last=last)
+            waits.append(self.averager.start(made, counted, self.divisor, wait=last))
         for wait in waits:
             wait()
-        learns = self.static and self.passes == 0
-        if not (self.find_unused or learns):
-            self._tell_missing([], Mark(mark[-1]) if mark is not None and self._mark is not None else None)
-        elif learns or not self.static:
+        learning = self.static and self.passes == 0
+        if not (self.find_unused or learning):
+            self._raise_if_missing([], None if self._counter is None else counter)
+        elif learning or not self.static:
             self._used = [0] * len(self.parameters)
-            self._agree_on_used()
+            self._agree_on_unused()
         self.passes += 1
+
+
+def _grad_bucket(number: int, buffer: torch.Tensor | None, bucket: Bucket, *, last: bool) -> GradBucket:
+    """Return the argument of a communication hook; ``buffer`` is the only gradient of a sparse ``bucket``."""
+    if buffer is None:
+        raise ValueError("a bucket has a buffer")
+    gradients = [buffer if part.view is None else part.view for part in bucket.parts]
+    return GradBucket(number, buffer, gradients, [part.parameter for part in bucket.parts], last=last)
 
 
 def _remove(handles: list[Any]) -> None:

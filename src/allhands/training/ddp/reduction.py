@@ -1,4 +1,4 @@
-"""How one bucket is averaged over the ranks of a group: by the engine, by a communication hook, or sparse."""
+"""Average one bucket or list of gradients over a group: by the engine, a communication hook, or as sparse tensors."""
 
 from __future__ import annotations
 
@@ -13,29 +13,21 @@ from ... import _core
 from ...engines.shm import engine as shm
 from ...groups import collectives
 from ...groups.hostgroup import HostGroup
-from .gradbucket import GradBucket
+from .bucket import GradBucket
 
-__all__ = ["Averager", "all_reduce", "all_reduce_bundle", "broadcast"]
+__all__ = ["Averager", "all_reduce", "broadcast"]
 
 
 @functools.cache
 def _function(name: str) -> Any:
-    """Return a function of torch.distributed whose failures are explained, with its short way where it has one."""
+    """Return a function of torch.distributed that raises our errors; its fast path if it has one."""
+    if name == "all_reduce_coalesced":
+        return collectives.quick(name, _all_reduce_coalesced)
     return collectives.quick(name) if name in collectives.QUICK else collectives.guarded(name)
 
 
-def all_reduce(tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Any:
-    """Reduce ``tensor`` over ``group``; with ``later`` return the Work."""
-    return _function("all_reduce")(tensor, op, group, later)
-
-
-def all_reduce_bundle(tensors: list[torch.Tensor], group: Any, op: Any, *, later: bool = False) -> Any:
-    """Reduce ``tensors``, which are of one type and of the same sizes on every rank, as one; ``later`` as above."""
-    return _together()(tensors, op, group, later)
-
-
-def _coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool) -> Any:
-    """Do what torch's function does, which warns of its end each time and hides the Work."""
+def _all_reduce_coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool) -> Any:
+    """Call the group directly: torch's function warns of its deprecation each time and does not return the Work."""
     opts = dist.AllreduceCoalescedOptions()
     opts.reduceOp, opts.asyncOp = op, async_op
     work = group.allreduce_coalesced(tensors, opts)
@@ -45,132 +37,110 @@ def _coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool)
     return None
 
 
-@functools.cache
-def _together() -> Any:
-    return collectives.quick("all_reduce_coalesced", _coalesced)
+def all_reduce(tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False) -> Any:
+    """Reduce ``tensor`` over ``group``; with ``async_op`` return the Work."""
+    return _function("all_reduce")(tensor, op, group, async_op)
 
 
 def broadcast(tensor: torch.Tensor, group: Any, source: int = 0) -> None:
-    """Give everyone the tensor of the rank ``source`` of ``group``."""
+    """Broadcast ``tensor`` from the rank ``source`` of ``group``."""
     _function("broadcast")(tensor, group_src=source, group=group)
 
 
 class Averager:
-    """Averages buckets over ``group``, in the order in which they are given."""
+    """Averages buckets over ``group``, in the order of the calls."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.hook: Callable[[Any, Any], Any] | None = None
         self.state: Any = None
-        # Our own engine divides where it reduces; elsewhere each rank divides first, as torch's DDP does.
-        self._divides = isinstance(group, HostGroup)
+        # Our own engine divides while it reduces; with other backends each rank divides first, as torch's DDP does.
+        self._engine_divides = isinstance(group, HostGroup)
 
-    def has_cores(self) -> bool:
-        """Tell whether the group's thread finds a core to reduce on while those of all ranks compute.
+    def can_overlap(self) -> bool:
+        """Return whether reductions should run during backward. All ranks of the group call this and get the same.
 
-        Our own engine reduces with the ranks' cores. Without one to spare it would take them from backward, and ranks
-        would wait for each other's threads to get their turn. All ranks of the group call this, and are told the same:
-        it decides in which order they make their calls.
+        Our own engine reduces on the ranks' cores. If all are busy with backward, reductions only slow it down, and
+        ranks wait until each other's threads are scheduled.
         """
         if not isinstance(self.group, HostGroup) or self.size == 1:
             return True
-        lacks = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
-        all_reduce(lacks, self.group, dist.ReduceOp.MAX)
-        return not bool(lacks)
+        no_spare_core = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
+        all_reduce(no_spare_core, self.group, dist.ReduceOp.MAX)
+        return not bool(no_spare_core)
 
-    def can_bundle(self) -> bool:
-        """Tell whether tensors of the group can be reduced together wherever they lie."""
+    def can_reduce_in_place(self) -> bool:
+        """Return whether the group reduces several tensors as one, wherever they are in memory."""
         return isinstance(self.group, HostGroup) and isinstance(self.group.engine.segment, _core.Segment)
 
     def start(
-        self, bucket: GradBucket, marked: torch.Tensor | None, divisor: float | None, *, wait: bool
+        self, bucket: GradBucket, counted: torch.Tensor | None, divisor: float | None, *, wait: bool
     ) -> Callable[[], torch.Tensor]:
-        """Begin to average ``bucket``; return what waits for the result.
+        """Start to average ``bucket``. Returns a function that waits for the result.
 
-        ``marked`` is the buffer with an element more that is averaged with it. With ``divisor`` sums are divided by it
-        and not by the number of ranks. With ``wait`` the caller waits anyway.
+        ``counted`` is the buffer with the counter element, which is then averaged too. Sums are divided by ``divisor``,
+        by default the number of ranks. ``wait`` is a hint that the caller waits at once.
         """
         if self.hook is not None:
-            return self._hooked(bucket)
+            return functools.partial(_first_tensor, self.hook(self.state, bucket))
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            return self._sparse(buffer, divisor)
-        target = buffer if marked is None else marked
+            return self._start_sparse(buffer, divisor)
+        target = buffer if counted is None else counted
         if wait and buffer.is_cpu:
-            # Not handed to another thread and back.
-            self.average(target, divisor)
+            # Synchronous calls skip the engine's thread.
+            self._average([target], divisor)
             return lambda: buffer
         if self.size == 1 and divisor is None:
             return lambda: buffer
-        work = all_reduce(target, self.group, self._divided(target, divisor), later=True)
+        return _waiter(all_reduce(target, self.group, self._divide([target], divisor), async_op=True), buffer)
 
-        def done() -> torch.Tensor:
-            work.wait()
-            return buffer
-
-        return done
-
-    def start_bundle(self, tensors: list[torch.Tensor], divisor: float | None, *, wait: bool) -> Callable[[], Any]:
-        """Begin to average ``tensors``, all of one type, where they lie; return what waits for it. Else as `start`."""
+    def start_list(self, tensors: list[torch.Tensor], divisor: float | None, *, wait: bool) -> Callable[[], Any]:
+        """Start to average ``tensors``, all of one dtype, in place; arguments and result as for `start`."""
         if wait:
-            self.average_bundle(tensors, divisor)
+            self._average(tensors, divisor)
             return lambda: None
         if self.size == 1 and divisor is None:
             return lambda: None
-        work = all_reduce_bundle(tensors, self.group, self._divided_bundle(tensors, divisor), later=True)
-        return work.wait  # type: ignore[no-any-return]  # a Work
+        op = self._divide(tensors, divisor)
+        return _function("all_reduce_coalesced")(tensors, op, self.group, True).wait  # type: ignore[no-any-return]
 
-    def average_bundle(self, tensors: list[torch.Tensor], divisor: float | None) -> None:
-        """Average ``tensors``, all of one type, where they lie, and wait for it; ``divisor`` as for `start`."""
-        if self.size > 1 or divisor is not None:
-            all_reduce_bundle(tensors, self.group, self._divided_bundle(tensors, divisor))
+    def _average(self, tensors: list[torch.Tensor], divisor: float | None) -> None:
+        """Average ``tensors`` in place."""
+        if self.size == 1 and divisor is None:
+            return
+        op = self._divide(tensors, divisor)
+        if len(tensors) == 1:
+            all_reduce(tensors[0], self.group, op)
+        else:
+            _function("all_reduce_coalesced")(tensors, op, self.group, False)
 
-    def average(self, tensor: torch.Tensor, divisor: float | None) -> None:
-        """Average ``tensor``, which is dense, and wait for it; ``divisor`` as for `start`."""
-        if self.size > 1 or divisor is not None:
-            all_reduce(tensor, self.group, self._divided(tensor, divisor))
-
-    def _divided(self, tensor: torch.Tensor, divisor: float | None) -> Any:
-        """Return the reduction that averages ``tensor``, which is divided here if the engine does not do that."""
-        if self._can_divide(tensor, divisor):
+    def _divide(self, tensors: list[torch.Tensor], divisor: float | None) -> Any:
+        """Return the reduction that averages ``tensors``; divides them here if the engine cannot."""
+        if self._engine_divides and divisor is None and tensors[0].is_floating_point():
             return dist.ReduceOp.AVG
-        tensor.mul_(1 / (divisor or self.size))
+        for tensor in tensors:
+            tensor.mul_(1 / (divisor or self.size))
         return dist.ReduceOp.SUM
 
-    def _divided_bundle(self, tensors: list[torch.Tensor], divisor: float | None) -> Any:
-        """Do what `_divided` does with each of ``tensors``."""
-        op = dist.ReduceOp.AVG
-        if not self._can_divide(tensors[0], divisor):
-            with torch.no_grad():
-                for tensor in tensors:
-                    op = self._divided(tensor, divisor)
-        return op
-
-    def _can_divide(self, tensor: torch.Tensor, divisor: float | None) -> bool:
-        """Tell whether the engine divides ``tensor``."""
-        return self._divides and divisor is None and tensor.is_floating_point()
-
-    def _sparse(self, gradient: torch.Tensor, divisor: float | None) -> Callable[[], torch.Tensor]:
+    def _start_sparse(self, gradient: torch.Tensor, divisor: float | None) -> Callable[[], torch.Tensor]:
         gradient = (gradient * (1 / (divisor or self.size))).coalesce()
         if self.size == 1:
             return lambda: gradient
-        work = all_reduce(gradient, self.group, later=True)
+        return _waiter(all_reduce(gradient, self.group, async_op=True), gradient)
 
-        def done() -> torch.Tensor:
-            work.wait()
-            return gradient
 
-        return done
+def _waiter(work: Any, result: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def wait() -> torch.Tensor:
+        work.wait()
+        return result
 
-    def _hooked(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
-        if self.hook is None:
-            raise ValueError("there is no hook")
-        future = self.hook(self.state, bucket)
+    return wait
 
-        def done() -> torch.Tensor:
-            value = future.wait()
-            result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
-            return result
 
-        return done
+def _first_tensor(future: Any) -> torch.Tensor:
+    """Wait for the future of a communication hook, whose value is a tensor or a list of one."""
+    value = future.wait()
+    tensor: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+    return tensor

@@ -1,21 +1,34 @@
-"""Batch normalisation over the batches of all ranks, on CPUs and GPUs."""
+"""Batch normalisation over the batches of all ranks, on CPUs and GPUs.
+
+Forward: each rank packs count, mean and variance per channel into one record; one all_gather, and every rank combines
+the records to the same moments. Backward: one all_reduce of two sums per channel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.parameter import is_lazy
 
 from ... import _torch
 from ...errors import fail
-from ..ddp import model_check
-from .moments import DTYPES, Moments, combine, gathered, normalise, pack
+from ...groups import collectives
+from .. import compare_ranks
 
-__all__ = ["AnyBatchNorm", "SyncBatchNorm", "revert_sync_batchnorm"]
+__all__ = ["AnyBatchNorm", "SyncBatchNorm", "combine", "pack", "revert_sync_batchnorm"]
+
+# The dtypes of batches; a record carries the index, so that ranks can compare.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+# A record starts with the count of values per channel and the dtype of the batch.
+_HEADER = 2
+
+_all_reduce = collectives.quick("all_reduce")
 
 
 class AnyBatchNorm(nn.BatchNorm2d):
@@ -26,23 +39,19 @@ class AnyBatchNorm(nn.BatchNorm2d):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-# In the order in which they are looked for.
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
 class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base has no public name and no types
-    """BatchNorm whose statistics are those of the batches of all ranks of ``process_group`` (all ranks by default).
+    """BatchNorm with the statistics of the batches of all ranks of ``process_group`` (all ranks by default).
 
     Takes batches of two dimensions and more, on any device; ranks may have batches of different size, or empty ones.
-    What it normalises by is what BatchNorm would have for all batches in one, and so are the gradients; those of
-    weight and bias are local, for DistributedDataParallel to average. Parameters, buffers and state dict are those of
-    torch's BatchNorm and SyncBatchNorm.
+    The result and its gradients are those of BatchNorm for all batches in one; the gradients of weight and bias are
+    local, for DistributedDataParallel to average. Parameters, buffers and state dict are those of torch's BatchNorm
+    and SyncBatchNorm.
 
     In training every rank of the group must call it, forward and backward, the same number of times: one collective
     each way, and one more in the first forward, which compares the layers. In eval mode, without a group, and in a
-    group of one, it is BatchNorm and calls nobody.
+    group of one, it is BatchNorm and does not communicate.
 
-    Raises `CollectiveMismatch` where channels or types differ between ranks, `ArgumentError` (a ValueError) for batches
+    Raises `CollectiveMismatch` if channels or dtypes differ between ranks, `ArgumentError` (a ValueError) for batches
     that cannot be normalised.
     """
 
@@ -60,9 +69,9 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **kw)
         self.process_group = process_group
-        # The class that it was made of, for the way back.
+        # The class that it was converted from, for `revert_sync_batchnorm`.
         self.origin: type[nn.Module] | None = None
-        self._agreed = False
+        self._compared = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
         """Normalise a batch of shape (N, C, ...). In training, every rank of the group must call it."""
@@ -71,11 +80,11 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
-                # A tensor, so that nobody has to wait for a GPU to know it.
+                # A tensor: reading the counter would synchronize a GPU.
                 factor = 1.0 / self.num_batches_tracked.double()
         group = self._group() if self.training else None
         if group is None:
-            alone = self.training or (self.running_mean is None and self.running_var is None)
+            use_batch_stats = self.training or (self.running_mean is None and self.running_var is None)
             tracked = not self.training or self.track_running_stats
             return nn.functional.batch_norm(
                 input,
@@ -83,47 +92,55 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 self.running_var if tracked else None,
                 self.weight,
                 self.bias,
-                alone,
+                use_batch_stats,
                 float(factor),
                 self.eps,
             )
         if torch.compiler.is_compiling() and not input.numel():
-            found: torch.Tensor = self._apart(input, factor, group)
+            found: torch.Tensor = self._uncompiled(input, factor, group)
             return found
-        return self._synced(input, factor, group)
+        return self._synchronized(input, factor, group)
 
-    def _synced(
+    def _synchronized(
         self, batch: torch.Tensor, factor: float | torch.Tensor, group: Any, *, compare: bool = True
     ) -> torch.Tensor:
         """Normalise by the moments of all ranks; compiled code does not compare layers first."""
         compiling = torch.compiler.is_compiling()
-        if compare and not compiling and not self._agreed:
-            self._agree(batch, group)
+        if compare and not compiling and not self._compared:
+            self._compare_layers(batch, group)
         with torch.no_grad():
-            moments = combine(gathered(pack(batch), group.group_name, dist.get_world_size(group)))
+            moments = combine(_gather_records(pack(batch), group.group_name, dist.get_world_size(group)))
             if not compiling:
-                self._look(batch, moments, group)
+                self._check_moments(batch, moments, group)
             if self.track_running_stats:
                 self._track(moments, factor)
-        return normalise(batch, self.weight, self.bias, moments, eps=self.eps, group=group.group_name)
+        kept = _statistics_dtype(batch.dtype)
+        result: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            batch,
+            self.weight,
+            self.bias,
+            moments.mean.to(kept),
+            moments.var.to(kept),
+            moments.total,
+            self.eps,
+            group.group_name,
+        )
+        return result
 
     @_torch.kept_out
-    def _apart(self, batch: torch.Tensor, factor: float | torch.Tensor, group: Any) -> torch.Tensor:
-        """Do the same outside of compiled code, which leaves out what has no effect on an empty batch.
-
-        The other ranks wait for it.
-        """
-        return self._synced(batch, factor, group, compare=False)
+    def _uncompiled(self, batch: torch.Tensor, factor: float | torch.Tensor, group: Any) -> torch.Tensor:
+        """Do the same outside of compiled code, which would drop the collectives of an empty batch."""
+        return self._synchronized(batch, factor, group, compare=False)
 
     def _group(self) -> Any:
-        """Return the group to talk to; None where there is nobody else in it."""
+        """Return the group to communicate with; None if there are no other ranks."""
         if not dist.is_available() or not dist.is_initialized():
             return None
         group = dist.group.WORLD if self.process_group is None else self.process_group
         return group if dist.get_world_size(group) > 1 else None
 
     def _check(self, batch: torch.Tensor) -> None:
-        """Refuse what cannot be normalised, before anybody else is asked."""
+        """Raise an error for a batch that cannot be normalised, before any communication."""
         if batch.dim() < 2:
             raise fail(
                 "invalid-argument",
@@ -148,37 +165,29 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 fix="convert the batch to a floating-point type",
             )
 
-    def _agree(self, batch: torch.Tensor, group: Any) -> None:
+    def _compare_layers(self, batch: torch.Tensor, group: Any) -> None:
         """Compare the layer with those of the other ranks, once."""
-        words = (
-            f"{self.num_features} channels, {str(batch.dtype).removeprefix('torch.')}, eps {self.eps}, "
-            f"momentum {self.momentum}"
-        )
-        said = model_check.exchange(words, group, batch.device)
-        problem = model_check.difference(
+        layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
+        _raise_if_different(
             "the SyncBatchNorm that they call",
-            said,
+            compare_ranks.gather_text(layer, group, batch.device),
             group,
             fix="build the same model and give the same types everywhere",
         )
-        if problem is not None:
-            raise problem
-        self._agreed = True
+        self._compared = True
 
-    def _look(self, batch: torch.Tensor, moments: Moments, group: Any) -> None:
-        """Raise where what the ranks brought does not fit or is too little, on every rank alike.
+    @staticmethod
+    def _check_moments(batch: torch.Tensor, moments: Moments, group: Any) -> None:
+        """Raise on every rank if dtypes differ, or if all batches together have one value per channel.
 
-        On a GPU only where it may be too little: looking makes the host wait for all before it.
+        On a GPU only the latter is checked, and only for small batches: reading a tensor synchronizes the device.
         """
-        few = batch.numel() // batch.shape[1] <= 1
         if batch.is_cpu and not bool((moments.dtypes == moments.dtypes[0]).all()):
-            said = [f"a batch of {str(DTYPES[int(code)]).removeprefix('torch.')}" for code in moments.dtypes]
-            problem = model_check.difference(
-                "the batch that they give to SyncBatchNorm", said, group, fix="give the same type everywhere"
+            values = [f"a batch of {_name(DTYPES[int(index)])}" for index in moments.dtypes]
+            _raise_if_different(
+                "the batch that they give to SyncBatchNorm", values, group, fix="give the same type everywhere"
             )
-            if problem is not None:
-                raise problem
-        if few and int(moments.total) == 1:
+        if batch.numel() // batch.shape[1] <= 1 and int(moments.total) == 1:
             raise fail(
                 "invalid-argument",
                 "SyncBatchNorm expects more than 1 value per channel when training",
@@ -189,18 +198,18 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
 
     def _track(self, moments: Moments, factor: float | torch.Tensor) -> None:
         """Update the running statistics; with the unbiased variance, as BatchNorm does."""
-        # Nobody had a value: nothing was learnt.
-        share = (moments.total > 0).to(moments.total.dtype) * factor
+        # If all batches are empty the statistics stay as they are.
+        weight = (moments.total > 0).to(moments.total.dtype) * factor
         unbiased = moments.var * (moments.total / (moments.total - 1).clamp(min=1))
         for running, new in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
-            running.copy_(running * (1 - share) + new * share)
+            running.copy_(running * (1 - weight) + new * weight)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
         """Replace every BatchNorm in ``module`` (torch's SyncBatchNorm too) by one of these, and return the module.
 
-        Parameters and buffers are taken over, not copied. Where ``module`` is itself a BatchNorm, a new one is
-        returned. `revert_sync_batchnorm` is the way back.
+        Parameters and buffers are reused, not copied. If ``module`` is itself a BatchNorm, a new one is returned.
+        `revert_sync_batchnorm` is the reverse.
         """
 
         def make(found: Any) -> nn.Module:
@@ -212,14 +221,32 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                     fix="run one batch through the model before converting it",
                 )
             made = cls(*_arguments(found), process_group)
-            made.origin = found.origin if isinstance(found, SyncBatchNorm) else _origin(found)
-            return _moved(found, made)
+            if isinstance(found, SyncBatchNorm):
+                made.origin = found.origin
+            else:
+                plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+                made.origin = next((each for each in plain if isinstance(found, each)), None)
+            return _move_state(found, made)
 
-        return _replaced(module, _torch.BatchNormBase, make)
+        return _replace(module, _torch.BatchNormBase, make)
 
 
-def _replaced(module: nn.Module, kinds: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
-    """Put what ``make`` makes of each module of ``kinds`` in its place; one that stands in two places stays one."""
+def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Replace every SyncBatchNorm in ``module``, ours and torch's, by a BatchNorm of one rank, and return the module.
+
+    Its class is the one that it was converted from if known, else one for any number of dimensions. Parameters and
+    buffers are reused, not copied.
+    """
+
+    def make(found: Any) -> nn.Module:
+        plain = getattr(found, "origin", None) or AnyBatchNorm
+        return _move_state(found, plain(*_arguments(found)))
+
+    return _replace(module, (SyncBatchNorm, nn.SyncBatchNorm), make)
+
+
+def _replace(module: nn.Module, kinds: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
+    """Replace each module of ``kinds`` by the result of ``make``, a shared one by the same result everywhere."""
     if isinstance(module, kinds):
         return make(module)
     made: dict[nn.Module, nn.Module] = {}
@@ -231,35 +258,192 @@ def _replaced(module: nn.Module, kinds: Any, make: Callable[[Any], nn.Module]) -
     return module
 
 
-def _origin(module: nn.Module) -> type[nn.Module] | None:
-    return next((plain for plain in _PLAIN if isinstance(module, plain)), None)
-
-
 def _arguments(module: Any) -> tuple[Any, Any, Any, Any, Any]:
     return module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
 
 
-def _moved(source: Any, target: Any) -> nn.Module:
-    """Give ``target`` the parameters, buffers and mode of ``source``: the same tensors, so optimisers keep theirs."""
-    target.weight, target.bias = source.weight, source.bias
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
+def _move_state(source: Any, target: Any) -> nn.Module:
+    """Set the tensors and mode of ``target`` to those of ``source``, so that optimizers keep the same tensors."""
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         setattr(target, name, getattr(source, name))
     target.train(source.training)
-    if hasattr(source, "qconfig"):  # torch.ao.quantization's mark
+    if hasattr(source, "qconfig"):  # set by torch.ao.quantization
         target.qconfig = source.qconfig
-    moved: nn.Module = target
-    return moved
+    result: nn.Module = target
+    return result
 
 
-def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every SyncBatchNorm in ``module``, ours and torch's, by a BatchNorm of one rank, and return the module.
+def _raise_if_different(what: str, values: list[str], group: Any, *, fix: str) -> None:
+    problem = compare_ranks.mismatch(what, values, group, fix=fix)
+    if problem is not None:
+        raise problem
 
-    It is the class that it was converted from where that is known, else one that takes any number of dimensions.
-    Parameters and buffers are taken over, not copied.
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Moments ---------------------------------------------------------------------------------------------------------
+
+
+class Moments(NamedTuple):
+    """The moments of all ranks' batches; ``total`` counts values per channel, ``dtypes`` has one index per rank."""
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    total: torch.Tensor
+    dtypes: torch.Tensor
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pack(batch: torch.Tensor) -> torch.Tensor:
+    """Return this rank's record: count, dtype, means, variances, in float64.
+
+    In float64 counts are exact, and combining records adds no rounding error that is visible in float32.
     """
+    channels = batch.shape[1]
+    record = torch.zeros(_HEADER + 2 * channels, dtype=torch.float64, device=batch.device)
+    record[1] = DTYPES.index(batch.dtype)
+    if batch.numel():
+        mean, var = _local_moments(batch)
+        record[0] = batch.numel() // channels
+        record[_HEADER : _HEADER + channels] = mean
+        record[_HEADER + channels :] = var
+    return record
 
-    def make(found: Any) -> nn.Module:
-        plain = getattr(found, "origin", None) or AnyBatchNorm
-        return _moved(found, plain(*_arguments(found)))
 
-    return _replaced(module, (SyncBatchNorm, nn.SyncBatchNorm), make)
+def _local_moments(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and biased variance per channel."""
+    kept = _statistics_dtype(batch.dtype)
+    if torch.compiler.is_compiling():
+        # The compiler generates a kernel for this; in eager mode it is four times slower than the other.
+        var, mean = torch.var_mean(batch.to(kept), (0, *range(2, batch.dim())), correction=0)
+        return mean, var
+    # The kernel returns the dtype of these running statistics, which are not used otherwise.
+    running = torch.zeros(2, batch.shape[1], dtype=kept, device=batch.device)
+    mean, var = torch.batch_norm_update_stats(batch, running[0], running[1], 1.0)
+    return mean, var
+
+
+def combine(records: torch.Tensor) -> Moments:
+    """Combine the records of all ranks (one row each); the same bits on every rank."""
+    channels = (records.shape[1] - _HEADER) // 2
+    counts = records[:, :1]
+    means = records[:, _HEADER : _HEADER + channels]
+    total = counts.sum()
+    # clamp: no division by zero if all batches are empty.
+    weights = counts / total.clamp(min=1)
+    mean = (weights * means).sum(0)
+    var = (weights * (records[:, _HEADER + channels :] + (means - mean).square())).sum(0)
+    return Moments(mean, var, total, records[:, 1])
+
+
+def _gather_records(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """Return the records of all ranks of the group of that name, one row for each of the ``size`` ranks."""
+    if torch.compiler.is_compiling():
+        found: torch.Tensor = _gather_op(record, group, size)
+        return found
+    return compare_ranks.gather(record, _torch.group_named(group))
+
+
+def _sum_over_ranks(sums: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum of ``sums`` over the ranks of the group of that name; may reduce in place."""
+    if torch.compiler.is_compiling():
+        found: torch.Tensor = _sum_op(sums, group)
+        return found
+    _all_reduce(sums, group=_torch.group_named(group))
+    return sums
+
+
+# torch.compile cannot trace our collectives; custom operators stay opaque calls in its graph.
+@torch.library.custom_op("allhands::moments_gather", mutates_args=())
+def _gather_op(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    del size
+    return compare_ranks.gather(record, _torch.group_named(group))
+
+
+@_gather_op.register_fake
+def _(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    del group
+    return record.new_empty((size, *record.shape))
+
+
+@torch.library.custom_op("allhands::moments_sum", mutates_args=())
+def _sum_op(sums: torch.Tensor, group: str) -> torch.Tensor:
+    found = sums.clone()
+    _all_reduce(found, group=_torch.group_named(group))
+    return found
+
+
+@_sum_op.register_fake
+def _(sums: torch.Tensor, group: str) -> torch.Tensor:
+    del group
+    return torch.empty_like(sums)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise by given moments; backward includes their dependence on the batches of all ranks."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # torch's interface
+        ctx: Any,
+        batch: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        total: torch.Tensor,
+        eps: float,
+        group: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(batch, weight, bias, mean, var, total)
+        ctx.eps, ctx.group = eps, group
+        if not batch.numel():
+            return torch.empty_like(batch)
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        return torch.batch_norm(batch, scale, shift, mean, var, False, 0.0, eps, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        batch, weight, bias, mean, var, total = ctx.saved_tensors
+        inverse = (var + ctx.eps).rsqrt()
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        if batch.numel():
+            # CPU kernels read the first pair of moments (running), CUDA kernels the second (saved in forward).
+            _, sum_grad_hat, sum_grad = torch.ops.aten.native_batch_norm_backward(
+                grad, batch, scale, mean, var, mean, inverse, False, ctx.eps, [False, True, True]
+            )
+        else:
+            sum_grad_hat, sum_grad = torch.zeros_like(mean), torch.zeros_like(mean)
+        # Local sums, which DistributedDataParallel averages; zeros for an empty batch, so that no gradient is missing.
+        grad_weight = sum_grad_hat.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sum_grad.to(bias.dtype) if ctx.needs_input_grad[2] else None
+        grad_batch = None
+        if ctx.needs_input_grad[0]:
+            sums = _sum_over_ranks(torch.stack([sum_grad, sum_grad_hat]), ctx.group)
+            sums = sums / total.clamp(min=1).to(mean.dtype)
+            # scale * inverse * (grad - sums[0] - hat * sums[1]), as a * grad + (b * batch + c).
+            a = scale * inverse
+            b = -a * inverse * sums[1]
+            c = -a * sums[0] - b * mean
+            grad_batch = _affine(batch, grad, a, b, c)
+        return grad_batch, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _affine(batch: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return ``a * grad + (b * batch + c)`` per channel, in the dtype of ``batch``."""
+    shape = (1, -1, *(1,) * (batch.dim() - 2))
+    if not batch.numel():
+        return torch.empty_like(batch)
+    if batch.dtype == a.dtype:
+        # batch_norm with given moments is the fastest kernel that multiplies and adds per channel.
+        found = torch.batch_norm(batch, b, c, torch.zeros_like(b), torch.ones_like(b), False, 0.0, 0.0, False)
+        return found.addcmul_(grad, a.view(shape))
+    # In the wider dtype, rounded once at the end.
+    found = (batch.to(a.dtype) * b.view(shape)).add_(c.view(shape))
+    return found.addcmul_(grad.to(a.dtype), a.view(shape)).to(batch.dtype)

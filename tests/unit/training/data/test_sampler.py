@@ -114,7 +114,7 @@ def test_epochs_advance_by_themselves_and_say_so_once(caplog: pytest.LogCaptureF
     """A forgotten set_epoch does not repeat the order; rank 0 says so once. advance=False is torch's way."""
     import allhands.training.data.sampler as module
 
-    module._told = False
+    module._warned = False
     sampler = DistributedSampler(range(50), 2, 0)
     reference = TorchSampler(range(50), 2, 0)
     with caplog.at_level(logging.WARNING, "allhands"):

@@ -11,7 +11,7 @@ items = st.lists(
         numel=st.integers(0, 5000),
         element_bytes=st.sampled_from([2, 4, 8]),
         kind=st.sampled_from(["a", "b"]),
-        alone=st.booleans(),
+        sparse=st.booleans(),
     ),
     min_size=1,
     max_size=30,
@@ -24,9 +24,9 @@ def test_buckets_are_closed_once_they_are_full() -> None:
     assert assign(sizes, [5, 4, 3, 2, 1, 0], [400, 800]) == [[5], [4, 3], [2, 1], [0]]
 
 
-def test_kinds_do_not_share_and_sparse_ones_stand_alone() -> None:
+def test_kinds_do_not_share_andsparse_ones_have_their_own() -> None:
     """A bucket has one type and device; what is left open is complete in the order of its last gradient."""
-    sizes = [ItemSize(1, 4, "f"), ItemSize(1, 8, "d"), ItemSize(1, 4, "f", alone=True), ItemSize(1, 4, "f")]
+    sizes = [ItemSize(1, 4, "f"), ItemSize(1, 8, "d"), ItemSize(1, 4, "f", sparse=True), ItemSize(1, 4, "f")]
     assert assign(sizes, range(4), [1 << 20]) == [[2], [1], [0, 3]]
 
 
@@ -44,6 +44,6 @@ def test_every_gradient_has_one_place(sizes: list[ItemSize], random: object, cap
         kind = sizes[members[0]].kind
         assert found.start == ends.get(kind, 0)
         assert found.numel == sum(sizes[index].numel for index in members)
-        assert found.room > found.numel
+        assert found.reserved > found.numel
         assert found.start * sizes[members[0]].element_bytes % 64 == 0
-        ends[kind] = found.start + found.room
+        ends[kind] = found.start + found.reserved

@@ -6,8 +6,7 @@ from torch import nn
 
 from allhands.errors import ArgumentError
 from allhands.training import SyncBatchNorm, revert_sync_batchnorm
-from allhands.training.norm.moments import combine, pack
-from allhands.training.norm.sync_batch_norm import AnyBatchNorm
+from allhands.training.norm.sync_batch_norm import AnyBatchNorm, combine, pack
 
 
 def model() -> nn.Module:

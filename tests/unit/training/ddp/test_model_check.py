@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from allhands.errors import AllhandsError
+from allhands.training.ddp.model_check import ModuleWatch, TableWatch, _differences, digest
+
+
+def test_differences_by_value_and_rank() -> None:
+    """Only names that differ are returned: with hashes of values, and "missing" for a rank without the name."""
+    tables = [[("a", "1" * 32), ("b", "2" * 32)], [("a", "1" * 32), ("b", "3" * 32)], [("a", "1" * 32)]]
+    rows = _differences(tables, [0, 1, 5], values=True)
+    assert rows == {"b": {"hash 222222222222": [0], "hash 333333333333": [1], "missing": [5]}}
+
+
+def test_another_order_is_reported_by_position() -> None:
+    """The same parameters in another order are named where they first differ."""
+    tables = [[("a", "x"), ("b", "y")], [("b", "y"), ("a", "x")]]
+    assert _differences(tables, [0, 1], values=False) == {"parameter 0": {"a": [0], "b": [1]}}
+
+
+def test_digest_depends_on_values_only() -> None:
+    """Strides and devices do not count, single bits do."""
+    tensor = torch.randn(4, 6)
+    assert digest(tensor) == digest(tensor.t().contiguous().t())
+    changed = tensor.clone()
+    changed.view(torch.int32)[0, 0] ^= 1
+    assert digest(tensor) != digest(changed)
+    assert digest(torch.empty(0)) == digest(torch.empty(0, 3))
+
+
+def test_replaced_value_is_detected_even_at_the_same_address() -> None:
+    """An object that was freed is not confused with a new one that the allocator puts in its place."""
+
+    class Value:
+        pass
+
+    table: dict[str, Value] = {"a": Value()}
+    watch = TableWatch([table])
+    address = id(table["a"])
+    del table["a"]
+    gc.collect()
+    others = [Value() for _ in range(1000)]
+    # Without a reference in the watch, one of these would have the address of the first.
+    table["a"] = next((other for other in others if id(other) == address), others[0])
+    assert watch.changed()
+    watch.record()
+    assert not watch.changed()
+
+
+def test_added_removed_and_replaced_parameters_are_named() -> None:
+    """The error is raised in every pass as long as the module is another one."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    watch = ModuleWatch(module, frozenset())
+    watch.check(0)
+    module[0].weight = nn.Parameter(torch.zeros(2, 2))
+    module.append(nn.Linear(2, 2))
+    for _ in range(2):
+        with pytest.raises(AllhandsError, match=r"new: 2\.weight and 2\.bias\n.*replaced: 0\.weight") as caught:
+            watch.check(0)
+        assert caught.value.slug == "module-changed"
+
+
+def test_modules_without_parameters_may_be_added() -> None:
+    """The parameters are the same; later changes are detected in the new module too."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    watch = ModuleWatch(module, frozenset())
+    module.append(nn.Tanh())
+    watch.check(0)
+    module[1].weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(AllhandsError, match=r"new: 1\.weight"):
+        watch.check(0)
