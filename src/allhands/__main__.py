@@ -22,10 +22,10 @@ def main(program: str = "allhands") -> None:
 
 
 def _run(line: list[str]) -> int | None:
-    from .launch.start import run
+    from .launch.start import run_command_line
 
     try:
-        return run(line)
+        return run_command_line(line)
     except Exception as problem:
         from .errors import AllhandsError
 

@@ -7,7 +7,7 @@ import time
 
 from ..diagnosis import count, duration, join
 from ..errors import fail
-from ..launch.process_tree import descendants
+from ..launch.termination import descendants
 from . import stack_trace
 from .concurrent import Together
 from .finding import Finding, green, yellow

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..diagnosis import count, duration, join, ranks
-from ..launch.stall import behind
+from ..launch.verdict import lagging_ranks
 from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, green, red, yellow
 from .proc_status import Look
@@ -105,7 +105,7 @@ def judge(everyone: Sequence[Standing], world_size: int, steps: int, *, host: st
     longest = max((note.age_s for note in inside.values()), default=0.0)
     if not inside:
         return [_outside(everyone, who, world_size)]
-    late = behind({rank: each.board for rank, each in here.items()})
+    late = lagging_ranks({rank: each.board for rank, each in here.items()})
     if longest < STUCK_S and not late:
         return [green(_SECTION, "moving", f"{who} in a collective since {duration(longest)}")]
     level = red if longest >= STUCK_S else yellow

@@ -1,6 +1,6 @@
-"""Starting ranks and saying who is to blame when they die: `allhands run` and `allhands.spawn`. Never imports torch.
+"""Starting ranks, and naming the rank to blame when they die: `allhands run` and `allhands.spawn`. No torch.
 
-Imports nothing at all: every worker comes by here before its script.
+Imports nothing: every worker imports this package before its script.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The agent: `allhands run` itself. Starts the job on this node, passes signals on, restarts, says the verdict."""
+"""The agent: the process of `allhands run` on a node. It handles signals, runs attempts, and prints the verdict."""
 
 from __future__ import annotations
 
@@ -6,137 +6,141 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import verdict_text
-from .attempt import Attempt
-from .job import Job
-from .keyboard import Keyboard
-from .multinode.node_role import Alone, Company, End
+from ..environments.world import Address
+from .attempt import Attempt, NodeReport, NodeRole
+from .options import Job
 from .output import Output
-from .start import ENDING, HELD, Ahead
+from .start import ENDING_SIGNALS, HANDLED_SIGNALS, EarlyStart, reserve_port
+from .verdict import judge, should_restart
+from .verdict_text import AttemptResult, result, stall_text
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from .coordinator_host import CoordinatorHost
+
+__all__ = ["SingleNode", "main"]
 
 
-def main(job: Job, ahead: Ahead | None = None) -> int:
-    """Run ``job`` on this node to its end; return the exit status. ``ahead`` is what was begun already."""
-    ahead = ahead or Ahead(job)
+def main(job: Job, early: EarlyStart) -> int:
+    """Run ``job`` on this node to its end; return the exit status."""
     try:
-        return asyncio.run(_Agent(job, ahead).run())
+        return asyncio.run(_Agent(job, early).run())
     finally:
-        ahead.close()
+        early.close()
 
 
 class _Agent:
-    """What outlives an attempt: signals, output, and the company of other nodes."""
+    """The state that outlives an attempt."""
 
-    def __init__(self, job: Job, ahead: Ahead) -> None:
-        self._job, self._ahead = job, ahead
-        self._company: Company | None = None
+    def __init__(self, job: Job, early: EarlyStart) -> None:
+        self._job, self._early = job, early
+        self._role: NodeRole | None = None
         self._attempt: Attempt | None = None
-        self._asking: asyncio.Task[None] | None = None
-        self._broken = asyncio.Event()
+        self._status_task: asyncio.Task[None] | None = None
+        self._output_broken = asyncio.Event()
         self._stopped = False
-        # Takes a signal that comes before there is a company.
-        self._stopping: Callable[[int], None] = lambda _: None
+        # Handles a signal that arrives before the nodes have met.
+        self._stop_rendezvous: Callable[[int], None] = lambda _: None
 
     async def run(self) -> int:
         self._handle_signals()
         if self._job.nodes == 1:
-            self._company = Alone(self._job, self._ahead.token, self._ahead.port)
-            return await self._run(self._company)
-        # One node does not wait for the import of what several need.
-        from .multinode.agent_rendezvous import Gathering
+            self._role = SingleNode(self._job, self._early.token, self._early.port)
+            return await self._run(self._role)
+        # Not needed, and slow to import, for one node.
+        from .multinode.agent_rendezvous import AgentRendezvous
 
-        gathering = Gathering(self._job)
-        self._stopping = gathering.stop
-        self._catch_up()
-        company = await gathering.run()
-        if isinstance(company, End):
-            sys.stderr.write(company.words)
-            return company.exit_code
-        self._company = company
-        return await self._run(company)
+        rendezvous = AgentRendezvous(self._job)
+        self._stop_rendezvous = rendezvous.stop
+        self._handle_pending_signals()
+        role = await rendezvous.run()
+        if isinstance(role, AttemptResult):
+            sys.stderr.write(role.text)
+            return role.exit_code
+        self._role = role
+        return await self._run(role)
 
-    async def _run(self, company: Company) -> int:
-        self._output = Output(company.job, self._broken)
-        company.say = self._output.say
-        keyboard = Keyboard()
-        reader = asyncio.create_task(self._until_broken())
+    async def _run(self, role: NodeRole) -> int:
+        self._output = Output(role.job, self._output_broken)
+        role.message = self._output.message
+        output_watch = asyncio.create_task(self._stop_when_output_breaks())
         try:
-            if self._job.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-                self._output.say(f"OMP_NUM_THREADS=1 for each of {self._job.local_world_size} ranks; set it to choose")
-            end = await self._attempts(company, keyboard)
-            self._tell(end)
+            ranks = self._job.local_world_size
+            if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+                self._output.message(f"OMP_NUM_THREADS=1 for each of {ranks} ranks; set it to choose")
+            final = await self._run_attempts(role)
+            self._publish(final)
         finally:
-            reader.cancel()
+            output_watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await reader
-            await company.close()
+                await output_watch
+            await role.close()
             self._output.close()
-        return end.exit_code
+        return final.exit_code
 
-    async def _attempts(self, company: Company, keyboard: Keyboard) -> End:
+    async def _run_attempts(self, role: NodeRole) -> AttemptResult:
         number, first = 0, True
         while True:
-            end = await company.begin(number)
-            if end is not None:
-                return end
-            number, self._output.job = company.number, company.job
-            begun = bool(self._ahead.processes) and first
-            attempt = Attempt(company, number, self._ahead, self._output, keyboard, begun=begun)
-            self._attempt = company.attempt = attempt
+            final = await role.begin(number)
+            if final is not None:
+                return final
+            number, self._output.job = role.number, role.job
+            started = bool(self._early.workers) and first
+            attempt = Attempt(role, number, self._early, self._output, started=started)
+            self._attempt = role.attempt = attempt
             if first:
-                self._catch_up()
-                # Not before: whoever is reaped while there is no attempt has ended unseen.
+                self._handle_pending_signals()
+                # Not earlier: a worker that is reaped while there is no attempt would be lost.
                 asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
                 self._reap()
             first = False
-            end = await company.settle(await attempt.run())
-            self._attempt = company.attempt = None
-            if not end.again:
-                return end
+            ended = await role.settle(await attempt.run())
+            self._attempt = role.attempt = None
+            if not ended.restart:
+                return ended
             number += 1
-            self._output.write(end.words)
-            self._output.say(f"restart {number} of {self._job.max_restarts}")
+            self._output.write(ended.text)
+            self._output.message(f"restart {number} of {self._job.max_restarts}")
 
-    def _tell(self, end: End) -> None:
-        if self._job.report and end.report:
+    def _publish(self, final: AttemptResult) -> None:
+        if self._job.report and final.report:
             try:
-                Path(self._job.report).write_text(end.report, encoding="utf-8")
+                Path(self._job.report).write_text(final.report, encoding="utf-8")
             except OSError as problem:
-                self._output.say(f"the report could not be written to {self._job.report}: {problem.strerror}")
-        if end.words:
-            self._output.write(end.words)
+                self._output.message(f"the report could not be written to {self._job.report}: {problem.strerror}")
+        if final.text:
+            self._output.write(final.text)
 
     # Signals -----------------------------------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        # One that came in between would be seen twice, by who held it and by the loop.
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-        for number in HELD:
-            # nohup and shells that start us in the background ask for it to be ignored.
+        # Blocked, because a signal in between would be handled twice: by `EarlyStart` and by the loop.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+        for number in HANDLED_SIGNALS:
+            # nohup, and shells that start the agent in the background, set SIG_IGN.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._answer_signal, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+                loop.add_signal_handler(number, self._handle, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
-    def _catch_up(self) -> None:
-        """Answer the signals that came before the event loop."""
-        early, self._ahead.early = self._ahead.early, []
-        for number in early:
-            self._answer_signal(number)
+    def _handle_pending_signals(self) -> None:
+        pending, self._early.pending_signals = self._early.pending_signals, []
+        for number in pending:
+            self._handle(number)
 
-    def _answer_signal(self, number: int) -> None:
-        if number in ENDING:
+    def _handle(self, number: int) -> None:
+        if number in ENDING_SIGNALS:
             self._stop(number)
         elif number == signal.SIGUSR1:
-            self._ask()
+            if self._status_task is None or self._status_task.done():
+                self._status_task = asyncio.get_running_loop().create_task(self._print_status())
         else:
-            self._pause()
+            self._suspend()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -149,32 +153,91 @@ class _Agent:
 
     def _stop(self, number: int) -> None:
         self._stopped = True
-        if self._company is None:
-            self._stopping(number)
+        if self._role is None:
+            self._stop_rendezvous(number)
             return
-        for _ in range(self._company.stop(number)):
+        for _ in range(self._role.stop(number)):
             if self._attempt is not None:
                 self._attempt.stop(number)
 
-    def _pause(self) -> None:
-        """Ctrl-Z: the workers are in sessions of their own, so it reaches only us."""
+    def _suspend(self) -> None:
+        """Ctrl-Z: the terminal stops only the agent, because the workers are in sessions of their own."""
         if self._attempt is not None:
-            self._attempt.pause()
+            self._attempt.suspend()
         os.kill(os.getpid(), signal.SIGSTOP)
-        # Here someone has continued us.
+        # The agent was continued.
         if self._attempt is not None:
             self._attempt.resume()
 
-    def _ask(self) -> None:
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.get_running_loop().create_task(self._answer())
-
-    async def _answer(self) -> None:
+    async def _print_status(self) -> None:
         if self._attempt is not None:
-            self._output.write(verdict_text.standing(await self._attempt.ask()))
+            self._output.write(stall_text(await self._attempt.collect_stacks()))
 
-    async def _until_broken(self) -> None:
-        await self._broken.wait()
-        # A terminal that was closed has sent SIGHUP too, and a second signal would kill at once.
+    async def _stop_when_output_breaks(self) -> None:
+        await self._output_broken.wait()
+        # A closed terminal sends SIGHUP too, and a second request would kill at once.
         if not self._stopped:
             self._stop(signal.SIGPIPE)
+
+
+class SingleNode:
+    """The `NodeRole` of a job on one node: this agent decides everything."""
+
+    def __init__(self, job: Job, token: str, port: socket.socket | None = None) -> None:
+        """``port`` reserves the port of the first attempt, whose workers have it in their environment."""
+        self.job, self.token, self.address = job, token, ""
+        self.master = job.master or Address("127.0.0.1", 0)
+        self.attempt: Attempt | None = None
+        self.message: Callable[[str], None] = lambda _: None
+        self.number = 0
+        self._stopped = False
+        self._port = port
+        self._host: CoordinatorHost | None = None
+
+    async def begin(self, number: int) -> AttemptResult | None:
+        """Reserve a port for torch's own store."""
+        self.number = number
+        if self.job.master is None:
+            self._port = self._port or reserve_port("127.0.0.1")
+            self.master = Address("127.0.0.1", self._port.getsockname()[1])
+        return None
+
+    async def serve(self, socket_name: str) -> None:
+        """Start the coordinator in this process."""
+        # Slow to import; the workers' interpreters start meanwhile.
+        from .coordinator_host import CoordinatorHost
+
+        self._host = CoordinatorHost(socket_name, self.token.encode())
+        await self._host.start()
+
+    def worker_failed(self) -> None:
+        """There is no other node to notify."""
+
+    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
+        """Declare a stall where both are true."""
+        if stalled and in_collective and self.attempt is not None:
+            self.attempt.end_stalled()
+
+    def stop(self, number: int) -> int:  # noqa: ARG002  # the signature of NodeRole
+        """Stop the workers once for each signal."""
+        self._stopped = True
+        return 1
+
+    async def settle(self, report: NodeReport) -> AttemptResult:
+        """Judge the attempt."""
+        host = self._host
+        # The coordinator's findings are complete once it is closed.
+        await self.close()
+        findings = [] if host is None else host.findings
+        verdict = judge(report.outcomes, findings, report.stall, report.stopped)
+        restart = should_restart(self.job, verdict, self.number, stopped=self._stopped)
+        return result(self.job, self.number, verdict, report.outcomes, report.leftovers, restart=restart)
+
+    async def close(self) -> None:
+        """Close the coordinator and free the port."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        if self._host is not None:
+            host, self._host = self._host, None
+            await host.close()

@@ -1,4 +1,4 @@
-"""One start of all workers of this node, from the first that is started to the last that is left."""
+"""One attempt: the workers of this node from the first that is started to the last process that is left."""
 
 from __future__ import annotations
 
@@ -7,239 +7,368 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import msgspec
 
+from ..environments.world import Address
+from ..observe.flight_recorder import FlightRecorder
 from ..settings import SEATS
-from . import oom, process_tree, stall
-from .ending import EXPLAIN_S, LEFTOVER_S, Ending
-from .keyboard import Keyboard
+from .exit_evidence import OomMonitor
+from .options import Job
 from .output import Output
-from .process import Process
-from .start import Ahead
-from .starting import start
-from .verdict import Outcome
+from .start import EarlyStart, WorkerProcess, start_workers
+from .termination import (
+    EXPLAIN_S,
+    LEFTOVER_S,
+    Termination,
+    command_line,
+    descendants,
+    environment_variable,
+    send_signal,
+)
+from .verdict import Outcome, Stall
+from .verdict_text import AttemptResult
 
-if TYPE_CHECKING:
-    from .multinode.node_role import Company
+__all__ = ["Attempt", "NodeReport", "NodeRole", "StallDetector"]
 
-__all__ = ["Attempt", "Story"]
+# How often due signals and leftover processes are checked; the end of a worker is seen at once.
+_TICK_S = 0.05
 
-# How soon a due signal or a leftover process is looked at again; ends of workers are seen at once.
-_LOOK_S = 0.05
-
-# After the last process is gone its pipes are at their end; this is for a machine that is slow to say so.
+# Time for the pipes to reach their end after the last process is gone, on a busy machine.
 _DRAIN_S = 2.0
 
-# How long stacks may take to be written: by a signal handler, for every thread, on a machine that may be busy.
+# Time for the signal handler to write the stacks of every thread, on a busy machine.
 _STACKS_S = 1.5
 
 
-class Story(msgspec.Struct, frozen=True):
-    """All that is known once an attempt is over; `verdict.judge` makes the verdict of it."""
+class NodeReport(msgspec.Struct, frozen=True):
+    """What one node knows once an attempt is over; `verdict.judge` needs those of all nodes."""
 
     outcomes: list[Outcome]
-    hanging: stall.Hang | None
+    stall: Stall | None
+    # The signal by which a user or scheduler ended the job; 0 for none.
     stopped: int
+    # Descriptions of processes that outlived the workers.
     leftovers: list[str]
 
 
-class Attempt:
-    """The workers of this node while they run, and the end of them."""
+class NodeRole(Protocol):
+    """How decisions about the whole job are made on this node: alone, as the leader, or as a follower."""
 
-    def __init__(
-        self, company: Company, number: int, ahead: Ahead, output: Output, keyboard: Keyboard, *, begun: bool
-    ) -> None:
-        """``begun`` says that the workers of ``ahead`` run already and are this attempt's."""
-        self.job, self.number = company.job, number
-        self._company = company
-        self._inquired = False
-        self._stood = (False, False)
-        self._ahead, self._begun = ahead, begun
-        self.processes: list[Process] = ahead.processes if begun else []
-        self._output, self._keyboard = output, keyboard
-        self._ending = Ending(self.job.grace_s)
+    # With this node's rank and all nodes' world sizes, once the agents have met.
+    job: Job
+    # The address by which other nodes reach this one; "" where there are none.
+    address: str
+    # MASTER_ADDR and MASTER_PORT of this attempt.
+    master: Address
+    # The token of the ranks' roll call.
+    token: str
+    # The number of the current attempt, from 0; a node that joins after a restart begins with a higher one.
+    number: int
+    # The current attempt, to which requests of other nodes apply.
+    attempt: Attempt | None
+    # Prints a line on the terminal.
+    message: Callable[[str], None]
+
+    async def begin(self, number: int) -> AttemptResult | None:
+        """Wait until the attempt ``number`` may start; a result where there will be none."""
+
+    async def serve(self, socket_name: str) -> None:
+        """Accept the ranks' connections to the coordinator at a Unix socket. Called when the workers were started."""
+
+    def worker_failed(self) -> None:
+        """Report that a worker of this node failed."""
+
+    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
+        """Report whether this node's workers make no progress, and whether one is in a collective meanwhile."""
+
+    def stop(self, number: int) -> int:
+        """Report that this node received a signal to end; return how often its workers are to be stopped now."""
+
+    async def settle(self, report: NodeReport) -> AttemptResult:
+        """Report that this node's workers are gone; return the result of the attempt on all nodes."""
+
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+class Attempt:
+    """The workers of this node while they run, and their end."""
+
+    def __init__(self, role: NodeRole, number: int, early: EarlyStart, output: Output, *, started: bool) -> None:
+        """``started`` says that the workers of ``early`` are running and belong to this attempt."""
+        self.job, self.number = role.job, number
+        self._role = role
+        self._early, self._started = early, started
+        self.workers: list[WorkerProcess] = early.workers if started else []
+        self._output = output
+        self._stdin: _StdinForwarder | None = None
+        self._termination = Termination(self.job.grace_s)
         self._changed = asyncio.Event()
-        self._hang: stall.Hang | None = None
-        self._watch = stall.Watch(self.job.hang_timeout_s)
+        self._stall_detector = StallDetector(self.job.hang_timeout_s)
+        self._stall_state = (False, False)
+        self._stall_declared = False
+        self._stall: Stall | None = None
         self._stopped = 0
         self._leftovers: list[str] = []
-        self._memory = oom.Memory()
+        self._oom = OomMonitor()
 
-    async def run(self) -> Story:
-        """Start the workers and see them to their end."""
+    async def run(self) -> NodeReport:
+        """Start the workers and supervise them to their end."""
         try:
             self._start()
-            await self._company.host(self._ahead.name)
-            await self._follow()
-            await self._leftover()
-            await self._output.drained(_DRAIN_S)
+            await self._role.serve(self._early.socket_name)
+            await self._supervise()
+            await self._end_leftovers()
+            await self._output.drain(_DRAIN_S)
         finally:
-            self._keyboard.close()
+            if self._stdin is not None:
+                self._stdin.close()
             self.kill()
         node = self.job.node_rank if self.job.nodes > 1 else None
-        outcomes = [process.outcome(self._memory, node) for process in self.processes]
-        for process in self.processes:
-            process.close()
-        return Story(outcomes, self._hang, self._stopped, self._leftovers)
+        outcomes = [worker.outcome(self._oom, node) for worker in self.workers]
+        for worker in self.workers:
+            worker.close()
+        return NodeReport(outcomes, self._stall, self._stopped, self._leftovers)
 
     def _start(self) -> None:
-        if self._begun:
-            for local_rank, readers in enumerate(self._ahead.readers):
+        stdin_pipe = self._early.stdin_pipe
+        if self._started:
+            for local_rank, readers in enumerate(self._early.output_pipes):
                 for stream, reader in enumerate(readers, 1):
-                    self._output.adopt(local_rank, stream, reader)
-            self._keyboard.pass_on(self._ahead.typed)
-            return
-        typed = start(
-            self.job,
-            self.number,
-            self.processes,
-            name=self._ahead.name,
-            token=self._company.token,
-            master=self._company.master,
-            address=self._company.address,
-            opened=lambda local_rank: self._output.open(local_rank, self.number),
-        )
-        self._keyboard.pass_on(typed)
+                    self._output.add(local_rank, stream, reader)
+        else:
+            stdin_pipe = start_workers(
+                self.job,
+                self.number,
+                self.workers,
+                socket_name=self._early.socket_name,
+                token=self._role.token,
+                master=self._role.master,
+                address=self._role.address,
+                open_output=lambda local_rank: self._output.open(local_rank, self.number),
+            )
+        if stdin_pipe is not None:
+            self._stdin = _StdinForwarder(stdin_pipe)
 
-    # While they run ----------------------------------------------------------------------------------------
+    # While the workers run ---------------------------------------------------------------------------------
 
-    async def _follow(self) -> None:
-        """Wait for the end of every worker, sending what is due on the way."""
-        while any(process.alive for process in self.processes):
+    async def _supervise(self) -> None:
+        """Wait for the end of every worker, and send the signals that become due."""
+        while any(worker.alive for worker in self.workers):
             now = time.monotonic()
-            if self._failed and not self._ending.begun:
-                self._company.failing()
-                self._ending.fail(now)
-            self._send(self._ending.due(now))
-            await self._look_for_hang(now)
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _LOOK_S if self._ending.begun else self._watch.pause_s)
+            if self._failed and not self._termination.begun:
+                self._role.worker_failed()
+                self._termination.begin(now)
+            self._send(self._termination.due(now))
+            await self._check_stall(now)
+            await self._wait(_TICK_S if self._termination.begun else self._stall_detector.interval_s)
+        if not self._termination.begun and self._failed:
+            # The last worker of this node failed; workers of other nodes may be running.
+            self._role.worker_failed()
 
-        if not self._ending.begun and self._failed:
-            # It was the last one here; others may run on other nodes.
-            self._company.failing()
+    async def _wait(self, timeout_s: float) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     @property
     def _failed(self) -> bool:
-        return any(process.failed for process in self.processes)
+        return any(worker.failed for worker in self.workers)
 
     def _send(self, number: int) -> None:
         if number == signal.SIGKILL:
             self.kill()
         elif number:
-            for process in self.processes:
-                process.send(number)
+            for worker in self.workers:
+                worker.end(number)
 
     def kill(self) -> None:
-        """Kill every process of the job, at once."""
-        for process in self.processes:
-            if process.alive:
-                process.send(signal.SIGKILL)
-        process_tree.kill(self._others(), signal.SIGKILL)
+        """Kill every process of the job on this node."""
+        for worker in self.workers:
+            if worker.alive:
+                worker.end(signal.SIGKILL)
+        send_signal(self._other_processes(), signal.SIGKILL)
 
     def reaped(self, pid: int, status: int) -> None:
-        """A child of the agent ended; it may be a worker or an orphan."""
-        for process in self.processes:
-            if process.pid == pid and process.alive:
-                process.ended(status)
-                self._memory.look(pid)
+        """Entry the end of a child of the agent: a worker, or an orphan that the agent adopted."""
+        for worker in self.workers:
+            if worker.pid == pid and worker.alive:
+                worker.reaped(status)
+                self._oom.sample()
         self._changed.set()
 
     def stop(self, number: int) -> None:
-        """Someone wants the job to end: pass the signal on; at the second time kill at once."""
+        """End the job because of the signal ``number``: forward it; at the second call kill."""
         self._stopped = self._stopped or number
-        self._ending.stop(time.monotonic(), number)
+        self._termination.request(time.monotonic(), number)
         self._changed.set()
 
-    def finish(self, patience_s: float = EXPLAIN_S) -> None:
-        """Another node failed, or is lost: the workers may end by themselves for ``patience_s``, then are ended."""
-        self._ending.fail(time.monotonic(), patience_s)
+    def end(self, wait_s: float = EXPLAIN_S) -> None:
+        """End the job because another node failed or was lost: wait ``wait_s`` for the workers, then signal them."""
+        self._termination.begin(time.monotonic(), wait_s)
         self._changed.set()
 
-    def inquire(self) -> None:
-        """The whole job stands still: find out what every worker is doing, then end them."""
-        self._inquired = True
+    def end_stalled(self) -> None:
+        """End the job because it stalled on all nodes: collect what every worker is doing, then signal them."""
+        self._stall_declared = True
         self._changed.set()
 
-    def pause(self) -> None:
+    def suspend(self) -> None:
         """Stop every worker, as Ctrl-Z does."""
-        for process in self.processes:
-            process.tell(signal.SIGSTOP)
+        for worker in self.workers:
+            worker.signal_group(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on; the time in between is no hang."""
-        self._watch.forget()
-        for process in self.processes:
-            process.tell(signal.SIGCONT)
+        """Continue every worker; the time in between counts as no stall."""
+        self._stall_detector.reset()
+        for worker in self.workers:
+            worker.signal_group(signal.SIGCONT)
 
-    # Hangs -------------------------------------------------------------------------------------------------
+    # Stalls ------------------------------------------------------------------------------------------------
 
-    async def _look_for_hang(self, now: float) -> None:
-        if self._ending.begun:
+    async def _check_stall(self, now: float) -> None:
+        if self._termination.begun:
             return
-        if self._watch.on:
-            boards = {process.rank: process.notes() for process in self.processes if process.alive}
-            stands = self._watch.stands(now, boards)
-            if stands != self._stood:
-                self._stood = stands
-                self._company.still(still=stands[0], inside=stands[1])
-        if self._inquired and self._hang is None:
-            self._hang = await self.ask()
-            self._ending.fail(time.monotonic(), 0.0)
+        if self._stall_detector.enabled:
+            state = self._stall_detector.update(
+                now, {each.rank: each.recording() for each in self.workers if each.alive}
+            )
+            if state != self._stall_state:
+                self._stall_state = state
+                self._role.stall_changed(stalled=state[0], in_collective=state[1])
+        if self._stall_declared and self._stall is None:
+            self._stall = await self.collect_stacks()
+            self._termination.begin(time.monotonic(), 0.0)
 
-    async def ask(self) -> stall.Hang:
-        """Find out what every worker is doing: its board and the stacks of its threads."""
-        asked = [process for process in self.processes if process.alive and process.ask_stacks()]
+    async def collect_stacks(self) -> Stall:
+        """Return what every worker is doing: its flight recorder and the stacks of its threads."""
+        asked = [worker for worker in self.workers if worker.alive and worker.request_stacks()]
         deadline = time.monotonic() + _STACKS_S
         before: list[str] = []
         while time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-            now = [process.stacks() for process in asked]
+            now = [worker.stacks() for worker in asked]
             if all(now) and now == before:
                 break
             before = now
-        alive = [process for process in self.processes if process.alive]
-        return stall.Hang(
-            boards={process.rank: process.notes() for process in alive},
-            stacks={process.rank: process.stacks() if process in asked else "" for process in alive},
-            states={process.rank: process.state() for process in alive},
-            pids={process.rank: process.pid for process in alive},
+        alive = [worker for worker in self.workers if worker.alive]
+        return Stall(
+            recordings={worker.rank: worker.recording() for worker in alive},
+            stacks={worker.rank: worker.stacks() if worker in asked else "" for worker in alive},
+            states={worker.rank: worker.state() for worker in alive},
+            pids={worker.rank: worker.pid for worker in alive},
             after_s=self.job.hang_timeout_s,
         )
 
-    # What they leave ---------------------------------------------------------------------------------------
+    # Leftover processes ------------------------------------------------------------------------------------
 
-    def _others(self) -> list[int]:
-        workers = {process.pid for process in self.processes if process.alive}
-        return [pid for pid in process_tree.descendants(os.getpid(), self._ahead.spared) if pid not in workers]
+    def _other_processes(self) -> list[int]:
+        workers = {worker.pid for worker in self.workers if worker.alive}
+        return [pid for pid in descendants(os.getpid(), self._early.excluded_pids) if pid not in workers]
 
-    async def _leftover(self) -> None:
-        """End what outlives the workers: a moment to go by itself, then SIGTERM, then SIGKILL."""
-        ending = Ending(self.job.grace_s)
-        patient_s = time.monotonic() + LEFTOVER_S
-        ending.fail(time.monotonic(), LEFTOVER_S if not self._ending.begun else 0.0)
-        # Twice: one whose parent is just ending has no place in what /proc shows at that moment.
-        while others := self._others() or self._others():
-            number = ending.due(time.monotonic())
-            if self._ending.kill_s is not None and time.monotonic() >= self._ending.kill_s:
+    async def _end_leftovers(self) -> None:
+        """End the processes that outlive the workers: wait a moment, then SIGTERM, then SIGKILL."""
+        termination = Termination(self.job.grace_s)
+        waiting_until_s = time.monotonic() + LEFTOVER_S
+        termination.begin(time.monotonic(), LEFTOVER_S if not self._termination.begun else 0.0)
+        # Twice, because one scan misses a process whose parent is exiting.
+        while others := self._other_processes() or self._other_processes():
+            number = termination.due(time.monotonic())
+            if self._termination.kill_s is not None and time.monotonic() >= self._termination.kill_s:
                 number = signal.SIGKILL
-            if number and time.monotonic() < patient_s:
-                # Whose end follows the last rank's in any case.
-                others = [pid for pid in others if not process_tree.variable(pid, SEATS)]
+            if number and time.monotonic() < waiting_until_s:
+                # These end by themselves after the last rank.
+                others = [pid for pid in others if not environment_variable(pid, SEATS)]
             if number and others:
-                self._name(others)
-                process_tree.kill(others, number)
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+                self._describe_leftovers(others)
+                send_signal(others, number)
+            await self._wait(_TICK_S)
 
-    def _name(self, pids: Iterable[int]) -> None:
-        if self._leftovers:
+    def _describe_leftovers(self, pids: Iterable[int]) -> None:
+        if not self._leftovers:
+            self._leftovers = [
+                f"pid {pid} of rank {environment_variable(pid, 'RANK') or '?'}: {command_line(pid)[:200]}"
+                for pid in pids
+            ]
+
+
+class StallDetector:
+    """Detects from flight recorders that no rank of this node makes progress. Pure."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.enabled = timeout_s > 0
+        # Ten samples within the timeout give it a tenth of accuracy.
+        self.interval_s = min(max(timeout_s / 10, 0.05), 1.0) if self.enabled else 1.0
+        self._timeout_s = timeout_s
+        self._since: float | None = None
+        self._seen: dict[int, tuple[object, ...]] = {}
+
+    def reset(self) -> None:
+        """Start again, after the job was suspended."""
+        self._since = None
+
+    def update(self, now: float, recordings: Mapping[int, FlightRecorder | None]) -> tuple[bool, bool]:
+        """Return whether no recorder changed for the timeout, and whether a rank was in one collective as long."""
+        seen: dict[int, tuple[object, ...]] = {
+            rank: tuple((note.number, note.state) for note in recording.entries) if recording else ()
+            for rank, recording in recordings.items()
+        }
+        if seen != self._seen or self._since is None:
+            self._seen, self._since = seen, now
+            return False, False
+        inside = [note for recording in recordings.values() if recording for note in recording.under_way]
+        longest = max((now - (note.started_s or note.issued_s) for note in inside), default=0.0)
+        return now - self._since >= self._timeout_s, longest >= self._timeout_s
+
+
+# An agent in the background must not read the terminal; it checks this often whether it is in the foreground again.
+_FOREGROUND_S = 1.0
+
+_STDIN_BYTES = 1 << 16
+
+
+class _StdinForwarder:
+    """Forwards the terminal's input to rank 0, which cannot read it: workers are in sessions of their own."""
+
+    def __init__(self, writer: int) -> None:
+        """``writer`` is the agent's end of rank 0's stdin, which `close` closes."""
+        self._loop = asyncio.get_running_loop()
+        self._writer: int | None = writer
+        self._timer: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def close(self) -> None:
+        """Forward no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._writer is not None:
+            self._loop.remove_reader(0)
+            os.close(self._writer)
+            self._writer = None
+
+    def _listen(self) -> None:
+        self._loop.remove_reader(0)
+        with contextlib.suppress(OSError):
+            if os.tcgetpgrp(0) == os.getpgrp():
+                self._loop.add_reader(0, self._read)
+                return
+        self._timer = self._loop.call_later(_FOREGROUND_S, self._listen)
+
+    def _read(self) -> None:
+        if self._writer is None or os.tcgetpgrp(0) != os.getpgrp():
+            self._listen()
             return
-        for pid in pids:
-            rank = process_tree.variable(pid, "RANK")
-            self._leftovers.append(f"pid {pid} of rank {rank or '?'}: {process_tree.command(pid)[:200]}")
+        try:
+            typed = os.read(0, _STDIN_BYTES)
+            if not typed:
+                self.close()
+                return
+            os.write(self._writer, typed)
+        except BlockingIOError:
+            return  # Rank 0 does not read and its pipe is full: drop the input, as a terminal does.
+        except OSError:
+            self.close()

@@ -1,69 +1,113 @@
-"""The coordinator in the agent's own process: one after the other, a fresh one for each group of an attempt."""
+"""The coordinator in the agent's process, or in a thread of the parent of `allhands.spawn`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 
 from ..control.coordinator import Coordinator
 from ..diagnosis import Diagnosis
 
-__all__ = ["Hosting"]
+__all__ = ["CoordinatorHost", "CoordinatorThread"]
 
-# Nobody needs to be told of a refusal after its ranks are dead; the next group of the same ranks wants the place.
+# How long a coordinator repeats a refusal to late ranks. Short: the next group of the same ranks needs the address.
 _LINGER_S = 1.0
 
 
-class Hosting:
-    """Keeps a coordinator at one place, and what the coordinators there found."""
+class CoordinatorHost:
+    """Serves one coordinator after the other at one Unix socket: a new one for each group of an attempt."""
 
-    def __init__(self, name: str, token: bytes, opened: Callable[[], None] = lambda: None) -> None:
-        """``opened`` is called whenever there is a fresh coordinator."""
+    def __init__(self, socket_name: str, token: bytes, on_open: Callable[[], None] = lambda: None) -> None:
+        """``on_open`` is called whenever there is a new coordinator."""
         self.findings: list[Diagnosis] = []
-        self._name, self._token, self._opened = name, token, opened
-        self._coordinator: Coordinator | None = None
+        # None while a new one is being opened.
+        self.coordinator: Coordinator | None = None
+        self._socket_name, self._token, self._on_open = socket_name, token, on_open
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen, and go on with a fresh coordinator whenever a group is over."""
-        self._coordinator = await self._open()
-        self._opened()
+        """Listen, and open a new coordinator whenever a group is over."""
+        self.coordinator = await self._open()
+        self._on_open()
         self._task = asyncio.create_task(self._renew())
 
-    @property
-    def coordinator(self) -> Coordinator | None:
-        """The one that serves now; None while a fresh one is being made."""
-        return self._coordinator
-
     async def close(self) -> None:
-        """End it; what it found stays in `findings`."""
+        """Close the coordinator; `findings` is complete afterwards."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        if self._coordinator is not None:
-            self._note(self._coordinator)
-            await self._coordinator.close()
-            self._coordinator = None
+        if self.coordinator is not None:
+            self._note_findings(self.coordinator)
+            await self.coordinator.close()
+            self.coordinator = None
 
     async def _open(self) -> Coordinator:
         coordinator = Coordinator(token=self._token, linger_s=_LINGER_S)
         coordinator.roll.listening = "the launcher's coordinator"
-        await coordinator.listen_unix(self._name)
+        await coordinator.listen_unix(self._socket_name)
         coordinator.start()
         return coordinator
 
     async def _renew(self) -> None:
-        while self._coordinator is not None:
-            await self._coordinator.finished.wait()
-            self._note(self._coordinator)
-            old, self._coordinator = self._coordinator, None
+        while self.coordinator is not None:
+            await self.coordinator.finished.wait()
+            self._note_findings(self.coordinator)
+            old, self.coordinator = self.coordinator, None
             await old.close()
-            self._coordinator = await self._open()
-            self._opened()
+            self.coordinator = await self._open()
+            self._on_open()
 
-    def _note(self, coordinator: Coordinator) -> None:
+    def _note_findings(self, coordinator: Coordinator) -> None:
         found = coordinator.verdict or coordinator.refused
         if found is not None:
             self.findings.append(found)
+
+
+class CoordinatorThread:
+    """A `CoordinatorHost` in a thread, from `__init__` to `close`. Create it after every fork."""
+
+    def __init__(self, socket_name: str, token: str) -> None:
+        self._host = CoordinatorHost(socket_name, token.encode())
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Event | None = None
+        # A daemon, because the interpreter joins other threads before the ranks that nobody joined.
+        self._thread = threading.Thread(target=self._run, name="allhands-coordinator", daemon=True)
+        self._thread.start()
+        try:
+            self._ready.wait()
+        except BaseException:
+            # Ctrl-C: the caller will have no object to close.
+            self._ready.wait()
+            self.close()
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> list[Diagnosis]:
+        """End it; return what it found."""
+        if self._loop is not None and self._closing is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+        return self._host.findings
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as problem:  # noqa: BLE001  # raised by __init__
+            self._error = problem
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        await self._host.start()
+        self._ready.set()
+        try:
+            await self._closing.wait()
+        finally:
+            await self._host.close()

@@ -1,12 +1,14 @@
-"""What is left of a rank's process: how it ended, and what it wrote into memory that outlives it.
+"""What is left of a rank's process: exit status, exit record, flight recorder, fatal stack, and the kernel's OOM log.
 
-Imports nothing that is slow: workers are started before all that is.
+Imports nothing slow: workers start before anything slow is imported.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from ..observe import flight_recorder
@@ -14,36 +16,45 @@ from ..observe import flight_recorder
 # Type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .oom import Memory
     from .verdict import Outcome
 
-__all__ = ["Evidence"]
+__all__ = ["ExitEvidence", "OomMonitor", "find_oom_kill", "memory_limit", "oom_kill_count"]
 
-# A record is a few KiB; what writes into descriptors that are not its own is not read without end.
+# A record is a few KiB. The memory is writable by the user's code, so reads are bounded.
 _MOST_BYTES = 1 << 20
 
+_CGROUPS = "/sys/fs/cgroup"
 
-class Evidence:
-    """A rank's process as whoever started it sees it: a worker of the agent, or a child of `spawn`."""
+# The kernel's messages since 2.6: "Out of memory: Killed process 12 (python) total-vm:...", and the same after "Memory
+# cgroup out of memory:".
+_OOM_MESSAGE = r"(?:out of memory|oom-kill|oom_reaper).*?(?:Kill(?:ed)? process|task=\S+,pid=|reaped process) ?(\d+)"
 
-    def __init__(self, rank: int, name: str = "allhands-record") -> None:
-        """``name`` is that of the record's memory, by which whoever was forked from the process is found."""
+# No record of the kernel's log is longer.
+_KMSG_BYTES = 8192
+
+
+class ExitEvidence:
+    """A rank's process as its parent sees it: a worker of the agent, or a rank of `spawn`."""
+
+    def __init__(self, rank: int, record_name: str = "allhands-record") -> None:
+        """``record_name`` names the memfd of the exit record, by which forks of the process can be found."""
         self.rank = rank
         self.pid = 0
+        # Exit status, or the negative of a signal; None while the end was not seen.
         self.status: int | None = None
-        # The signal that it was sent and that it may have died of; 0 for none.
+        # The signal that the launcher sent to end it; 0 for none.
         self.sent, self.sent_s = 0, 0.0
         self.started_s = self.ended_s = 0.0
         self.board = flight_recorder.make()
-        self._record, self._fatal = (os.memfd_create(each, os.MFD_CLOEXEC) for each in (name, "allhands-fatal"))
+        self._record, self._fatal = (os.memfd_create(name, os.MFD_CLOEXEC) for name in (record_name, "allhands-fatal"))
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with anything but 0."""
+        """Whether it ended with a status other than 0."""
         return self.status is not None and self.status != 0
 
     def record(self) -> dict[str, Any]:
-        """Return how the script or function ended, as its process wrote it; {} where it wrote nothing."""
+        """Return the exit record that the process wrote (see `worker`); {} where it wrote none."""
         import json
 
         try:
@@ -52,16 +63,16 @@ class Evidence:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def notes(self) -> flight_recorder.FlightRecorder | None:
-        """Return what is on its board, None where it had no group."""
+    def recording(self) -> flight_recorder.FlightRecorder | None:
+        """Return its flight recorder; None where it made no call."""
         try:
             found = flight_recorder.parse(self.pid, self.board)
         except LookupError:
             return None
         return found if found.entries else None
 
-    def outcome(self, kills: Memory, node: int | None = None) -> Outcome:
-        """Return all that is known of its end; ``kills`` tells whom the kernel ended for want of memory."""
+    def outcome(self, oom: OomMonitor, node: int | None = None) -> Outcome:
+        """Return everything known of its end."""
         import socket
 
         from .verdict import Outcome
@@ -77,14 +88,123 @@ class Evidence:
             ended_s=self.ended_s,
             after_s=self.ended_s - self.started_s,
             record=self.record(),
-            # What faulthandler wrote at a fatal signal.
+            # Written by faulthandler at a fatal signal.
             stack=self._text(self._fatal),
-            board=self.notes(),
-            memory=kills.killed(self.pid) if status == -signal.SIGKILL and not self.sent else "",
+            recording=self.recording(),
+            oom=oom.explain(self.pid) if status == -signal.SIGKILL and not self.sent else "",
             node=node,
         )
+
+    def _note_signal(self, number: int) -> None:
+        if not self.sent:
+            self.sent, self.sent_s = number, time.monotonic()
 
     @staticmethod
     def _text(descriptor: int) -> str:
         size = min(os.fstat(descriptor).st_size, _MOST_BYTES)
         return os.pread(descriptor, size, 0).decode(errors="replace")
+
+
+# The out-of-memory killer -----------------------------------------------------------------------------------------
+
+
+class OomMonitor:
+    """Counts OOM kills in this process's control group from now on. Workers are in the same group unless they move."""
+
+    def __init__(self) -> None:
+        self._group = _own_cgroup()
+        self._before = self._now = oom_kill_count(self._group) if self._group else 0
+
+    def sample(self) -> None:
+        """Read the counter; call it when a worker ended."""
+        if self._group:
+            self._now = oom_kill_count(self._group)
+
+    def explain(self, pid: int) -> str:
+        """Return the evidence that ``pid``, which died of SIGKILL, was killed for memory; "" where there is none."""
+        message = find_oom_kill(pid, _kernel_log())
+        if message:
+            return f"the kernel's log says so: {message} (observed)"
+        if self._now > self._before:
+            limit = memory_limit(self._group)
+            bound = f", whose limit is {limit / 2**20:.0f} MiB" if limit is not None else ""
+            return (
+                f"probably: the kernel counted {self._now - self._before} out-of-memory kill(s) meanwhile in the "
+                f"control group {self._group}{bound}"
+            )
+        return ""
+
+
+def find_oom_kill(pid: int, log: Iterable[str]) -> str:
+    """Return the last line of the kernel's log that reports an OOM kill of ``pid``; "" where none does."""
+    import re
+
+    pattern = re.compile(_OOM_MESSAGE, re.IGNORECASE)
+    found = ""
+    for line in log:
+        match = pattern.search(line)
+        if match is not None and int(match[1]) == pid:
+            found = line.strip()
+    return found
+
+
+def oom_kill_count(group: str) -> int:
+    """Return the number of OOM kills in the control group at the path ``group``, of version 2 or 1."""
+    for name in ("memory.events", "memory.oom_control"):
+        for line in _lines(f"{group}/{name}"):
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+    return 0
+
+
+def memory_limit(group: str) -> int | None:
+    """Return how many bytes a control group may use; None where there is no limit."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        for text in _lines(f"{group}/{name}"):
+            # Version 1 writes "no limit" as the largest multiple of a page.
+            return int(text) if text.isdecimal() and int(text) < 1 << 62 else None
+    return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123  # pathlib is slow to import
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _own_cgroup() -> str:
+    """Return the directory of this process's control group for memory, of version 2 or 1; "" where there is none."""
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in {"", "memory"}:
+            continue
+        base = f"{_CGROUPS}/memory" if controllers else _CGROUPS
+        # In a container the path may be the host's; the mounted tree is then the container's own group.
+        for group in (base + path.rstrip("/"), base):
+            if _lines(f"{group}/memory.events") or _lines(f"{group}/memory.oom_control"):
+                return group
+    return ""
+
+
+def _kernel_log() -> list[str]:
+    """Return the kernel's log; [] where this user may not read it."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    found: list[str] = []
+    try:
+        while True:
+            try:
+                record = os.read(log, _KMSG_BYTES).decode(errors="replace")
+            except BrokenPipeError:
+                continue  # Overwritten during the read; the next read continues with the oldest one left.
+            # "priority,number,microseconds,-;message"
+            found.append(record.partition(";")[2].partition("\n")[0])
+    except OSError:
+        return found
+    finally:
+        os.close(log)

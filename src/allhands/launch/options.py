@@ -1,34 +1,89 @@
-"""The options of `allhands run` as a table, and the job that a command line makes. torchrun's spellings mean the same.
+"""The options of `allhands run` as one table, the job that a command line describes, and torchrun's spellings.
 
-Imports nothing that is slow: workers are started after this, and before all that is.
+Both readers of a command line are derived from the table: `read_plain` here, and click's command in `command`. Imports
+nothing slow: workers start before anything slow is imported.
 """
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..environments.world import Address
-from .job import CAUSES, Job, Streams
 
 # Type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any, Literal
+    from typing import Any
 
-__all__ = ["OPTIONS", "Option", "Unusable", "make", "plain"]
+__all__ = ["CAUSES", "OPTIONS", "Job", "Option", "Streams", "UsageError", "make_job", "read_plain"]
 
-# torch's own default port, which torchrun takes where only an address is given.
+# The values of --restart-if: the causes of a verdict, and "any" for all of them.
+CAUSES = ("any", "exception", "exit", "signal", "oom", "lost", "hang")
+
+# torch's own default port, which torchrun uses where only an address is given.
 _DEFAULT_PORT = 29500
 
 
-class Unusable(ValueError):
-    """A command line that makes no sense, and why."""
+class Streams(NamedTuple):
+    """Destinations of a rank's output, as torchrun's bits: 1 is stdout, 2 is stderr."""
+
+    redirected: int = 0
+    teed: int = 0
+
+
+class Job(NamedTuple):
+    """What to start on this node."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: Literal["script", "module", "program"] = "script"
+    name: str = ""
+    local_world_size: int = 1
+    nodes: int = 1
+    # -1 until the agents have met: the one that can bind the coordinator's address is 0, others in order of arrival.
+    node_rank: int = 0
+    # Ranks per node, once the agents have met; () while every node is assumed to have as many as this one.
+    layout: tuple[int, ...] = ()
+    coordinator: Address | None = None
+    master: Address | None = None
+    role: str = "default"
+    init: bool = False
+    max_restarts: int = 0
+    restart_if: frozenset[str] = frozenset({"any"})
+    timeout_s: float = 600.0
+    grace_s: float = 10.0
+    hang_timeout_s: float = 0.0
+    prefix: bool = True
+    fold: bool = False
+    log_dir: str = ""
+    streams: tuple[Streams, ...] = ()
+    shown: frozenset[int] | None = None
+    report: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return sum(self.layout) or self.nodes * self.local_world_size
+
+    def rank(self, local_rank: int) -> int:
+        """Return the rank of this node's worker ``local_rank``."""
+        before = sum(self.layout[: self.node_rank]) if self.layout else self.node_rank * self.local_world_size
+        return before + local_rank
+
+    def ranks_of_node(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of ``node``; () before the agents have met."""
+        first = sum(self.layout[:node])
+        return tuple(range(first, first + self.layout[node])) if self.layout else ()
+
+
+class UsageError(ValueError):
+    """A command line that cannot be run, and why."""
 
 
 class Option(NamedTuple):
-    """One option. ``kind`` is what its value is; bool for one that takes none."""
+    """One option. ``kind`` is the type of its value; bool for a flag."""
 
     name: str
     help: str
@@ -36,52 +91,53 @@ class Option(NamedTuple):
     kind: type = str
     metavar: str | None = None
     short: str = ""
-    shown: bool = False
+    show_default: bool = False
 
     @property
     def key(self) -> str:
-        """Its name among what was given."""
+        """Its key among the values that were given."""
         return self.name[2:].replace("-", "_")
 
 
 OPTIONS = (
-    Option("--nproc-per-node", "Ranks here.", "1", metavar="N|cpu|gpu|auto", short="-n", shown=True),
-    Option("--nnodes", "Nodes in all (M, or torchrun's M:M).", "1", metavar="M", shown=True),
-    Option("--node-rank", "Which node this is, from 0; else as they come.", None, int, "R"),
-    Option("--coordinator", "Where node 0's agent listens, for several nodes.", metavar="HOST:PORT"),
-    Option("--timeout", "How long nodes wait for each other (600).", None, float, "S"),
-    Option("--init", "Form the group before the script starts, and end it afterwards.", False, bool),
+    Option("--nproc-per-node", "Ranks on this node.", "1", metavar="N|cpu|gpu|auto", short="-n", show_default=True),
+    Option("--nnodes", "Number of nodes (M, or torchrun's M:M).", "1", metavar="M", show_default=True),
+    Option("--node-rank", "Rank of this node; by default in order of arrival.", None, int, "R"),
+    Option("--coordinator", "Address of node 0's agent, for several nodes.", metavar="HOST:PORT"),
+    Option("--timeout", "Time that nodes wait for each other (600).", None, float, "S"),
+    Option("--init", "Form the group before the script starts, and destroy it afterwards.", False, bool),
     Option("--module", "SCRIPT is a module, as for python -m.", False, bool, short="-m"),
-    Option("--no-python", "SCRIPT is a program of its own, not Python.", False, bool),
-    Option("--hang-timeout", "End a job whose collectives stand still so long.", 0.0, float, "S"),
-    Option("--grace", "Time to end before SIGKILL.", 10.0, float, "S", shown=True),
-    Option("--max-restarts", "Start all ranks again, K times.", 0, int, "K", shown=True),
-    Option("--restart-if", f"Of {', '.join(CAUSES)}.", "any", metavar="CAUSES", shown=True),
-    Option("--report", "Write the verdict as JSON, also of a job that went well.", metavar="FILE"),
-    Option("--no-prefix", "Do not begin each line with its rank.", False, bool),
-    Option("--fold", "Show a line that several ranks print once, with their ranks.", False, bool),
-    Option("--log-dir", "Keep each rank's output in files under DIR.", metavar="DIR"),
+    Option("--no-python", "SCRIPT is an executable, not Python.", False, bool),
+    Option("--hang-timeout", "End a job whose collectives make no progress for S seconds.", 0.0, float, "S"),
+    Option("--grace", "Time from SIGTERM to SIGKILL.", 10.0, float, "S", show_default=True),
+    Option("--max-restarts", "Restart all ranks up to K times.", 0, int, "K", show_default=True),
+    Option("--restart-if", f"Of {', '.join(CAUSES)}.", "any", metavar="CAUSES", show_default=True),
+    Option("--report", "Write the verdict as JSON, also for a job that succeeded.", metavar="FILE"),
+    Option("--no-prefix", "Do not prefix each line with its rank.", False, bool),
+    Option("--fold", "Print a line that several ranks print once, with their ranks.", False, bool),
+    Option("--log-dir", "Write each rank's output to files under DIR.", metavar="DIR"),
     Option("--redirects", "To files only: 0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,...", "0", short="-r"),
-    Option("--tee", "To files too; written as --redirects.", "0", short="-t"),
-    Option("--local-ranks-filter", "Show only these ranks of this node: 0,2.", metavar="RANKS"),
+    Option("--tee", "To files too; same values as --redirects.", "0", short="-t"),
+    Option("--local-ranks-filter", "Show the output of these local ranks only: 0,2.", metavar="RANKS"),
     Option("--rdzv-id", "The job's name.", "none"),
     Option("--rdzv-endpoint", "As --coordinator.", metavar="HOST:PORT"),
-    Option("--rdzv-backend", "static or c10d; both are allhands' own roll call.", "static"),
-    Option("--rdzv-conf", "Of torchrun's, join_timeout= and timeout= are as --timeout."),
-    Option("--standalone", "One node; what allhands does without --nnodes.", False, bool),
-    Option("--master-addr", "MASTER_ADDR for the script; --coordinator where that is not given."),
+    Option("--rdzv-backend", "static or c10d; both use allhands' own roll call.", "static"),
+    Option("--rdzv-conf", "torchrun's; join_timeout= and timeout= are as --timeout."),
+    Option("--standalone", "One node; the default without --nnodes.", False, bool),
+    Option("--master-addr", "MASTER_ADDR for the script; also --coordinator where that is not given."),
     Option("--master-port", "MASTER_PORT for the script; a free port by default.", None, int),
     Option("--role", "ROLE_NAME for the script.", "default"),
-    Option("--monitor-interval", "Accepted from torchrun; ends are seen at once.", 0.1, float),
-    Option("--start-method", "Accepted from torchrun; workers are new interpreters.", "spawn"),
+    Option("--monitor-interval", "Ignored (torchrun's); exits are seen at once.", 0.1, float),
+    Option("--start-method", "Ignored (torchrun's); workers are new interpreters.", "spawn"),
 )
 
 
-def plain(line: Sequence[str], environment: Mapping[str, str]) -> tuple[str, tuple[str, ...], dict[str, Any]] | None:
-    """Return script, its arguments and all options; None where ``line`` is not as plain as this reads it.
+def read_plain(
+    line: Sequence[str], environment: Mapping[str, str]
+) -> tuple[str, tuple[str, ...], dict[str, Any]] | None:
+    """Return the script, its arguments and the values of all options; None where only click can read ``line``.
 
-    click reads every line, and says what is wrong with one; its import takes as long as all else that comes before
-    the workers.
+    click reads every line and reports mistakes, but its import takes as long as everything else before the workers.
     """
     if any(name.startswith("PET_") for name in environment):
         return None
@@ -92,7 +148,7 @@ def plain(line: Sequence[str], environment: Mapping[str, str]) -> tuple[str, tup
         name, equals, value = words.pop(0).partition("=")
         # --like_this is torchrun's older spelling of --like-this.
         option = known.get(name.replace("_", "-"))
-        # -n=2 is none of click's spellings.
+        # click does not read -n=2.
         if option is None or (equals and (option.kind is bool or not name.startswith("--"))):
             return None
         if option.kind is bool:
@@ -111,13 +167,13 @@ def plain(line: Sequence[str], environment: Mapping[str, str]) -> tuple[str, tup
     return words[0], tuple(words[1:]), given
 
 
-def make(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
-    """Return the job that was asked for; raise Unusable for one that makes no sense."""
+def make_job(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
+    """Return the job that the options describe; raise UsageError where they contradict each other."""
     nodes = _nodes(given["nnodes"])
     local = _local_world_size(given["nproc_per_node"])
     coordinator, master = _addresses(given, nodes)
     if given["rdzv_backend"] not in {"static", "c10d"}:
-        raise _wrong("rdzv_backend", f"{given['rdzv_backend']!r} is not known; allhands holds its own roll call")
+        raise _wrong("rdzv_backend", f"{given['rdzv_backend']!r} is not known; allhands uses its own roll call")
     causes = frozenset(part.strip() for part in given["restart_if"].split(",") if part.strip())
     if not causes <= set(CAUSES):
         raise _wrong("restart_if", f"{', '.join(sorted(causes - set(CAUSES)))!r} is none of {', '.join(CAUSES)}")
@@ -137,7 +193,7 @@ def make(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
     elif not 0 <= node_rank < nodes:
         raise _wrong("node_rank", f"{node_rank} is not between 0 and {nodes - 1}")
     return Job(
-        target=_checked(script, kind),
+        target=_checked_target(script, kind),
         arguments=arguments,
         kind=kind,
         name=_name(given, nodes),
@@ -162,20 +218,20 @@ def make(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> Job:
     )
 
 
-def _wrong(option: str, why: str) -> Unusable:
-    return Unusable(f"--{option.replace('_', '-')}: {why}")
+def _wrong(option: str, why: str) -> UsageError:
+    return UsageError(f"--{option.replace('_', '-')}: {why}")
 
 
 def _name(given: dict[str, Any], nodes: int) -> str:
-    """Return the job's name: torchrun's id where one was given, else one that no other job on this host has."""
+    """Return the job's name: torchrun's id where one was given, else one that is unique on this host."""
     if given["rdzv_id"] not in {"", "none"}:
         return str(given["rdzv_id"])
-    # All nodes must say the same name, and know nothing of each other yet.
+    # All nodes must use the same name, before they have met.
     return f"run-{os.urandom(4).hex()}" if nodes == 1 else "run"
 
 
 def _timeout(given: dict[str, Any]) -> float:
-    """Return how long nodes wait for each other: torchrun's join_timeout by default."""
+    """Return how long nodes wait for each other: --timeout, or what torchrun reads in --rdzv-conf."""
     seconds = given["timeout"]
     if seconds is None:
         conf = dict(part.strip().partition("=")[::2] for part in given["rdzv_conf"].split(",") if "=" in part)
@@ -231,7 +287,7 @@ def _gpus() -> int:
 
 
 def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Address | None]:
-    """Return where the coordinator listens (None: on this host's socket), and what MASTER_ADDR and PORT are to say."""
+    """Return the agents' coordinator (None for one node), and MASTER_ADDR and MASTER_PORT (None for a free port)."""
     host, port = given["master_addr"].strip("[]"), given["master_port"]
     if port is not None and not 0 < port < 65536:
         raise _wrong("master_port", f"{port} is not a port")
@@ -240,19 +296,19 @@ def _addresses(given: dict[str, Any], nodes: int) -> tuple[Address | None, Addre
         return None, master
     place = given["coordinator"] or given["rdzv_endpoint"]
     if not place and host:
-        # torchrun's static form: this is where the agents meet, and torch's own store gets a port of its own.
+        # torchrun's static form: the agents meet here, and torch's own store uses another port.
         place = f"{given['master_addr']}:{port or _DEFAULT_PORT}"
         master = None
     if not place or given["standalone"]:
         raise _wrong("nnodes", f"{nodes} nodes need --coordinator HOST:PORT, an address of node 0, on each of them")
-    # All environments come with it; one node does not wait for them.
+    # Imports every environment; one node does not need it.
     from ..environments.base import parse_address
     from ..errors import AllhandsError
 
     try:
         address = parse_address(place if "://" in place else f"tcp://{place}", f"--coordinator {place}")
     except AllhandsError as problem:
-        raise Unusable(f"{problem.diagnosis.what}: {problem.diagnosis.why}") from problem
+        raise UsageError(f"{problem.diagnosis.what}: {problem.diagnosis.why}") from problem
     return address, master
 
 
@@ -260,7 +316,7 @@ def _streams(given: dict[str, Any], local: int) -> tuple[Streams, ...]:
     redirected = _bits("redirects", given["redirects"], local)
     teed = _bits("tee", given["tee"], local)
     if given["log_dir"] and not any((*redirected, *teed)):
-        # Whoever names a folder for logs wants logs.
+        # --log-dir alone keeps both streams.
         teed = [3] * local
     return tuple(Streams(first, second) for first, second in zip(redirected, teed, strict=True))
 
@@ -288,20 +344,20 @@ def _shown(text: str, local: int) -> frozenset[int] | None:
     return frozenset(map(int, parts))
 
 
-def _checked(target: str, kind: str) -> str:
-    """Return what to start; a mistake in its name is said here, once, instead of by every rank."""
+def _checked_target(target: str, kind: str) -> str:
+    """Return ``target``; raise UsageError here, once, where every rank would fail to start it."""
     if kind == "script":
-        if not os.path.exists(target):  # noqa: PTH110  # pathlib is not imported for this
+        if not os.path.exists(target):  # noqa: PTH110  # pathlib is slow to import
             near = _near(target)
-            raise Unusable(f"there is no script {target!r}." + (f" Did you mean {near!r}?" if near else ""))
+            raise UsageError(f"there is no script {target!r}." + (f" Did you mean {near!r}?" if near else ""))
         if not os.access(target, os.R_OK):
-            raise Unusable(f"the script {target!r} cannot be read.")
+            raise UsageError(f"the script {target!r} cannot be read.")
     if kind == "program":
         import shutil
 
         if shutil.which(target) is None:
             why = "is not executable" if os.path.exists(target) else "was not found"  # noqa: PTH110
-            raise Unusable(f"the program {target!r} {why}.")
+            raise UsageError(f"the program {target!r} {why}.")
     return target
 
 

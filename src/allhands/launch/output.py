@@ -1,124 +1,149 @@
-"""The workers' output: pipes into whole lines, lines onto the screen and into log files, with back-pressure."""
+"""The workers' output: from pipes to whole lines, from lines to the terminal and log files, with back-pressure."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import select
 import tempfile
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import fail
-from .fold import Fold, ranges
-from .job import Job
-from .lines import Lines, label, prefixed
-from .screen import Screen
-from .starting import open_pipe
+from .options import Job
+from .start import open_pipe
+from .verdict_text import rank_ranges
 
-__all__ = ["Output", "Pipe"]
+__all__ = ["FOLD_WINDOW_S", "MOST_LINE_BYTES", "Fold", "LineBuffer", "Output", "Writer", "label", "prefixed"]
 
-_READ = 1 << 18
+_READ_BYTES = 1 << 18
 
-# How often lines that are held back, redrawn or unfinished are looked at.
-_LOOK_S = 0.1
+# How often folded, redrawn and unfinished lines are checked.
+_TICK_S = 0.1
 
-# A progress bar is shown as often as this; what it was in between would have been overwritten anyway.
+# A progress bar is printed at most this often; a terminal would have overwritten the states in between.
 _REDRAW_S = 1.0
 
-# An unfinished line that is not continued within this is a question, and is shown on a terminal.
-_QUESTION_S = 0.3
+# An unfinished line that is not continued within this time is a prompt, and is printed on a terminal.
+_PROMPT_S = 0.3
+
+# A line waits this long for the same line of other ranks: longer than ranks that do the same differ, and short enough
+# for a person who watches.
+FOLD_WINDOW_S = 0.3
+
+# Beyond this many lines or bytes none waits, which bounds the memory for a flood of different lines.
+_MOST_FOLD_LINES, _MOST_FOLD_BYTES = 20_000, 8 << 20
+
+# A longer line is printed in pieces of this size: binary output has no newlines, and must not fill the memory.
+MOST_LINE_BYTES = 1 << 20
+
+# ANSI colours that are readable on light and dark backgrounds, by rank.
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+# Bytes that the writer may be behind before the workers' pipes are no longer read. Each pipe holds 64 KiB to 1 MiB
+# more; a terminal accepts about 1 MiB a second.
+_MOST_UNWRITTEN = 4 << 20
+_RESUME_AT = _MOST_UNWRITTEN // 2
+
+# One write: large for throughput, small enough that Ctrl-C does not wait for it.
+_WRITE_BYTES = 1 << 16
 
 _STREAMS = ("stdout", "stderr")
 
 
-class Pipe:
-    """One stream of one worker, from its pipe to where it goes."""
+class _Pipe:
+    """One stream of one worker."""
 
     def __init__(self, output: Output, reader: int, rank: int, stream: int, *, shown: bool, log: int | None) -> None:
         self.reader = reader
         self.rank, self.stream, self.shown, self.log = rank, stream, shown, log
-        self.lines = Lines()
+        self.lines = LineBuffer()
         self.prefix = output.label([rank], stream)
-        self.heard_s = self.drawn_s = 0.0
-        self.drawn = b""
+        self.received_s = self.redrawn_s = 0.0
+        # The state of a progress bar that was printed last.
+        self.redrawn = b""
         self._output = output
 
     def read(self) -> None:
-        """Take what is there. Called by the event loop."""
+        """Read what has arrived. Called by the event loop."""
         try:
-            data = os.read(self.reader, _READ)
+            data = os.read(self.reader, _READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if data:
-            self._output.take(self, data)
+            self._output.received(self, data)
         else:
             self._output.ended(self)
 
 
 class Output:
-    """All streams of all workers of this node. Lives as long as the agent; pipes come and go with attempts."""
+    """All streams of all workers of this node. Lives as long as the agent; each attempt has its own pipes."""
 
-    def __init__(self, job: Job, on_broken: asyncio.Event) -> None:
-        # Which ranks are here; others may be here after a restart on several nodes.
+    def __init__(self, job: Job, broken: asyncio.Event) -> None:
+        """``broken`` is set once nobody reads the agent's output any more."""
+        # Replaced by the agent: this node's ranks may differ after a restart on several nodes.
         self.job = job
         self._loop = asyncio.get_running_loop()
-        self._broken = on_broken
-        self._screen = Screen(resume=self._resume_soon, broken=self._broke)
-        self._pipes: set[Pipe] = set()
+        self._broken = broken
+        self._writer = Writer(on_resume=self._resume_soon, on_error=self._write_failed)
+        self._pipes: set[_Pipe] = set()
         self._closed = asyncio.Event()
-        self._paused: set[Pipe] = set()
+        self._paused: set[_Pipe] = set()
         self._folds = {stream: Fold(job.local_world_size) for stream in (1, 2)} if job.fold else {}
         self._terminal = {stream: os.isatty(stream) for stream in (1, 2)}
         self._coloured = {stream: self._terminal[stream] and not os.environ.get("NO_COLOR") for stream in (1, 2)}
-        # Whose unfinished line stands at the end of the terminal.
-        self._open: Pipe | None = None
-        self._looking: asyncio.TimerHandle | None = None
-        self.folder: Path | None = None
+        # The pipe whose unfinished line ends the terminal's content.
+        self._prompting: _Pipe | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._log_dir: Path | None = None
         self._logs: dict[int, Path] = {}
 
     def label(self, ranks: list[int], stream: int) -> bytes:
-        """Return what stands before lines of ``ranks``."""
+        """Return the prefix of lines of ``ranks``."""
         if not self.job.prefix:
             return b""
-        return label(ranges(ranks), ranks[0] if self._coloured[stream] else None)
+        return label(rank_ranges(ranks), ranks[0] if self._coloured[stream] else None)
 
-    # Streams come and go -----------------------------------------------------------------------------------
+    # Streams -----------------------------------------------------------------------------------------------
 
     def open(self, local_rank: int, attempt: int) -> tuple[int, int]:
-        """Return what a worker is to have as stdout and stderr, to be closed by the caller."""
-        streams = self.job.streams_of(local_rank)
+        """Return stdout and stderr for a worker; the caller closes them."""
+        redirected, teed = self.job.streams[local_rank] if self.job.streams else (0, 0)
         found = []
         for stream, bit in ((1, 1), (2, 2)):
-            log = self._log(attempt, local_rank, stream) if (streams.redirected | streams.teed) & bit else None
-            if streams.redirected & bit and not streams.teed & bit and log is not None:
+            log = self._open_log(attempt, local_rank, stream) if (redirected | teed) & bit else None
+            if redirected & bit and not teed & bit and log is not None:
                 del self._logs[log]
                 found.append(log)
                 continue
             reader, writer = open_pipe()
-            self.adopt(local_rank, stream, reader, log)
+            self.add(local_rank, stream, reader, log)
             found.append(writer)
         return found[0], found[1]
 
-    def adopt(self, local_rank: int, stream: int, reader: int, log: int | None = None) -> None:
-        """Read a stream of a worker from its pipe, until its end."""
+    def add(self, local_rank: int, stream: int, reader: int, log: int | None = None) -> None:
+        """Read a worker's stream from the pipe ``reader`` until its end."""
         shown = self.job.shown is None or local_rank in self.job.shown
-        made = Pipe(self, reader, self.job.rank(local_rank), stream, shown=shown, log=log)
-        self._pipes.add(made)
-        self._loop.add_reader(reader, made.read)
-        if self._looking is None:
-            self._looking = self._loop.call_later(_LOOK_S, self._look)
+        pipe = _Pipe(self, reader, self.job.rank(local_rank), stream, shown=shown, log=log)
+        self._pipes.add(pipe)
+        self._loop.add_reader(reader, pipe.read)
+        if self._timer is None:
+            self._timer = self._loop.call_later(_TICK_S, self._tick)
 
-    def _log(self, attempt: int, local_rank: int, stream: int) -> int | None:
-        """Open torchrun's file for it: DIR/NAME_random/attempt_0/RANK/stdout.log."""
-        if self.folder is None:
+    def _open_log(self, attempt: int, local_rank: int, stream: int) -> int:
+        """Open torchrun's file: DIR/NAME_random/attempt_0/RANK/stdout.log."""
+        if self._log_dir is None:
             base = self.job.log_dir or None
             try:
                 if base is not None:
                     Path(base).mkdir(parents=True, exist_ok=True)
-                self.folder = Path(tempfile.mkdtemp(prefix=f"{self.job.name}_", dir=base))
+                self._log_dir = Path(tempfile.mkdtemp(prefix=f"{self.job.name}_", dir=base))
             except OSError as problem:
                 raise fail(
                     "invalid-argument",
@@ -128,119 +153,119 @@ class Output:
                     fix="give another folder as --log-dir",
                 ) from problem
             if base is None:
-                self.say(f"the ranks' logs are in {self.folder}")
-        path = self.folder / f"attempt_{attempt}" / str(local_rank) / f"{_STREAMS[stream - 1]}.log"
+                self.message(f"the ranks' logs are in {self._log_dir}")
+        path = self._log_dir / f"attempt_{attempt}" / str(local_rank) / f"{_STREAMS[stream - 1]}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._logs[log] = path
         return log
 
-    def ended(self, pipe: Pipe) -> None:
-        """A stream is over: show what is left of it."""
+    def ended(self, pipe: _Pipe) -> None:
+        """Close a stream and print its last, unfinished line."""
         self._loop.remove_reader(pipe.reader)
         os.close(pipe.reader)
         self._pipes.discard(pipe)
         self._paused.discard(pipe)
         self._closed.set()
-        self._show(pipe, pipe.lines.rest())
+        self._print(pipe, pipe.lines.rest())
 
-    async def drained(self, within_s: float) -> None:
-        """Wait until every pipe is closed and read, at most ``within_s``; then read no more."""
-        deadline = time.monotonic() + within_s
-        while self._pipes and (time.monotonic() < deadline or self._screen.full):
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until every pipe has ended, at most ``timeout_s``; then close those that are left."""
+        deadline = time.monotonic() + timeout_s
+        while self._pipes and (time.monotonic() < deadline or self._writer.full):
             self._closed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), _LOOK_S)
+                await asyncio.wait_for(self._closed.wait(), _TICK_S)
         for pipe in list(self._pipes):
             self.ended(pipe)
-        self._flush(all_of_it=True)
+        self._flush_folds(everything=True)
 
     def close(self) -> None:
-        """Write everything that is left; as long as that takes, unless nobody reads any more."""
-        if self._looking is not None:
-            self._looking.cancel()
-        self._flush(all_of_it=True)
-        if self._open is not None:
-            self._screen.put(1, b"\n")
-        self._screen.close()
+        """Write everything that is left, however long that takes, unless nobody reads any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._flush_folds(everything=True)
+        if self._prompting is not None:
+            self._writer.write(1, b"\n")
+        self._writer.close()
         for log in self._logs:
             os.close(log)
         self._logs.clear()
 
     # Lines -------------------------------------------------------------------------------------------------
 
-    def take(self, pipe: Pipe, data: bytes) -> None:
-        """Pass on what a stream said."""
-        pipe.heard_s = time.monotonic()
+    def received(self, pipe: _Pipe, data: bytes) -> None:
+        """Log and print data of a stream."""
+        pipe.received_s = time.monotonic()
         if pipe.log is not None:
-            self._screen.put(pipe.log, data)
+            self._writer.write(pipe.log, data)
         if pipe.shown:
-            self._show(pipe, pipe.lines.feed(data))
-        if self._screen.full:
+            self._print(pipe, pipe.lines.feed(data))
+        if self._writer.full:
             self._pause()
 
-    def _show(self, pipe: Pipe, whole: bytes) -> None:
+    def _print(self, pipe: _Pipe, whole: bytes) -> None:
         if not whole:
             return
-        # A progress bar ends with the state that was shown last.
-        whole, pipe.drawn = whole.removeprefix(pipe.drawn), b""
+        # A progress bar ends with the state that was printed last.
+        whole, pipe.redrawn = whole.removeprefix(pipe.redrawn), b""
         if not whole:
             return
         fold = self._folds.get(pipe.stream)
         if fold is not None:
             fold.add(pipe.rank, whole, time.monotonic())
-            self._flush()
-        elif self._open is pipe:
-            # The beginning of the first line stands there already.
+            self._flush_folds()
+        elif self._prompting is pipe:
+            # The beginning of the first line is on the terminal already.
             first, newline, others = whole.partition(b"\n")
-            self._open = None
-            self._screen.put(pipe.stream, first + newline + prefixed(pipe.prefix, others))
+            self._prompting = None
+            self._writer.write(pipe.stream, first + newline + prefixed(pipe.prefix, others))
         else:
-            self._put(pipe.stream, prefixed(pipe.prefix, whole))
+            self._write(pipe.stream, prefixed(pipe.prefix, whole))
 
-    def _put(self, stream: int, data: bytes) -> None:
-        if self._open is not None:
-            data, self._open = b"\n" + data, None
-        self._screen.put(stream, data)
+    def _write(self, stream: int, data: bytes) -> None:
+        if self._prompting is not None:
+            data, self._prompting = b"\n" + data, None
+        self._writer.write(stream, data)
 
-    def _flush(self, *, all_of_it: bool = False) -> None:
+    def _flush_folds(self, *, everything: bool = False) -> None:
         for stream, fold in self._folds.items():
-            due = fold.due(time.monotonic(), all_of_it=all_of_it)
+            due = fold.due(time.monotonic(), everything=everything)
             if due:
-                self._put(stream, b"".join([prefixed(self.label(ranks, stream), line) for line, ranks in due]))
+                self._write(stream, b"".join([prefixed(self.label(ranks, stream), line) for line, ranks in due]))
 
-    def say(self, text: str, stream: int = 2) -> None:
-        """Say something of the launcher's own, on lines of their own."""
-        self._put(stream, f"allhands: {text}\n".encode())
+    def message(self, text: str) -> None:
+        """Print a line of the launcher's own on standard error."""
+        self._write(2, f"allhands: {text}\n".encode())
 
     def write(self, text: str) -> None:
-        """Write the launcher's last words, as they are, to standard error."""
-        self._put(2, text.encode(errors="replace"))
+        """Print ``text`` as it is on standard error."""
+        self._write(2, text.encode(errors="replace"))
 
-    # What waits --------------------------------------------------------------------------------------------
-
-    def _look(self) -> None:
+    def _tick(self) -> None:
         now = time.monotonic()
-        self._looking = self._loop.call_later(_LOOK_S, self._look)
-        self._flush()
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._flush_folds()
         for pipe in self._pipes:
             if not pipe.lines.partial:
                 continue
-            drawn = pipe.lines.redrawn()
-            if drawn and drawn != pipe.drawn and now - pipe.drawn_s >= _REDRAW_S:
-                pipe.drawn, pipe.drawn_s = drawn, now
-                self._put(pipe.stream, prefixed(pipe.prefix, drawn))
-            elif not drawn and self._terminal[pipe.stream] and not self._folds and now - pipe.heard_s >= _QUESTION_S:
-                self._ask(pipe)
+            state = pipe.lines.redrawn()
+            if state and state != pipe.redrawn and now - pipe.redrawn_s >= _REDRAW_S:
+                pipe.redrawn, pipe.redrawn_s = state, now
+                self._write(pipe.stream, prefixed(pipe.prefix, state))
+            elif not state and self._terminal[pipe.stream] and not self._folds and now - pipe.received_s >= _PROMPT_S:
+                self._print_prompt(pipe)
 
-    def _ask(self, pipe: Pipe) -> None:
-        """Show an unfinished line; whoever speaks next begins on a new one."""
-        text = pipe.lines.take()
-        if self._open is pipe:
-            self._screen.put(pipe.stream, text)
+    def _print_prompt(self, pipe: _Pipe) -> None:
+        """Print an unfinished line; output of another rank then begins on a new line."""
+        text = pipe.lines.pop_partial()
+        if self._prompting is pipe:
+            self._writer.write(pipe.stream, text)
         else:
-            self._put(pipe.stream, pipe.prefix + text)
-            self._open = pipe
+            self._write(pipe.stream, pipe.prefix + text)
+            self._prompting = pipe
+
+    # Back-pressure -----------------------------------------------------------------------------------------
 
     def _pause(self) -> None:
         for pipe in self._pipes - self._paused:
@@ -255,11 +280,208 @@ class Output:
             self._loop.add_reader(pipe.reader, pipe.read)
         self._paused.clear()
 
-    def _broke(self, descriptor: int, problem: OSError) -> None:
-        """In the screen's thread: nobody reads any more, or a disk is full."""
+    def _write_failed(self, descriptor: int, problem: OSError) -> None:
+        """In the writer's thread: the reader is gone, or a disk is full."""
         if descriptor in {1, 2}:
             self._loop.call_soon_threadsafe(self._broken.set)
         else:
-            path = self._logs.get(descriptor)
-            words = f"the log {path} takes no more: {problem.strerror or problem}"
-            self._loop.call_soon_threadsafe(self.say, words)
+            text = f"the log {self._logs.get(descriptor)} takes no more: {problem.strerror or problem}"
+            self._loop.call_soon_threadsafe(self.message, text)
+
+
+class LineBuffer:
+    """Splits one stream into whole lines. Works on large pieces: there may be 100,000 lines a second. Pure."""
+
+    def __init__(self) -> None:
+        # The unfinished line.
+        self.partial = b""
+        self._redrawing = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines that are complete now, each with its newline; b"" for none."""
+        cut = data.rfind(b"\n") + 1
+        whole, left = (self.partial + data[:cut], data[cut:]) if cut else (b"", self.partial + data)
+        self._redrawing = b"\r" in left or (self._redrawing and not cut)
+        self.partial = _as_displayed(left)
+        return _as_displayed(whole) + self._split_long_line()
+
+    def rest(self) -> bytes:
+        """Return the unfinished line with a newline, at the end of the stream; b"" for none."""
+        partial = self.pop_partial()
+        return partial.rstrip(b"\r") + b"\n" if partial else b""
+
+    def pop_partial(self) -> bytes:
+        """Return the unfinished line as it is; what follows continues it."""
+        partial, self.partial = self.partial, b""
+        return partial
+
+    def redrawn(self) -> bytes:
+        """Return the last state of a line that is redrawn with carriage returns, as a line; b"" for none."""
+        state = self.partial.strip(b"\r") if self._redrawing else b""
+        return state + b"\n" if state else b""
+
+    def _split_long_line(self) -> bytes:
+        pieces = []
+        while len(self.partial) > MOST_LINE_BYTES:
+            pieces.append(self.partial[:MOST_LINE_BYTES] + b"\n")
+            self.partial = self.partial[MOST_LINE_BYTES:]
+        return b"".join(pieces)
+
+
+def _as_displayed(whole: bytes) -> bytes:
+    """Keep of each line what a terminal would display: what follows its last carriage return."""
+    if b"\r" not in whole:
+        return whole
+    return b"\n".join([_last_state(line) if b"\r" in line else line for line in whole.split(b"\n")])
+
+
+def _last_state(line: bytes) -> bytes:
+    text = line.rstrip(b"\r")
+    return text.rpartition(b"\r")[2] + (b"\r" if len(text) < len(line) else b"")
+
+
+def label(ranks: str, colour: int | None) -> bytes:
+    """Return the prefix of a line of ``ranks``: ``[3] ``; in the colour of the rank ``colour``, None for plain."""
+    text = f"[{ranks}]"
+    return (text if colour is None else f"\x1b[{_COLOURS[colour % len(_COLOURS)]}m{text}\x1b[0m").encode() + b" "
+
+
+def prefixed(prefix: bytes, whole: bytes) -> bytes:
+    """Put ``prefix`` before each of the ``whole`` lines."""
+    return prefix + whole[:-1].replace(b"\n", b"\n" + prefix) + b"\n" if prefix and whole else whole
+
+
+class Fold:
+    """Merges equal lines of several ranks. Lines of each rank stay in order, and none is lost. Pure.
+
+    A line is due when it is the next one of every rank that has it waiting, and all ranks have it or it is old.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        # Each rank's lines, with their times of arrival.
+        self._waiting: dict[int, deque[tuple[bytes, float]]] = {}
+        # How often each rank has a line waiting.
+        self._holders: dict[bytes, dict[int, int]] = {}
+        self._lines = self._bytes = 0
+
+    def add(self, rank: int, whole: bytes, now: float) -> None:
+        """Add whole lines of one rank."""
+        waiting = self._waiting.setdefault(rank, deque())
+        for line in whole.split(b"\n")[:-1]:
+            waiting.append((line, now))
+            holders = self._holders.setdefault(line, {})
+            holders[rank] = holders.get(rank, 0) + 1
+            self._lines += 1
+            self._bytes += len(line)
+
+    def due(self, now: float, *, everything: bool = False) -> list[tuple[bytes, list[int]]]:
+        """Return the lines that need not wait any longer, each with its ranks, in order."""
+        found: list[tuple[bytes, list[int]]] = []
+        moved = True
+        while moved and self._lines:
+            hurry = everything or self._lines > _MOST_FOLD_LINES or self._bytes > _MOST_FOLD_BYTES
+            heads: dict[bytes, tuple[float, list[int]]] = {}
+            for rank, waiting in self._waiting.items():
+                if waiting:
+                    line, at = waiting[0]
+                    since, ranks = heads.setdefault(line, (at, []))
+                    ranks.append(rank)
+                    heads[line] = (min(at, since), ranks)
+            due = [
+                line
+                for line, (since, ranks) in heads.items()
+                if len(ranks) == len(self._holders[line])
+                and (len(ranks) == self._ranks or hurry or now - since >= FOLD_WINDOW_S)
+            ]
+            if not due:
+                # Ranks print the same lines in different orders: the oldest is printed first.
+                oldest = min(heads, key=lambda line: heads[line][0])
+                due = [oldest] if hurry or now - heads[oldest][0] >= FOLD_WINDOW_S else []
+            found += [(line + b"\n", self._pop(line, heads[line][1])) for line in due]
+            moved = bool(due)
+        return found
+
+    def _pop(self, line: bytes, ranks: list[int]) -> list[int]:
+        holders = self._holders[line]
+        for rank in ranks:
+            self._waiting[rank].popleft()
+            holders[rank] -= 1
+            if not holders[rank]:
+                del holders[rank]
+            self._lines -= 1
+            self._bytes -= len(line)
+        if not holders:
+            del self._holders[line]
+        return sorted(ranks)
+
+
+class Writer:
+    """A thread that writes to the terminal and to log files in order, because such writes may block."""
+
+    def __init__(self, *, on_resume: Callable[[], None], on_error: Callable[[int, OSError], None]) -> None:
+        """In the thread, ``on_resume`` is called when it has caught up, ``on_error`` once for a failed descriptor."""
+        self._on_resume, self._on_error = on_resume, on_error
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._unwritten = 0
+        self._full = False
+        self._closing = False
+        self._failed: set[int] = set()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write_all, name="allhands-output", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether it is too far behind to be given more."""
+        return self._full
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Queue ``data``; never blocks."""
+        with self._changed:
+            self._queue.append((descriptor, data))
+            self._unwritten += len(data)
+            self._full = self._full or self._unwritten > _MOST_UNWRITTEN
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what is queued, then end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                descriptor, data = self._queue.popleft()
+                pieces, size = [data], len(data)
+                while self._queue and self._queue[0][0] == descriptor and size < _WRITE_BYTES:
+                    pieces.append(self._queue.popleft()[1])
+                    size += len(pieces[-1])
+            if descriptor not in self._failed:
+                self._write(descriptor, b"".join(pieces))
+            with self._changed:
+                self._unwritten -= size
+                resumes = self._full and self._unwritten <= _RESUME_AT
+                if resumes:
+                    self._full = False
+            if resumes:
+                self._on_resume()
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
+            except BlockingIOError:
+                # Another process made the terminal non-blocking.
+                select.select([], [descriptor], [])
+            except OSError as problem:
+                self._failed.add(descriptor)
+                self._on_error(descriptor, problem)
+                return

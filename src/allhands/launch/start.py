@@ -1,140 +1,178 @@
-"""What an agent does before it imports anything slow: it starts its guard and, on one node, the workers.
+"""Starting a job: watchdog, held signals and the first workers, before the agent imports anything slow.
 
-Their interpreters start and import torch while the agent imports asyncio and the control plane, which nobody needs
-before. Imports nothing that is slow itself.
+The workers' interpreters start and import torch while the agent imports asyncio and the control plane.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import resource
 import signal
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from .. import settings
 from .._core import adopt_orphans
 from ..environments.world import Address
-from .job import Job
-from .options import Unusable, make, plain
-from .process import Process
-from .starting import keep_port, open_pipe, start
-from .variables import mark
-from .watchdog import Guard
+from ..observe import stacks
+from . import worker
+from .exit_evidence import ExitEvidence
+from .options import Job, UsageError, make_job, read_plain
+from .termination import Watchdog, descendants
 
-__all__ = ["ENDING", "HELD", "Ahead", "run"]
+__all__ = [
+    "ENDING_SIGNALS",
+    "HANDLED_SIGNALS",
+    "JOB_VARIABLE",
+    "OUTER_LAUNCHER_VARIABLES",
+    "EarlyStart",
+    "WorkerProcess",
+    "job_variable",
+    "open_pipe",
+    "reserve_port",
+    "run_command_line",
+    "run_job",
+    "start_workers",
+    "worker_environment",
+]
 
 # Descriptors that a worker costs the agent: two pipes, four memfds, two logs, a connection and its pidfd.
-_PER_WORKER = 12
+_FDS_PER_WORKER = 12
 
-# The signals that ask for the end of the job; and all that the agent answers in its event loop.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-HELD = (*ENDING, signal.SIGUSR1, signal.SIGTSTP)
+# The signals that end the job; and all that the agent handles in its event loop.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HANDLED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGTSTP)
+
+# Unique to one agent, and inherited by every process that its workers start, whatever session or group that moves to.
+JOB_VARIABLE = "ALLHANDS_COORDINATOR"
+
+# Variables of an outer launcher that are wrong for the workers of this one.
+OUTER_LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "ALLHANDS_RECORDER_FD",
+    "ALLHANDS_NODE_ADDRESS",
+    "ALLHANDS_TOKEN_FILE",
+)
+
+# The largest pipe that Linux allows ordinary users, so that a worker rarely blocks on its output.
+_PIPE_BYTES = 1 << 20
+
+# The directory that the package was imported from, for the workers' interpreters.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # noqa: PTH120
 
 
-def run(line: Sequence[str]) -> int | None:
-    """Run the job that the words after `allhands run` ask for; None where click has to read them."""
-    found = plain(line, os.environ)
+def run_command_line(line: Sequence[str]) -> int | None:
+    """Run the job that the words after `allhands run` describe; None where click must read or refuse them."""
+    found = read_plain(line, os.environ)
     if found is None:
         return None
     try:
-        job = make(*found)
-    except Unusable:
-        return None  # click says so, with the usage.
-    ahead = Ahead(job)
+        job = make_job(*found)
+    except UsageError:
+        return None
+    return run_job(job)
+
+
+def run_job(job: Job) -> int:
+    """Run the agent of ``job`` on this node to the end of the job; return the exit status."""
+    early = EarlyStart(job)
     try:
+        # Slow to import; on one node the workers are running by now.
         from .agent import main
     except BaseException:
-        ahead.close()
+        early.close()
         raise
-    return main(job, ahead)
+    return main(job, early)
 
 
-class Ahead:
-    """The agent's place and guard, the signals that came early, and the first workers where they run already."""
+class EarlyStart:
+    """The watchdog, the signals that arrive before the event loop, and the first workers of a job on one node."""
 
     def __init__(self, job: Job) -> None:
-        # Where the workers find the coordinator, which marks every process of the job on this node.
-        self.name = f"allhands-{os.urandom(8).hex()}"
+        # The abstract Unix socket where the workers find the coordinator; identifies the job's processes on this node.
+        self.socket_name = f"allhands-{os.urandom(8).hex()}"
         self.token = settings.read().token or os.urandom(16).hex()
-        # On one node: keeps the port that MASTER_PORT names, where the user named none.
+        # On one node: reserves the port in MASTER_PORT, unless the user named one.
         self.port: socket.socket | None = None
-        self.processes: list[Process] = []
-        # The agent's ends of stdout and stderr, in pairs, by local rank.
-        self.readers: list[tuple[int, int]] = []
-        # Where to write what is typed for rank 0.
-        self.typed: int | None = None
-        self.early: list[int] = []
+        self.workers: list[WorkerProcess] = []
+        # The agent's ends of stdout and stderr, by local rank.
+        self.output_pipes: list[tuple[int, int]] = []
+        # The agent's end of rank 0's stdin, where that is a pipe of ours.
+        self.stdin_pipe: int | None = None
+        self.pending_signals: list[int] = []
         _raise_descriptor_limit(job)
-        # A shell that became this process may have left us its children, which are not the job's.
-        strangers = _descendants()
+        # A shell that this process replaced by exec may have left its children, which are not the job's.
+        foreign = _existing_descendants()
         adopt_orphans()
         self._hold_signals()
-        self.guard = Guard(*mark(self.name))
-        self.spared = {self.guard.pid, *strangers}
+        self.watchdog = Watchdog(*job_variable(self.socket_name))
+        self.excluded_pids = {self.watchdog.pid, *foreign}
         try:
-            # Agents of several nodes meet first. Log files may have no room, which is said before anything is started.
+            # Agents of several nodes meet first; log files are opened by the agent, which reports a full disk.
             if job.nodes == 1 and not any(map(any, job.streams)):
-                self._start(job)
+                self._start_workers(job)
         except BaseException:
             self.close()
             raise
 
     def _hold_signals(self) -> None:
-        """Keep what comes before there is an event loop to answer it."""
-        for number in HELD:
-            # nohup and shells that start us in the background ask for it to be ignored.
-            if number not in ENDING or signal.getsignal(number) is not signal.SIG_IGN:
+        for number in HANDLED_SIGNALS:
+            # nohup, and shells that start the agent in the background, set SIG_IGN.
+            if number not in ENDING_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._hold)
 
     def _hold(self, number: int, _: FrameType | None) -> None:
-        self.early.append(number)
+        self.pending_signals.append(number)
 
-    def _start(self, job: Job) -> None:
+    def _start_workers(self, job: Job) -> None:
         master = job.master
         if master is None:
-            self.port = keep_port("127.0.0.1")
+            self.port = reserve_port("127.0.0.1")
             master = Address("127.0.0.1", self.port.getsockname()[1])
-        self.typed = start(
+        self.stdin_pipe = start_workers(
             job,
             0,
-            self.processes,
-            name=self.name,
+            self.workers,
+            socket_name=self.socket_name,
             token=self.token,
             master=master,
             address="",
-            opened=self._opened,
+            open_output=self._open_output,
         )
 
-    def _opened(self, _: int) -> tuple[int, int]:
+    def _open_output(self, _: int) -> tuple[int, int]:
         stdout, stderr = open_pipe(), open_pipe()
-        self.readers.append((stdout[0], stderr[0]))
+        self.output_pipes.append((stdout[0], stderr[0]))
         return stdout[1], stderr[1]
 
     def close(self) -> None:
-        """Let the guard go; kill workers that still run, after a start that failed."""
-        for process in self.processes:
-            if process.alive:
-                process.tell(signal.SIGKILL)
-        self.guard.dismiss()
+        """Dismiss the watchdog; kill workers that still run after a failed start."""
+        for each in self.workers:
+            if each.alive:
+                each.signal_group(signal.SIGKILL)
+        self.watchdog.dismiss()
 
 
-def _descendants() -> list[int]:
+def _existing_descendants() -> list[int]:
     try:
-        # One file where the kernel keeps it; all of /proc takes as long as starting a worker.
-        with open("/proc/thread-self/children", "rb") as file:  # noqa: PTH123  # pathlib is not imported for this
+        # One file, where the kernel has it; a scan of /proc takes as long as starting a worker.
+        with open("/proc/thread-self/children", "rb") as file:  # noqa: PTH123  # pathlib is slow to import
             if not file.read():
                 return []
     except OSError:
         pass
-    from .process_tree import descendants
-
     return descendants(os.getpid())
 
 
 def _raise_descriptor_limit(job: Job) -> None:
-    need = _PER_WORKER * job.local_world_size + 2 * job.world_size + 64
+    need = _FDS_PER_WORKER * job.local_world_size + 2 * job.world_size + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if need > hard != resource.RLIM_INFINITY:
         from ..errors import fail
@@ -148,3 +186,230 @@ def _raise_descriptor_limit(job: Job) -> None:
         )
     if need > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
+
+# Workers ----------------------------------------------------------------------------------------------------------
+
+
+class WorkerProcess(ExitEvidence):
+    """One worker as the agent sees it."""
+
+    def __init__(
+        self, job: Job, local_rank: int, environment: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
+    ) -> None:
+        super().__init__(job.rank(local_rank))
+        self._stacks = stacks.make()
+        task = worker.encode_task(
+            job.kind,
+            agent=os.getpid(),
+            record=self._record,
+            fatal=self._fatal,
+            stacks=self._stacks,
+            board=self.board,
+            init=job.init,
+        )
+        # -u as torchrun: a line appears when it is printed, and none is lost in a crash.
+        self._popen = subprocess.Popen(
+            [sys.executable, "-u", "-c", worker.PROGRAM, _PACKAGE, task, job.target, *job.arguments],
+            env=dict(environment),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=(self._record, self._fatal, self._stacks, self.board),
+            # A process group to signal, and a session: Linux's autogroup scheduler divides the cores by session, and
+            # ranks that share one start half as fast beside other jobs.
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self.started_s = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its end has not been seen yet."""
+        return self.status is None
+
+    def reaped(self, status: int) -> None:
+        """Entry its end; ``status`` is an exit status, or the negative of a signal."""
+        self.status = self._popen.returncode = status
+        self.ended_s = time.monotonic()
+
+    def end(self, number: int) -> None:
+        """Send a signal that should end it to its process group, and note it as the launcher's."""
+        if self.alive:
+            self._note_signal(number)
+        self.signal_group(number)
+
+    def signal_group(self, number: int) -> None:
+        """Send any signal to its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def request_stacks(self) -> bool:
+        """Have faulthandler write the stacks of all threads; False where the signal is not caught and would kill."""
+        try:
+            status = _proc_status(self.pid)
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            if not caught >> (stacks.SIGNAL - 1) & 1 or "\nState:\tT" in status:
+                return False
+            os.ftruncate(self._stacks, 0)
+            os.kill(self.pid, stacks.SIGNAL)
+        except (OSError, IndexError, ValueError):
+            return False
+        return True
+
+    def stacks(self) -> str:
+        """Return the stacks that it wrote last."""
+        return self._text(self._stacks)
+
+    def state(self) -> str:
+        """Return the kernel's state of it (running, sleeping, stopped); "" where it is gone."""
+        try:
+            status = _proc_status(self.pid)
+        except OSError:
+            return ""
+        return status.partition("\nState:")[2].splitlines()[0].partition("(")[2].rstrip(")")
+
+    def close(self) -> None:
+        """Close the descriptors; no evidence can be read afterwards."""
+        for descriptor in (self.board, self._record, self._fatal, self._stacks):
+            os.close(descriptor)
+
+
+def _proc_status(pid: int) -> str:
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123  # as above
+        return file.read()
+
+
+def start_workers(
+    job: Job,
+    attempt: int,
+    into: list[WorkerProcess],
+    *,
+    socket_name: str,
+    token: str,
+    master: Address,
+    address: str,
+    open_output: Callable[[int], tuple[int, int]],
+) -> int | None:
+    """Start every worker of this node, and append each to ``into`` as soon as it runs.
+
+    ``open_output`` returns the stdout and stderr of a local rank. Returns the agent's end of rank 0's stdin; None where
+    rank 0 reads the agent's stdin itself, or runs on another node.
+    """
+    stdin_pipe: int | None = None
+    for local_rank in range(job.local_world_size):
+        environment = worker_environment(
+            job,
+            local_rank,
+            attempt,
+            coordinator=job_variable(socket_name)[1],
+            token=token,
+            master=master,
+            address=address,
+            environment=os.environ,
+        )
+        stdout, stderr = open_output(local_rank)
+        stdin = None
+        try:
+            if job.rank(local_rank) == 0:
+                stdin, stdin_pipe = _open_stdin()
+            else:
+                stdin = os.open(os.devnull, os.O_RDONLY)
+            into.append(WorkerProcess(job, local_rank, environment, stdin=stdin, stdout=stdout, stderr=stderr))
+        finally:
+            # 0 is the agent's own stdin, which rank 0 may share.
+            for descriptor in (stdin, stdout, stderr):
+                if descriptor:
+                    os.close(descriptor)
+    return stdin_pipe
+
+
+def _open_stdin() -> tuple[int, int | None]:
+    """Return rank 0's stdin, and the agent's end where that is a terminal; a pipe or a file is passed to rank 0."""
+    try:
+        os.fstat(0)
+    except OSError:
+        return os.open(os.devnull, os.O_RDONLY), None
+    if not os.isatty(0):
+        return 0, None
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    return reader, writer
+
+
+def open_pipe() -> tuple[int, int]:
+    """Open a pipe for a worker's output; return the agent's end, which is non-blocking, and the worker's."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    with contextlib.suppress(OSError):  # the user's limit of pipe pages is reached: the pipe stays smaller
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return reader, writer
+
+
+def reserve_port(host: str) -> socket.socket:
+    """Return a socket bound to a free port of ``host``; as it does not listen, rank 0 can bind the port too."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family)
+    with contextlib.ExitStack() as stack:
+        stack.callback(reserved.close)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        stack.pop_all()
+    return reserved
+
+
+def job_variable(socket_name: str) -> tuple[str, str]:
+    """Return name and value of the environment variable by which the processes of a job are found."""
+    return JOB_VARIABLE, f"unix:{socket_name}"
+
+
+def worker_environment(
+    job: Job,
+    local_rank: int,
+    attempt: int,
+    *,
+    coordinator: str,
+    token: str,
+    master: Address,
+    address: str = "",
+    environment: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the environment of a worker: torchrun's variables and those that `environments` reads.
+
+    TORCHELASTIC_USE_AGENT_STORE is removed: with it, torch would expect the launcher to serve a store at MASTER_PORT.
+    """
+    rank, size, local = str(job.rank(local_rank)), str(job.world_size), str(job.local_world_size)
+    found = {name: value for name, value in environment.items() if name not in OUTER_LAUNCHER_VARIABLES}
+    found |= {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": str(job.node_rank),
+        "GROUP_WORLD_SIZE": str(job.nodes),
+        "ROLE_NAME": job.role,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": master.host,
+        "MASTER_PORT": str(master.port),
+        "TORCHELASTIC_RUN_ID": job.name,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "ALLHANDS_RANK": rank,
+        "ALLHANDS_LOCAL_RANK": str(local_rank),
+        "ALLHANDS_WORLD_SIZE": size,
+        "ALLHANDS_LOCAL_WORLD_SIZE": local,
+        "ALLHANDS_NODE_RANK": str(job.node_rank),
+        "ALLHANDS_JOB": job.name,
+        "ALLHANDS_ATTEMPT": str(attempt),
+        "ALLHANDS_RESTART": str(attempt),
+        "ALLHANDS_TOKEN": token,
+        JOB_VARIABLE: coordinator,
+    }
+    found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if address:
+        found["ALLHANDS_NODE_ADDRESS"] = address
+    if job.local_world_size > 1:
+        # As torchrun: otherwise each rank starts a thread for every core.
+        found.setdefault("OMP_NUM_THREADS", "1")
+    return found

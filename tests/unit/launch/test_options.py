@@ -9,7 +9,7 @@ import pytest
 
 from allhands.environments.world import Address
 from allhands.launch.command import command
-from allhands.launch.job import Job, Streams
+from allhands.launch.options import OPTIONS, Job, Streams, make_job, read_plain
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def job(*line: str) -> Job:
     """Return what a command line asks for."""
     made: list[Job] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("allhands.launch.agent.main", lambda job: made.append(job) or 0)
+        patch.setattr("allhands.launch.command.run_job", lambda job: made.append(job) or 0)
         command.main(list(line), standalone_mode=False)
     return made[0]
 
 
-def test_the_plain_line(script: str) -> None:
+def test_defaults(script: str) -> None:
     """Without options: one rank, a random name, everything as torchrun has it."""
     found = job(script, "--lr", "1", "-n", "3")
     assert (found.target, found.arguments, found.local_world_size, found.kind) == (
@@ -42,7 +42,7 @@ def test_the_plain_line(script: str) -> None:
     assert found.name != job(script).name
 
 
-def test_torchruns_spellings(script: str) -> None:
+def test_torchrun_spellings(script: str) -> None:
     """Dashes and underscores, equals signs and spaces, short and long mean the same."""
     one = job("--nproc_per_node=2", "--max_restarts", "3", "--rdzv_id=x", "-t", "3", "-r", "1:1", script)
     two = job("--nproc-per-node", "2", "--max-restarts=3", "--rdzv-id", "x", "--tee=3", "--redirects=1:1", script)
@@ -81,13 +81,13 @@ def test_several_nodes(script: str) -> None:
         (["--rdzv-conf", "join_timeout=30", "--timeout", "2.5"], 2.5),
     ],
 )
-def test_how_long_nodes_wait(script: str, line: list[str], seconds: float) -> None:
+def test_timeout(script: str, line: list[str], seconds: float) -> None:
     """--timeout, or what torchrun takes in --rdzv-conf."""
     assert job(*line, script).timeout_s == seconds
 
 
 @pytest.mark.parametrize(("number", "count"), [("cpu", None), ("auto", None), ("7", 7)])
-def test_how_many(script: str, number: str, count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nproc_per_node(script: str, number: str, count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cpu counts cores, auto GPUs or else cores."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cores = len(os.sched_getaffinity(0))
@@ -122,16 +122,16 @@ def test_how_many(script: str, number: str, count: int | None, monkeypatch: pyte
         (["--nproc-per-nod", "1"], "Did you mean '--nproc-per-node'"),
     ],
 )
-def test_what_makes_no_sense(script: str, line: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake is a usage error that says which option and why."""
+def test_usage_errors(script: str, line: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake is a usage error that names the option and the reason."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(click.UsageError) as caught:
         job(*line, script)
     assert words in caught.value.format_message()
 
 
-def test_what_to_start(tmp_path: Path, script: str) -> None:
-    """A script that is not there, and a program that is none, are said before anything is started."""
+def test_missing_targets(tmp_path: Path, script: str) -> None:
+    """A missing script and a program that cannot run are refused before anything starts."""
     cases: list[tuple[list[str], str]] = [
         ([str(tmp_path / "trian.py")], "Did you mean"),
         (["--no-python", "no-such-program"], "was not found"),
@@ -144,7 +144,57 @@ def test_what_to_start(tmp_path: Path, script: str) -> None:
         assert words in caught.value.format_message()
 
 
-def test_a_log_folder_alone_keeps_everything(script: str) -> None:
+def test_log_dir_alone_keeps_both_streams(script: str) -> None:
     """--log-dir without --tee or --redirects keeps both streams of every rank."""
     found: Any = job("-n", "2", "--log-dir", "logs", script)
     assert found.streams == (Streams(0, 3), Streams(0, 3))
+
+
+# The reader without click ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        ["-n", "3"],
+        ["--nproc_per_node=2", "--max-restarts", "4", "--fold", "--no-prefix"],
+        ["--nproc-per-node", "2", "-r", "1:1", "--tee=3", "--log-dir", "logs"],
+        ["--nnodes=2", "--node-rank", "1", "--coordinator", "[::1]:4000", "--timeout", "2.5"],
+        ["--standalone", "--master-port", "4000", "--role", "trainer", "--hang-timeout=7", "--grace", "0"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint", "a:1", "--report", "r.json", "--init"],
+    ],
+)
+def test_read_plain_agrees_with_click(line: list[str], script: str) -> None:
+    """Both readers make the same job, and leave the script its arguments."""
+    whole = ["--rdzv-id", "x", *line, script, "--lr", "1", "-n", "9"]
+    found = read_plain(whole, {})
+    assert found is not None
+    assert make_job(*found) == job(*whole)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        ["-n"],
+        ["--help", "x.py"],
+        ["-h"],
+        ["-n2", "x.py"],
+        ["-n=2", "x.py"],
+        ["--fold=1", "x.py"],
+        ["--nproc", "2", "x.py"],
+        ["--max-restarts", "some", "x.py"],
+        ["--", "x.py"],
+    ],
+)
+def test_read_plain_declines(line: list[str]) -> None:
+    """Help, mistakes, rarer spellings and any PET_ variable are left to click."""
+    assert read_plain(line, {}) is None
+    assert read_plain(["x.py"], {"PET_NNODES": "1"}) is None
+
+
+def test_both_readers_have_the_same_options() -> None:
+    """Click's command has exactly the options of the table, with the same defaults."""
+    by_click = {each.name: each.default for each in command.params if isinstance(each, click.Option)}
+    assert by_click == {option.key: option.default for option in OPTIONS}

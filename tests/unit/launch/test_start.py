@@ -1,79 +1,20 @@
-"""Reading plain command lines without click, and what is imported before the workers run."""
+"""What is imported before the workers start, and the workers' environment."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from allhands.launch import options
-from allhands.launch.command import command
-from allhands.launch.job import Job
+from allhands.environments.identify import identify
+from allhands.environments.world import Address
+from allhands.launch.options import Job
+from allhands.launch.start import reserve_port, worker_environment
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    """Return a script."""
-    path = tmp_path / "train.py"
-    path.write_text("pass")
-    return str(path)
-
-
-def by_click(line: list[str]) -> Job:
-    """Return what click makes of ``line``."""
-    made: list[Job] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("allhands.launch.agent.main", lambda job: made.append(job) or 0)
-        command.main(line, standalone_mode=False)
-    return made[0]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        [],
-        ["-n", "3"],
-        ["--nproc_per_node=2", "--max-restarts", "4", "--fold", "--no-prefix"],
-        ["--nproc-per-node", "2", "-r", "1:1", "--tee=3", "--log-dir", "logs"],
-        ["--nnodes=2", "--node-rank", "1", "--coordinator", "[::1]:4000", "--timeout", "2.5"],
-        ["--standalone", "--master-port", "4000", "--role", "trainer", "--hang-timeout=7", "--grace", "0"],
-        ["--rdzv-backend=c10d", "--rdzv-endpoint", "a:1", "--report", "r.json", "--init"],
-    ],
-)
-def test_plain_lines_mean_what_click_says(line: list[str], script: str) -> None:
-    """The short reader and click make the same job, with what is the script's left to it."""
-    whole = ["--rdzv-id", "x", *line, script, "--lr", "1", "-n", "9"]
-    found = options.plain(whole, {})
-    assert found is not None
-    assert options.make(*found) == by_click(whole)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        [],
-        ["-n"],
-        ["--help", "x.py"],
-        ["-h"],
-        ["-n2", "x.py"],
-        ["-n=2", "x.py"],
-        ["--fold=1", "x.py"],
-        ["--nproc", "2", "x.py"],
-        ["--max-restarts", "some", "x.py"],
-        ["--", "x.py"],
-    ],
-)
-def test_all_else_is_left_to_click(line: list[str]) -> None:
-    """Help, mistakes and rarer spellings are not taken, and neither is anything with a PET_ variable."""
-    assert options.plain(line, {}) is None
-    assert options.plain(["x.py"], {"PET_NNODES": "1"}) is None
-
-
-def test_nothing_slow_is_imported_before_the_workers() -> None:
-    """What the agent imports first leaves out all that takes long: it would stand before every job."""
+def test_no_slow_imports_before_the_workers() -> None:
+    """The imports before the first worker starts leave out every slow module."""
     code = "import sys, allhands.__main__, allhands.launch.start; print('\\n'.join(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
@@ -92,3 +33,44 @@ def test_nothing_slow_is_imported_before_the_workers() -> None:
         "torch",
     }
     assert slow & set(done.stdout.split()) == set()
+
+
+def test_reserved_port() -> None:
+    """A reserved port is given to no other socket, and a socket with SO_REUSEADDR can still listen there."""
+    with reserve_port("127.0.0.1") as reserved, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(reserved.getsockname())
+        other.listen()
+        with socket.create_connection(reserved.getsockname(), timeout=5):
+            pass
+
+
+def found(job: Job, local_rank: int, environment: dict[str, str]) -> dict[str, str]:
+    """Return a worker's environment."""
+    return worker_environment(
+        job, local_rank, 2, coordinator="unix:allhands-7", token="t", master=Address("h", 1), environment=environment
+    )
+
+
+def test_omp_num_threads() -> None:
+    """Several ranks get one thread each, as with torchrun, unless the user sets it; one rank gets all."""
+    two, one = Job("a.py", local_world_size=2), Job("a.py")
+    assert found(two, 0, {})["OMP_NUM_THREADS"] == "1"
+    assert found(two, 0, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in found(one, 0, {})
+
+
+def test_variables_of_an_outer_launcher() -> None:
+    """Variables of another launcher are replaced or removed; all others are inherited."""
+    outer = {"RANK": "9", "TORCHELASTIC_USE_AGENT_STORE": "True", "ALLHANDS_RECORDER_FD": "3:1", "HOME": "/root"}
+    made = found(Job("a.py", local_world_size=2), 1, outer)
+    assert (made["RANK"], made["HOME"]) == ("1", "/root")
+    assert not {"TORCHELASTIC_USE_AGENT_STORE", "ALLHANDS_RECORDER_FD"} & set(made)
+
+
+def test_detection_reads_the_environment() -> None:
+    """A rank of the second node detects its rank, and this launcher wins over Slurm's variables."""
+    job = Job("a.py", name="night", local_world_size=2, nodes=2, node_rank=1)
+    world = identify(found(job, 1, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}))
+    assert (world.rank, world.world_size, world.local_rank, world.node_rank) == (3, 4, 1, 1)
+    assert (world.job, world.source, world.socket) == ("night-2", "allhands", "allhands-7")

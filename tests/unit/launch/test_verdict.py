@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import Any
 
 import pytest
 
 from allhands.diagnosis import Diagnosis
-from allhands.launch.job import Job
-from allhands.launch.verdict import Outcome, Verdict, judge, status_word
-from allhands.launch.verdict_text import report, words
+from allhands.launch.options import Job
+from allhands.launch.verdict import NodeLoss, Outcome, Verdict, judge, lagging_ranks, should_restart, status_name
+from allhands.launch.verdict_text import brief_text, result, verdict_text
+from allhands.observe.flight_recorder import Entry, FlightRecorder
 
 
 def outcome(rank: int, status: int = 0, **parts: Any) -> Outcome:
@@ -56,7 +58,7 @@ def test_by_cause_not_by_clock() -> None:
     """Followers that were faster do not take the blame."""
     found = judged(follower(0, 0.5), outcome(1, 1, record=raised("ValueError", "x", at_s=0.9)), follower(2, 0.4))
     assert (found.culprits, found.cause, found.exit_code) == ((1,), "exception", 1)
-    assert found.followers == (((0, 2), "raised PeerFailed"),)
+    assert found.others == (((0, 2), "raised PeerFailed"),)
 
 
 def test_the_coordinators_word_comes_before_the_clock() -> None:
@@ -75,7 +77,7 @@ def test_whom_the_agent_ended() -> None:
     late = outcome(3, 1, sent=15, sent_s=3.0, ended_s=5.0, record=raised("KeyError", at_s=4.0))
     found = judged(first, after, slow, late)
     assert found.culprits == (0, 2)
-    assert found.followers == (((1, 3), "ended by allhands (SIGTERM)"),)
+    assert found.others == (((1, 3), "ended by allhands (SIGTERM)"),)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_whom_the_agent_ended() -> None:
         (-11, {"stack": "Fatal Python error"}, "signal", 139, "crashed with SIGSEGV"),
         (-11, {}, "signal", 139, "crashed with SIGSEGV"),
         (-9, {}, "signal", 137, "was ended by SIGKILL"),
-        (-9, {"memory": "the kernel's log"}, "oom", 137, "was killed because memory ran out"),
+        (-9, {"oom": "the kernel's log"}, "oom", 137, "was killed because memory ran out"),
         (3, {"record": {"end": "exit", "message": "3", "site": "a.py:1"}}, "exit", 3, "called sys.exit(3)"),
         (1, {"record": {"end": "exit", "message": "bad\nday"}}, "exit", 1, "exited, saying: bad"),
         (4, {}, "exit", 4, "ended with exit status 4 and said nothing"),
@@ -149,19 +151,156 @@ def test_stopped() -> None:
     assert judged(hit, failed, stopped=signal.SIGINT).culprits == (1,)
 
 
-def test_words_and_report_say_the_same() -> None:
-    """The screen ends with the exit status; the report has the same and survives JSON."""
+def test_text_and_report_agree() -> None:
+    """The text ends with the exit status; the report has the same facts as JSON."""
     found = judged(outcome(0), outcome(1, 3, record={"end": "exit", "message": "3", "site": "a.py:9"}))
-    text = words(found, ["pid 5 of rank 1: sleep"])
-    assert text.startswith("allhands: rank 1 called sys.exit(3)\n")
-    assert "who:   rank 1 (node-a, pid 801), exit status 3" in text
-    assert "1 process ended by allhands" in text
-    assert text.endswith("  exit status 3\n")
-    data = report(Job("a.py", name="j"), 0, found, list(found.outcomes), [])
+    ended = result(Job("a.py", name="j"), 0, found, found.outcomes, ["pid 5 of rank 1: sleep"])
+    assert ended.text.startswith("allhands: rank 1 called sys.exit(3)\n")
+    assert "who:   rank 1 (node-a, pid 801), exit status 3" in ended.text
+    assert "1 process ended by allhands" in ended.text
+    assert ended.text.endswith("  exit status 3\n")
+    data = json.loads(ended.report)
     assert (data["culprits"], data["exit_code"], data["ranks"][1]["exit_code"]) == ([1], 3, 3)
-    assert report(Job("a.py"), 0, None, [outcome(0)], [])["exit_code"] == 0
+    assert (data["followers"], data["left_behind"]) == (
+        [{"ranks": [0], "did": "ended well"}],
+        ["pid 5 of rank 1: sleep"],
+    )
 
 
-def test_status_words() -> None:
+def test_result_of_a_job_that_succeeded() -> None:
+    """Without a verdict the exit status is 0, and only leftover processes are printed."""
+    ended = result(Job("a.py"), 0, None, [outcome(0)], [])
+    assert (ended.exit_code, ended.text, json.loads(ended.report)["exit_code"]) == (0, "", 0)
+    assert "had left behind: pid 5" in result(Job("a.py"), 0, None, [outcome(0)], ["pid 5"]).text
+
+
+def test_status_name() -> None:
     """Signals are named, unknown ones by number."""
-    assert (status_word(3), status_word(-9), status_word(-42)) == ("exit status 3", "SIGKILL", "signal 42")
+    assert (status_name(3), status_name(-9), status_name(-42)) == ("exit status 3", "SIGKILL", "signal 42")
+
+
+def call(number: int = 1, state: str = "running", *, sequence: int = 0, operation: str = "all_reduce") -> Entry:
+    """Return a call."""
+    return Entry(
+        number, "default", sequence, operation, "SUM", "float32", (4,), 16, -1, "a.py:1", state, True, 100.0, 100.0, 0.0
+    )  # fmt: skip
+
+
+def recording(*calls: Entry) -> FlightRecorder:
+    """Return a flight recorder with these calls."""
+    return FlightRecorder(1, 0, 2, calls)
+
+
+def test_lagging_ranks() -> None:
+    """Those outside any collective, else those at an earlier call, else those at another; none where all agree."""
+    inside = recording(call())
+    assert lagging_ranks({0: inside, 1: recording(call(1, "done")), 2: None}) == (1, 2)
+    assert lagging_ranks(
+        {0: recording(call(3, sequence=3)), 1: recording(call(2, sequence=2)), 2: recording(call(3, sequence=3))}
+    ) == (1,)
+    assert lagging_ranks({0: inside, 1: inside, 2: recording(call(1, operation="broadcast"))}) == (2,)
+    assert lagging_ranks({0: inside, 1: inside}) == ()
+    assert lagging_ranks({0: None, 1: None}) == ()
+
+
+# Restarts and lost nodes -------------------------------------------------------------------------------------------
+
+
+def on_node(rank: int, status: int = 0, node: int = 0, **parts: Any) -> Outcome:
+    """Return how a rank of a job with several nodes ended."""
+    return Outcome(rank, f"host-{'abc'[node]}", 800 + rank, status, node=node, **parts)
+
+
+def lost(node: int = 1, heard_s: float = 5.0, **parts: Any) -> NodeLoss:
+    """Return the loss of a node with two ranks."""
+    seen: dict[str, Any] = {"how": "its connection closed", "seen_s": heard_s + 1.0} | parts
+    return NodeLoss(node, f"host-{'abc'[node]}", f"10.0.0.{node}", (2 * node, 2 * node + 1), heard_s=heard_s, **seen)
+
+
+@pytest.mark.parametrize(
+    ("cause", "number", "restart_if", "expected"),
+    [
+        ("signal", 0, "any", True),
+        ("signal", 2, "any", False),
+        ("exception", 0, "signal,lost", False),
+        ("lost", 0, "signal,lost", True),
+        ("oom", 1, "signal", True),
+        ("stopped", 0, "any", False),
+    ],
+)
+def test_should_restart(cause: str, number: int, restart_if: str, expected: bool) -> None:
+    """Restarts are counted for the job and depend on the cause."""
+    job = Job("a.py", max_restarts=2, restart_if=frozenset(restart_if.split(",")))
+    verdict = Verdict(cause, (), "", "", "", 1)
+    assert should_restart(job, verdict, number) is expected
+    assert not should_restart(job, verdict, number, stopped=True)
+    assert not should_restart(job, None, number)
+
+
+def test_a_lost_node_is_to_blame() -> None:
+    """Those who only follow, or were ended, are not; the node is told with host, address, ranks and what was seen."""
+    follower = outcome(
+        0,
+        1,
+        record={
+            "end": "raised",
+            "kind": "PeerLost",
+            "message": "",
+            "at_s": 6.0,
+            "bases": ["GroupEnded"],
+            "traceback": "",
+        },
+    )
+    found = judge([follower, outcome(1, -15, sent=15, sent_s=8.0)], lost=[lost()])
+    assert found is not None
+    assert (found.cause, found.culprits, found.exit_code) == ("lost", (2, 3), 1)
+    assert found.what == "node 1 (host-b, 10.0.0.1) was lost, and ranks 2 and 3 with it"
+    assert found.why == "its connection closed (observed); it was last heard 1 s before"
+    assert "dmesg" in found.fix
+
+
+def test_a_rank_that_failed_before_is_to_blame() -> None:
+    """A node that is lost in the course of the end is not the cause; one lost before a rank's own error is."""
+    own = outcome(0, 3, record={"end": "exit", "message": "3", "at_s": 4.0})
+    earlier, later = judge([own], lost=[lost(heard_s=5.0)]), judge([own], lost=[lost(heard_s=3.0)])
+    assert earlier is not None
+    assert later is not None
+    assert (earlier.culprits, earlier.exit_code) == ((0,), 3)
+    assert later.cause == "lost"
+
+
+def test_silence_is_not_death() -> None:
+    """An agent that does not tell its story is not called lost, and comes after one whose end was seen."""
+    silent, seen = lost(2, heard_s=1.0, observed=False), lost(1, heard_s=5.0)
+    found = judge([outcome(0)], lost=[silent])
+    assert found is not None
+    assert found.what == "node 2 (host-c, 10.0.0.2) does not answer"
+    assert "inferred from silence" in found.why
+    both = judge([outcome(0)], lost=[silent, seen])
+    assert both is not None
+    assert both.what.startswith("node 1 (host-b, 10.0.0.1) was lost")
+
+
+def test_a_node_that_is_cut_off() -> None:
+    """It says that it ended its own ranks, and what to look at where the network gave up."""
+    found = judge([outcome(2)], lost=[lost(0, how="it broke ([Errno 110] Connection timed out)", cut_off=True)])
+    assert found is not None
+    assert "this node ended its ranks" in found.why
+    assert "its network is (ping, ip link)" in found.fix
+
+
+def test_who_asked_for_the_end() -> None:
+    """With several nodes the verdict says at which of them."""
+    found = judge([outcome(0, -2, sent=2)], stopped=signal.SIGINT, stopped_by="node 1 (host-b)")
+    assert found is not None
+    assert found.what == "the job was stopped by Ctrl-C or SIGINT on node 1 (host-b)"
+
+
+def test_brief_text() -> None:
+    """Other nodes' screens show who and why, without the traceback, and name the node."""
+    record = {"end": "raised", "kind": "ValueError", "message": "x", "at_s": 1.0, "bases": [], "traceback": "Trace!"}
+    found = judge([on_node(0), on_node(3, 1, node=1, record=record)])
+    assert found is not None
+    assert "rank 3 (node 1, host-b, pid 803)" in brief_text(found)
+    assert "Trace!" not in brief_text(found)
+    assert "Trace!" in verdict_text(found, [])

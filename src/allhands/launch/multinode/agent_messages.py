@@ -1,4 +1,4 @@
-"""What the agents of a job's nodes say to each other, as typed messages on one connection for each node."""
+"""The protocol between agents: typed messages on one connection per node, their timing, and counted stop requests."""
 
 from __future__ import annotations
 
@@ -7,158 +7,211 @@ from typing import TypeVar
 import msgspec
 
 from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting
-from ..attempt import Story
+from ...diagnosis import duration
+from ..attempt import NodeReport
 
 __all__ = [
-    "Begin",
-    "Data",
-    "Failing",
-    "Finish",
-    "FromConvenor",
-    "FromDelegate",
-    "Inquire",
-    "Opened",
-    "Over",
-    "Seated",
-    "Shut",
-    "Still",
+    "SILENCE_NOTICE_S",
+    "SILENCE_TIMEOUT_S",
+    "AttemptOver",
+    "ChannelClosed",
+    "ChannelData",
+    "ChannelOpened",
+    "CollectStacks",
+    "EndAttempt",
+    "FromFollower",
+    "FromLeader",
+    "JobLayout",
+    "RendezvousStopped",
+    "ReportNode",
+    "RequestStop",
+    "StallChanged",
+    "StartAttempt",
     "Stop",
-    "Stopping",
-    "Told",
-    "decode_from_convenor",
-    "decode_from_delegate",
+    "StopCounter",
+    "WorkerFailed",
+    "decode_from_follower",
+    "decode_from_leader",
+    "silence_text",
 ]
 
+# Once a job is ending, an agent needs --grace and a moment to report, and the leader a moment for the verdict. An agent
+# that takes this much longer is reported as silent, so that a stopped agent does not delay the end of all others.
+SILENCE_TIMEOUT_S = 15.0
 
-class Opened(msgspec.Struct, tag=True, frozen=True):
-    """Delegate: a worker of mine connected; what it says comes under this channel."""
+# Agents send a message every second; after this much silence a line is printed, while the job is not ending.
+SILENCE_NOTICE_S = 5.0
+
+
+class ChannelOpened(msgspec.Struct, tag=True, frozen=True):
+    """Follower: a worker connected; its bytes are sent under this channel."""
 
     channel: int
 
 
-class Data(msgspec.Struct, tag=True, frozen=True):
-    """Either: bytes of a worker's connection, towards the coordinator or back."""
+class ChannelData(msgspec.Struct, tag=True, frozen=True):
+    """Both: bytes of a worker's connection, to or from the coordinator."""
 
     channel: int
     body: bytes
 
 
-class Shut(msgspec.Struct, tag=True, frozen=True):
-    """Either: a worker's connection is over. ``half``: nothing more comes from here, but what comes is still read."""
+class ChannelClosed(msgspec.Struct, tag=True, frozen=True):
+    """Both: a worker's connection is closed; with ``half``, this side sends no more and still reads."""
 
     channel: int
     how: str = ""
     half: bool = False
 
 
-class Failing(msgspec.Struct, tag=True, frozen=True):
-    """Delegate: a worker of mine failed, so the job is over."""
+class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
+    """Follower: a worker failed, so the attempt is to end."""
 
     attempt: int
 
 
-class Still(msgspec.Struct, tag=True, frozen=True):
-    """Delegate: whether my workers stand still, and whether one of them is inside a collective all the while."""
+class StallChanged(msgspec.Struct, tag=True, frozen=True):
+    """Follower: whether the workers make no progress, and whether one is in a collective meanwhile."""
 
     attempt: int
-    still: bool
-    inside: bool
+    stalled: bool
+    in_collective: bool
 
 
-class Stopping(msgspec.Struct, tag=True, frozen=True):
-    """Delegate: someone asked for the end here, with this signal, for the ``times``-th time."""
+class RequestStop(msgspec.Struct, tag=True, frozen=True):
+    """Follower: this node received the signal ``number``, for the ``times``-th time."""
 
     number: int
     times: int
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
-    """Delegate: my workers are gone, and this is how each ended. ``clock_s`` is my monotonic clock at this moment."""
+class ReportNode(msgspec.Struct, tag=True, frozen=True):
+    """Follower: the workers are gone. ``clock_s`` is the sender's monotonic clock."""
 
     attempt: int
-    story: Story
+    report: NodeReport
     clock_s: float
 
 
-FromDelegate = Claim | Pong | Opened | Data | Shut | Failing | Still | Stopping | Told
+FromFollower = (
+    Claim | Pong | ChannelOpened | ChannelData | ChannelClosed | WorkerFailed | StallChanged | RequestStop | ReportNode
+)
 
 
-class Seated(msgspec.Struct, tag=True, frozen=True):
-    """Convenor: all nodes are there. You are ``node``; ``ranks`` has each node's number of ranks, ``hosts`` its name.
+class JobLayout(msgspec.Struct, tag=True, frozen=True):
+    """Leader: all nodes have arrived. The receiver is ``node``; ``ranks`` and ``hosts`` have an item per node.
 
-    ``token`` is what the ranks of this job share; "" where every node was given one.
+    ``token`` is the token of the ranks' roll call; "" where every node was given one.
     """
 
     node: int
     ranks: list[int]
     hosts: list[str]
-    token: str = msgspec.field(default="")
+    token: str = ""
 
     def __repr__(self) -> str:
-        return f"Seated(node={self.node}, ranks={self.ranks}, hosts={self.hosts})"
+        return f"JobLayout(node={self.node}, ranks={self.ranks}, hosts={self.hosts})"
 
 
-class Begin(msgspec.Struct, tag=True, frozen=True):
-    """Convenor: start your workers for this attempt, with this MASTER_ADDR and MASTER_PORT."""
+class StartAttempt(msgspec.Struct, tag=True, frozen=True):
+    """Leader: start the workers, with this MASTER_ADDR and MASTER_PORT."""
 
     attempt: int
     host: str
     port: int
 
 
-class Finish(msgspec.Struct, tag=True, frozen=True):
-    """Convenor: the job is over; your workers may end by themselves for ``patience_s``, then end them."""
+class EndAttempt(msgspec.Struct, tag=True, frozen=True):
+    """Leader: the attempt failed; wait ``wait_s`` for the workers, then signal them."""
 
     attempt: int
-    patience_s: float
+    wait_s: float
 
 
-class Inquire(msgspec.Struct, tag=True, frozen=True):
-    """Convenor: the whole job stands still. Find out what your workers are doing, then end them."""
+class CollectStacks(msgspec.Struct, tag=True, frozen=True):
+    """Leader: the job stalled on all nodes; collect what the workers are doing, then signal them."""
 
     attempt: int
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Convenor: ``by`` asked for the end, with this signal, for the ``times``-th time."""
+    """Leader: the node ``by`` received the signal ``number``, for the ``times``-th time."""
 
     number: int
     by: str
     times: int
 
 
-class Over(msgspec.Struct, tag=True, frozen=True):
-    """Convenor: the attempt is judged. ``again``: the next one begins soon. ``report`` is the JSON of --report."""
+class AttemptOver(msgspec.Struct, tag=True, frozen=True):
+    """Leader: the verdict. ``report`` is the JSON of --report; with ``restart``, another attempt follows."""
 
     attempt: int
-    again: bool
+    restart: bool
     exit_code: int
-    words: str
+    text: str
     report: str
 
 
-FromConvenor = (
-    Waiting | Refused | Ping | LogLine | Closing | Seated | Begin | Finish | Inquire | Stop | Over | Data | Shut
+FromLeader = (
+    Waiting
+    | Refused
+    | Ping
+    | LogLine
+    | Closing
+    | JobLayout
+    | StartAttempt
+    | EndAttempt
+    | CollectStacks
+    | Stop
+    | AttemptOver
+    | ChannelData
+    | ChannelClosed
 )
 
 _Message = TypeVar("_Message")
 
-_from_delegate: msgspec.msgpack.Decoder[FromDelegate] = msgspec.msgpack.Decoder(FromDelegate)
-_from_convenor: msgspec.msgpack.Decoder[FromConvenor] = msgspec.msgpack.Decoder(FromConvenor)
+_follower_decoder: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
+_leader_decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
 
 
-def decode_from_delegate(frame: bytes) -> FromDelegate:
-    """Read a delegate's message; raise msgspec.MsgspecError for anything else."""
-    return _checked(_from_delegate, frame)
+def decode_from_follower(frame: bytes) -> FromFollower:
+    """Decode a follower's message; raise msgspec.MsgspecError for anything else."""
+    return _decode(_follower_decoder, frame)
 
 
-def decode_from_convenor(frame: bytes) -> FromConvenor:
-    """Read the convenor's message; raise msgspec.MsgspecError for anything else."""
-    return _checked(_from_convenor, frame)
+def decode_from_leader(frame: bytes) -> FromLeader:
+    """Decode the leader's message; raise msgspec.MsgspecError for anything else."""
+    return _decode(_leader_decoder, frame)
 
 
-def _checked(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
     try:
         return decoder.decode(frame)
     except (UnicodeDecodeError, RecursionError) as problem:
         raise msgspec.DecodeError(str(problem)) from None
+
+
+class RendezvousStopped(Exception):  # not an error: a user or scheduler asked for it
+    """The job was stopped by the signal ``number`` on the node ``by`` before all nodes had arrived."""
+
+    def __init__(self, number: int, by: str) -> None:
+        super().__init__(number, by)
+        self.number, self.by = number, by
+
+
+class StopCounter:
+    """Counts requests to stop. A signal at several nodes is one request (a scheduler signals every agent at once)."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, int] = {}
+
+    def add(self, node: str, times: int) -> int:
+        """Entry that ``node`` was asked ``times`` times; return how often the workers are to be stopped for it."""
+        before = max(self._times.values(), default=0)
+        self._times[node] = max(times, self._times.get(node, 0))
+        return max(self._times.values()) - before
+
+
+def silence_text(name: str, quiet_s: float) -> str:
+    """Return the sentence about the silent agent of the node ``name``."""
+    return f"{name}: its agent has not answered for {duration(quiet_s)} (it may be stopped)"

@@ -1,4 +1,4 @@
-"""How the agents of several nodes come together: who is node 0, and why not everyone is there."""
+"""How the agents of several nodes meet: which one is the leader, and why not all of them arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from ... import settings
 from ...control import bind
@@ -19,18 +22,22 @@ from ...control.waiting_line import WaitingLine
 from ...control.wording import NODES
 from ...environments.world import Address
 from ...errors import AllhandsError, fail
-from ..job import Job
-from .follower import Delegate
-from .joining import Joining, Stopped, claim, in_thread
-from .leader import Convenor
-from .node_role import Company, End
-from .seats import Seats
+from ..options import Job
+from ..verdict_text import AttemptResult
+from .agent_messages import RendezvousStopped
+from .follower import Follower, Join, agent_claim
+from .leader import AgentCoordinator, Leader
 
-__all__ = ["Gathering"]
+__all__ = ["AgentRendezvous"]
+
+# Time for a request to stop to reach the other agents before this one exits.
+_STOP_S = 1.0
+
+_Result = TypeVar("_Result")
 
 
-class Gathering:
-    """The time before the first worker starts."""
+class AgentRendezvous:
+    """Makes this agent the leader or a follower, before the first worker starts."""
 
     def __init__(self, job: Job) -> None:
         if job.coordinator is None:
@@ -40,72 +47,64 @@ class Gathering:
         self._secret = self._settings.secret()
         self._deadline = time.monotonic() + job.timeout_s
         self._progress = WaitingLine("allhands")
-        self._claim = claim(job)
-        self._stop = 0
-        self._convenor: Convenor | None = None
-        self._joining: Joining | None = None
-        self._asked = asyncio.Event()
+        self._claim = agent_claim(job)
+        self._stop_number = 0
+        self._leader: Leader | None = None
+        self._join: Join | None = None
+        self._stopped = asyncio.Event()
         if self._settings.tls_cert or self._settings.tls_ca:
             raise fail(
                 "invalid-argument",
                 "the agents of several nodes do not speak TLS, and ALLHANDS_TLS_CERT or ALLHANDS_TLS_CA is set",
                 who=f"the launcher (pid {os.getpid()})",
-                why="what is said between them would go over the network in the clear",
+                why="their messages would cross the network unencrypted",
                 fix="unset them for this job and use ALLHANDS_TOKEN, or a network that is private",
             )
 
     def stop(self, number: int) -> None:
-        """Someone asked for the end."""
-        self._stop = self._stop or number
-        if self._convenor is not None:
-            self._convenor.stop(number)
-        if self._joining is not None:
-            self._joining.stop(number)
-        self._asked.set()
+        """Stop because this node received the signal ``number``."""
+        self._stop_number = self._stop_number or number
+        if self._leader is not None:
+            self._leader.stop(number)
+        if self._join is not None:
+            self._join.stop(number)
+        self._stopped.set()
 
-    async def run(self) -> Company | End:
-        """Return this node's place among the others; an End where someone stopped it. Raises why there is none."""
-        found = asyncio.create_task(self._find())
-        asked = asyncio.create_task(self._give_up())
+    async def run(self) -> Leader | Follower | AttemptResult:
+        """Return this node's role; a result where the job was stopped. Raises the reason where not all arrive."""
+        meeting = asyncio.create_task(self._meet())
+        stopping = asyncio.create_task(self._wait_after_stop())
         try:
-            await asyncio.wait({found, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if not found.done():
-                found.cancel()
-                return self._ended(Stopped(self._stop, "this node"))
-            return found.result()
-        except Stopped as stopped:
-            return self._ended(stopped)
+            await asyncio.wait({meeting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not meeting.done():
+                meeting.cancel()
+                return _stopped_result(self._stop_number, "this node")
+            return meeting.result()
+        except RendezvousStopped as stopped:
+            return _stopped_result(stopped.number, stopped.by)
         finally:
-            asked.cancel()
+            stopping.cancel()
             self._progress.done()
 
-    async def _give_up(self) -> None:
-        """End some time after someone asked; others should be told first."""
-        await self._asked.wait()
-        await asyncio.sleep(1.0)
+    async def _wait_after_stop(self) -> None:
+        await self._stopped.wait()
+        await asyncio.sleep(_STOP_S)
 
-    def _ended(self, stopped: Stopped) -> End:
-        name = signal.Signals(stopped.number).name
-        words = f"allhands: the job was stopped by {name} on {stopped.by}, before all nodes were there\n"
-        return End(128 + stopped.number, words, "")
-
-    async def _find(self) -> Company:
+    async def _meet(self) -> Leader | Follower:
         if self._job.node_rank <= 0:
-            seats = await self._listen()
-            if seats is not None:
-                return await self._convene(seats)
+            coordinator = await self._listen()
+            if coordinator is not None:
+                return await self._lead(coordinator)
         token = self._secret.decode(errors="surrogateescape")
-        self._joining = Joining(self._job, self._address, self._secret, self._deadline, self._progress)
-        delegate = Delegate(self._job, await in_thread(self._joining.run), token=token)
-        await delegate.connect()
-        return delegate
+        self._join = Join(self._job, self._address, self._secret, self._deadline, self._progress)
+        follower = Follower(self._job, await _in_thread(self._join.run), token=token)
+        await follower.connect()
+        return follower
 
-    # Node 0 ------------------------------------------------------------------------------------------------
-
-    async def _listen(self) -> Seats | None:
-        """Open the agents' roll call; None where this is not node 0, and was not told to be."""
+    async def _listen(self) -> AgentCoordinator | None:
+        """Open the agents' roll call; None where the address is another node's, and --node-rank is not given."""
         who = f"node {max(self._job.node_rank, 0)} ({self._claim.identity})"
-        host = await in_thread(
+        host = await _in_thread(
             lambda: bind.bind_address(
                 self._address,
                 self._deadline,
@@ -117,7 +116,6 @@ class Gathering:
                 notify=self._progress,
             )
         )
-        now = time.monotonic()
         own = Arrival(
             rank=0,
             world_size=self._job.nodes,
@@ -125,42 +123,41 @@ class Gathering:
             attempt=0,
             claim=self._claim,
             came_from="this host",
-            at=now,
+            at=time.monotonic(),
             deadline=self._deadline,
             wording=NODES,
         )
-        seats = Seats(own, token=self._secret)
+        coordinator = AgentCoordinator(own, token=self._secret)
         try:
-            bound = await seats.listen_tcp(host, self._address.port)
+            bound = await coordinator.listen_tcp(host, self._address.port)
         except OSError as problem:
-            elsewhere = problem.errno in {errno.EADDRNOTAVAIL, errno.EADDRINUSE}
-            if self._job.node_rank < 0 and elsewhere:
+            if self._job.node_rank < 0 and problem.errno in {errno.EADDRNOTAVAIL, errno.EADDRINUSE}:
                 return None
-            raise self._trouble(problem, who) from problem
-        seats.roll.listening = str(Address(*bound))
-        seats.roll.only_loopback = bind.is_loopback(bound[0])
-        if not self._secret and not seats.roll.only_loopback:
+            raise self._cannot_listen(problem, who) from problem
+        coordinator.roll.listening = str(Address(*bound))
+        coordinator.roll.only_loopback = bind.is_loopback(bound[0])
+        if not self._secret and not coordinator.roll.only_loopback:
             sys.stderr.write("allhands: " + bind.WARNING_OPEN % (bound[0], "node") + "\n")
-        return seats
+        return coordinator
 
-    async def _convene(self, seats: Seats) -> Convenor:
-        shared = bool(self._secret)
+    async def _lead(self, coordinator: AgentCoordinator) -> Leader:
         token = self._secret.decode(errors="surrogateescape") or secrets.token_hex(16)
-        bound = seats.roll.listening.rpartition(":")[0].strip("[]")
-        address = outbound_address() if bound in {"0.0.0.0", "::"} else bound  # noqa: S104  # asked for, with ALLHANDS_BIND
-        self._convenor = Convenor(self._job, seats, address=address, token=token, shared=shared)
-        seats.on_waiting = self._progress
-        seats.start()
+        bound = coordinator.roll.listening.rpartition(":")[0].strip("[]")
+        address = outbound_address() if bound in {"0.0.0.0", "::"} else bound  # noqa: S104  # requested by ALLHANDS_BIND
+        leader = Leader(self._job, coordinator, address=address, token=token, has_shared_token=bool(self._secret))
+        self._leader = leader
+        coordinator.on_waiting = self._progress
+        coordinator.start()
         try:
-            if self._stop:
-                self._convenor.stop(self._stop)
-            await self._convenor.gather()
+            if self._stop_number:
+                leader.stop(self._stop_number)
+            await leader.gather()
         except BaseException:
-            await self._convenor.close()
+            await leader.close()
             raise
-        return self._convenor
+        return leader
 
-    def _trouble(self, problem: OSError, who: str) -> AllhandsError:
+    def _cannot_listen(self, problem: OSError, who: str) -> AllhandsError:
         taken = problem.errno == errno.EADDRINUSE
         held = port_owner(self._address.port) if taken else None
         return fail(
@@ -173,3 +170,35 @@ class Gathering:
             else "give an address of this machine: node 0 runs where --coordinator leads; or set ALLHANDS_BIND",
             ranks=(0,),
         )
+
+
+def _stopped_result(number: int, by: str) -> AttemptResult:
+    name = signal.Signals(number).name
+    text = f"allhands: the job was stopped by {name} on {by}, before all nodes were there\n"
+    return AttemptResult(128 + number, text, "")
+
+
+async def _in_thread(work: Callable[[], _Result]) -> _Result:
+    """Run ``work``, which blocks, in a daemon thread: unlike asyncio.to_thread, an exit does not wait for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_Result] = loop.create_future()
+
+    def finish(result: _Result | None, problem: BaseException | None) -> None:
+        if done.done():
+            return
+        if problem is not None:
+            done.set_exception(problem)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # there is a result where there is no problem
+
+    def run() -> None:
+        outcome: tuple[_Result | None, BaseException | None]
+        try:
+            outcome = (work(), None)
+        except BaseException as problem:  # noqa: BLE001  # raised by the future
+            outcome = (None, problem)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, *outcome)
+
+    threading.Thread(target=run, name="allhands-rendezvous", daemon=True).start()
+    return await done

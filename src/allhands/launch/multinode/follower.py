@@ -1,291 +1,479 @@
-"""The agent of a node other than 0: it does what node 0 says, tells it what happens here, and notices its end."""
+"""A follower: the agent of a node other than 0. It joins the leader, follows its messages, and notices its loss."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from importlib import metadata
+from typing import NamedTuple
 
 import msgspec
 
-from ...control.messages import Closing, FrameError, LogLine, Ping, Pong, Refused, Waiting, pack
-from ...diagnosis import Diagnosis
-from ...environments.world import Address
-from ...errors import error
-from .. import verdict_text
-from ..job import Job
-from ..verdict import judge
-from .agent_messages import (
-    Begin,
-    Data,
-    Failing,
-    Finish,
-    FromConvenor,
-    FromDelegate,
-    Inquire,
-    Over,
-    Seated,
-    Shut,
-    Still,
-    Stop,
-    Stopping,
-    Told,
-    decode_from_convenor,
+from ... import settings
+from ..._version import __version__
+from ...control import connect, handshake
+from ...control.messages import (
+    Claim,
+    Closing,
+    FrameError,
+    LogLine,
+    Ping,
+    Pong,
+    Refused,
+    Splitter,
+    Waiting,
+    pack,
 )
-from .joining import Joined
-from .node_loss import PATIENCE_S, SILENT_S, Loss, silence
-from .node_role import End, last_words, report
-from .nodes import Urging, ranks_of
-from .relay import Relay
+from ...control.process_identity import this_process
+from ...control.waiting_line import WaitingLine
+from ...control.wording import NODES
+from ...diagnosis import Diagnosis, duration
+from ...environments.world import Address
+from ...errors import AllhandsError, error, fail
+from ..attempt import Attempt, NodeReport
+from ..options import Job
+from ..verdict import NodeLoss, judge
+from ..verdict_text import AttemptResult, result, verdict_text
+from .agent_messages import (
+    SILENCE_NOTICE_S,
+    SILENCE_TIMEOUT_S,
+    AttemptOver,
+    ChannelClosed,
+    ChannelData,
+    CollectStacks,
+    EndAttempt,
+    FromFollower,
+    FromLeader,
+    JobLayout,
+    RendezvousStopped,
+    ReportNode,
+    RequestStop,
+    StallChanged,
+    StartAttempt,
+    Stop,
+    StopCounter,
+    WorkerFailed,
+    decode_from_leader,
+    silence_text,
+)
+from .tunnel import WorkerTunnel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["Follower", "Join", "JoinedConnection", "agent_claim"]
 
-    from ..attempt import Attempt, Story
+# How often a request to stop is checked while the roll call is open.
+_POLL_S = 0.2
 
-__all__ = ["Delegate"]
+# Past the deadline, the leader's refusal may still be in transit.
+_REFUSAL_S = 1.0
 
-# Texts of a worker's end that are longer than this are cut for the way to node 0: all stories must fit in one frame.
+# How long to retry an address where another service answers: the previous job may be closing there.
+_RETRY_S = 2.0
+
+# Longer texts of a worker's end are cut, so that the report of a node fits in one frame.
 _MOST_TEXT = 1 << 18
 
-# How often node 0's silence is looked for, and how often people are told of it.
-_LOOK_S, _SAY_S = 1.0, 10.0
+# How often the leader's silence is checked, and how often a line about it is printed.
+_TICK_S, _NOTICE_S = 1.0, 10.0
 
 
-class Delegate(asyncio.Protocol):
-    """A `company.Company` that obeys. It is the protocol of its own connection to node 0."""
+# Joining ----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job, joined: Joined, *, token: str) -> None:
-        self.token = joined.seated.token or token
+
+class JoinedConnection(NamedTuple):
+    """The connection to the leader after the roll call, with the frames that were received after the layout."""
+
+    sock: socket.socket
+    splitter: Splitter
+    frames: list[bytes]
+    layout: JobLayout
+
+
+def agent_claim(job: Job) -> Claim:
+    """Return this agent's claim in the agents' roll call. ``local_world_size`` is how many ranks it will start."""
+    try:
+        # Not imported: the workers import it seconds later. Versions that differ are refused now.
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return Claim(
+        identity=this_process(),
+        backend="",
+        device="",
+        gpu="",
+        torch=torch,
+        allhands=__version__,
+        launcher="allhands run",
+        timeout_s=job.timeout_s,
+        local_world_size=job.local_world_size,
+        mixed_versions=settings.read().mixed_versions,
+    )
+
+
+class Join:
+    """Connects to the leader and answers the agents' roll call. `run` blocks; call `stop` from another thread."""
+
+    def __init__(self, job: Job, address: Address, token: bytes, deadline: float, progress: WaitingLine) -> None:
+        self._job, self._address, self._token = job, address, token
+        self._deadline, self._progress = deadline, progress
+        self._claim = agent_claim(job)
+        self._stop = 0
+        node = "this node" if job.node_rank < 0 else f"node {job.node_rank}"
+        self._who = f"{node} ({self._claim.identity})"
+
+    def stop(self, number: int) -> None:
+        """Give up because this node received a signal."""
+        self._stop = number
+
+    def run(self) -> JoinedConnection:
+        """Return the connection once all nodes have arrived; raise the reason where they do not."""
+        retry_until = 0.0
+        while True:
+            sock = connect.connect_tcp(
+                self._address,
+                self._deadline,
+                who=self._who,
+                late_names=True,
+                several_hosts=True,
+                notify=self._progress,
+                wording=NODES,
+            )
+            try:
+                joined = self._answer(sock)
+            except BaseException as problem:
+                sock.close()
+                now = time.monotonic()
+                if not isinstance(problem, AllhandsError) or problem.slug != "wrong-service":
+                    raise
+                retry_until = retry_until or now + _RETRY_S
+                if now >= min(retry_until, self._deadline):
+                    raise
+            else:
+                if joined is not None:
+                    return joined
+                sock.close()
+                if time.monotonic() >= self._deadline:
+                    raise self._lost("it said goodbye")
+            time.sleep(_POLL_S)
+
+    def _answer(self, sock: socket.socket) -> JoinedConnection | None:
+        """Authenticate, send the claim, and wait; None where the peer is the closing leader of an earlier job."""
+        opening = handshake.hello(
+            job=self._job.name, attempt=0, rank=self._job.node_rank, world_size=self._job.nodes, token=self._token
+        )
+        address = str(self._address)
+        splitter, frames = handshake.authenticate(sock, opening, self._token, address, self._deadline, wording=NODES)
+        left_s = max(0.0, self._deadline - time.monotonic())
+        self._send(sock, msgspec.structs.replace(self._claim, timeout_s=left_s))
+        while True:
+            for index, frame in enumerate(frames):
+                match decode_from_leader(frame):
+                    case JobLayout() as layout:
+                        return JoinedConnection(sock, splitter, frames[index + 1 :], layout)
+                    case Closing():
+                        return None
+                    case message:
+                        self._handle(sock, message)
+            frames = self._receive(sock, splitter)
+
+    def _handle(self, sock: socket.socket, message: FromLeader) -> None:
+        match message:
+            case Refused(diagnosis):
+                raise error(diagnosis)
+            case Waiting(line):
+                self._progress(line)
+            case Ping():
+                self._send(sock, Pong())
+            case Stop(number, by):
+                raise RendezvousStopped(number, by)
+            case LogLine():
+                pass
+            case _:
+                raise self._lost(f"it sent a {type(message).__name__} during the roll call")
+
+    def _receive(self, sock: socket.socket, splitter: Splitter) -> list[bytes]:
+        while True:
+            if self._stop:
+                self._send(sock, RequestStop(self._stop, 1))
+                raise RendezvousStopped(self._stop, "this node")
+            try:
+                until = min(self._deadline + _REFUSAL_S, time.monotonic() + _POLL_S)
+                frames = handshake.receive(sock, splitter, until)
+            except OSError as problem:
+                raise self._lost(problem.strerror or str(problem)) from problem
+            if frames:
+                return frames
+            if frames == []:
+                raise self._lost("it closed the connection without a reason")
+            if time.monotonic() >= self._deadline + _REFUSAL_S:
+                raise fail(
+                    "coordinator-silent",
+                    f"node 0's agent at {self._address} gave no word by the deadline",
+                    who=self._who,
+                    why=f"it took our answer and did not decide within {duration(self._job.timeout_s)} (observed)",
+                    fix="look at the agent of node 0: it may be stopped or starved",
+                    ranks=(0,),
+                    certain=False,
+                )
+
+    def _send(self, sock: socket.socket, message: FromFollower) -> None:
+        # Where the leader closed the connection, its last message can still be read.
+        with contextlib.suppress(OSError):
+            handshake.send(sock, pack(msgspec.msgpack.encode(message)), self._deadline + _REFUSAL_S)
+
+    def _lost(self, how: str) -> AllhandsError:
+        return fail(
+            "coordinator-lost",
+            f"node 0's agent at {self._address} went away during the roll call",
+            who=self._who,
+            why=f"{how} (observed)",
+            fix="look at the screen of node 0; start all nodes again",
+            ranks=(0,),
+        )
+
+
+# Following --------------------------------------------------------------------------------------------------------
+
+
+class Follower(asyncio.Protocol):
+    """The `NodeRole` of a node other than 0, and the protocol of its connection to the leader."""
+
+    def __init__(self, job: Job, joined: JoinedConnection, *, token: str) -> None:
+        self.token = joined.layout.token or token
         self.job = job
         self.address = str(joined.sock.getsockname()[0])
         self.master = Address("", 0)
         self.attempt: Attempt | None = None
-        self.say: Callable[[str], None] = lambda _: None
-        self._place = str(joined.sock.getpeername()[0])
-        self._sock, self._splitter, self._rest = joined.sock, joined.splitter, joined.rest
-        self._relay = Relay(self._tell)
-        self._transport: asyncio.Transport | None = None
+        self.message: Callable[[str], None] = lambda _: None
         self.number = 0
-        self._begun = -1
-        self._over: Over | None = None
+        self._joined = joined
+        self._leader_address = str(joined.sock.getpeername()[0])
+        self._splitter = joined.splitter
+        self._tunnel = WorkerTunnel(self._send)
+        self._transport: asyncio.Transport | None = None
+        # The last attempt that the leader started, and its last verdict.
+        self._started = -1
+        self._over: AttemptOver | None = None
         self._changed = asyncio.Event()
-        self._lost: Loss | None = None
-        self._left = False
+        self._loss: NodeLoss | None = None
+        self._closed = False
         self._refused: Diagnosis | None = None
-        # Orders that came before the workers they are for.
-        self._early: list[FromConvenor] = []
-        self._heard_s = time.monotonic()
-        # Since when the attempt is to end, None while it is not; and when people were last told of node 0's silence.
+        # Messages that arrived before the attempt that they are for.
+        self._early: list[FromLeader] = []
+        self._received_s = time.monotonic()
+        # Since when the attempt is ending; None while it is not.
         self._ending_s: float | None = None
-        self._said_s = 0.0
-        self._urging, self._times, self._by = Urging({}), 0, ""
+        self._noticed_s = 0.0
+        self._stop_counter, self._own_stops = StopCounter(), 0
         self._hosts: list[str] = []
-        self._take_seat(joined.seated)
+        self._set_layout(joined.layout)
 
     async def connect(self) -> None:
-        """Go on with the connection in the event loop."""
-        self._sock.setblocking(False)
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._sock)
-        for frame in self._rest:
-            self._heard(frame)
+        """Continue with the connection in the event loop."""
+        self._joined.sock.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._joined.sock)
+        for frame in self._joined.frames:
+            self._received(frame)
 
-    def _take_seat(self, seated: Seated) -> None:
-        self._hosts = seated.hosts
-        self.job = self.job._replace(node_rank=seated.node, layout=tuple(seated.ranks))
+    def _set_layout(self, layout: JobLayout) -> None:
+        self._hosts = layout.hosts
+        self.job = self.job._replace(node_rank=layout.node, layout=tuple(layout.ranks))
 
     # The connection ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of asyncio."""
-        self._transport = transport  # type: ignore[assignment]  # asyncio hands a Transport to stream protocols
+        """Keep the transport."""
+        self._transport = transport  # type: ignore[assignment]  # asyncio passes a Transport to stream protocols
 
     def data_received(self, data: bytes) -> None:
-        """Act on each message; what is none ends the connection."""
-        self._heard_s = time.monotonic()
+        """Handle each message; a malformed one ends the connection."""
+        self._received_s = time.monotonic()
         try:
             for frame in self._splitter.feed(data):
-                self._heard(frame)
+                self._received(frame)
         except (FrameError, msgspec.MsgspecError) as problem:
-            self._cut(f"it sent what is no message ({problem})")
+            self._leader_lost(f"it sent what is no message ({problem})")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Node 0 is gone, or we are cut off from it."""
-        self._cut(f"the connection to it broke ({exc})" if exc is not None else "the connection to it closed")
+        """Entry that the leader is gone, or that this node is cut off from it."""
+        self._leader_lost(f"the connection to it broke ({exc})" if exc is not None else "the connection to it closed")
 
     def pause_writing(self) -> None:
-        """Of asyncio: the connection is full, so workers are not read from."""
-        self._relay.pause(paused=True)
+        """Stop reading from workers: the connection is full."""
+        self._tunnel.pause(paused=True)
 
     def resume_writing(self) -> None:
-        """Of asyncio."""
-        self._relay.pause(paused=False)
+        """Continue reading from workers."""
+        self._tunnel.pause(paused=False)
 
-    def _cut(self, how: str) -> None:
+    def _leader_lost(self, how: str) -> None:
         if self._transport is not None:
             self._transport.abort()
-        if self._left or self._lost is not None:
+        if self._closed or self._loss is not None:
             return
-        self._lost = self._loss(how)
-        self._relay.close()
+        self._loss = self._leader_loss(how)
+        self._tunnel.close()
         if self.attempt is not None:
-            self.attempt.finish()
+            self.attempt.end()
         self._changed.set()
 
-    def _tell(self, message: FromDelegate) -> None:
+    def _leader_loss(self, how: str, *, observed: bool = True) -> NodeLoss:
+        host = self._hosts[0] if self._hosts else ""
+        ranks, now = self.job.ranks_of_node(0), time.monotonic()
+        return NodeLoss(
+            0, host, self._leader_address, ranks, how, self._received_s, now, observed=observed, cut_off=True
+        )
+
+    def _send(self, message: FromFollower) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(msgspec.msgpack.encode(message)))
 
-    # Orders ------------------------------------------------------------------------------------------------
+    # From the leader ---------------------------------------------------------------------------------------
 
-    def _heard(self, frame: bytes) -> None:
-        message = decode_from_convenor(frame)
-        match message:
-            case Data() | Shut():
-                self._relay.heard(message)
+    def _received(self, frame: bytes) -> None:
+        match decode_from_leader(frame):
+            case ChannelData() | ChannelClosed() as message:
+                self._tunnel.received(message)
             case Ping():
-                self._tell(Pong())
-            case Seated():
-                self._take_seat(message)
-            case Begin(attempt, host, port):
+                self._send(Pong())
+            case JobLayout() as layout:
+                self._set_layout(layout)
+            case StartAttempt(attempt, host, port):
                 self.master = Address(host, port)
-                self._begun = attempt
-            case Over():
-                self._over = message
+                self._started = attempt
+            case AttemptOver() as over:
+                self._over = over
             case Refused(diagnosis):
                 self._refused = diagnosis
             case LogLine(text):
-                self.say(text)
+                self.message(text)
             case Closing() | Waiting():
-                pass  # What follows from a goodbye is seen when the connection closes.
-            case _:
-                self._obey(message)
+                pass  # The connection closes after a Closing.
+            case message:
+                self._apply(message)
         self._changed.set()
 
-    def _is_ending(self) -> None:
-        if self._ending_s is None:
-            self._ending_s = time.monotonic()
-
-    def _obey(self, message: FromConvenor) -> None:
-        self._is_ending()
+    def _apply(self, message: FromLeader) -> None:
+        """Apply a message to the attempt that it is for."""
+        self._note_ending()
         attempt = self.attempt
         if attempt is None:
             self._early.append(message)
             return
         match message:
-            case Finish(number, patience_s) if number == self.number:
-                attempt.finish(patience_s)
-            case Inquire(number) if number == self.number:
-                attempt.inquire()
+            case EndAttempt(number, wait_s) if number == self.number:
+                attempt.end(wait_s)
+            case CollectStacks(number) if number == self.number:
+                attempt.end_stalled()
             case Stop(number, by, times):
-                more = self._urging.more(by, times)
-                if more:
-                    self.say(f"{by} was asked to stop: ending the job")
-                for _ in range(more):
+                stops = self._stop_counter.add(by, times)
+                if stops:
+                    self.message(f"{by} was asked to stop: ending the job")
+                for _ in range(stops):
                     attempt.stop(number)
             case _:
-                pass  # Of an attempt that is over here.
+                pass  # Of an earlier attempt.
 
-    async def begin(self, number: int) -> End | None:
-        """Wait for node 0 to begin; an End where it is gone, or ends the job without."""
-        while self._begun < number:
+    def _note_ending(self) -> None:
+        if self._ending_s is None:
+            self._ending_s = time.monotonic()
+
+    # NodeRole ----------------------------------------------------------------------------------------------
+
+    async def begin(self, number: int) -> AttemptResult | None:
+        """Wait for the leader to start the attempt; a result where it is lost, or ends the job instead."""
+        while self._started < number:
             if self._refused is not None:
-                # A node that was lost did not come back.
+                # A node that was lost did not return in time.
                 raise error(self._refused)
-            if self._over is not None and not self._over.again:
-                return self._end(self._over)
-            if self._lost is not None or self._times > 1:
-                return self._alone(None)
+            if self._over is not None and not self._over.restart:
+                return self._leader_result(self._over)
+            if self._loss is not None or self._own_stops > 1:
+                return self._own_result(None)
             await self._wait()
-        self.number, self._over, self._ending_s = self._begun, None, None
+        self.number, self._over, self._ending_s = self._started, None, None
         return None
 
-    async def host(self, name: str) -> None:
-        """Listen for the workers, who think that we are the coordinator."""
-        if self._lost is None:
-            await self._relay.listen(name)
+    async def serve(self, socket_name: str) -> None:
+        """Accept the workers' connections, and forward them to the leader's coordinator."""
+        if self._loss is None:
+            await self._tunnel.listen(socket_name)
         elif self.attempt is not None:
-            self.attempt.finish()
+            self.attempt.end()
         early, self._early = self._early, []
         for message in early:
-            self._obey(message)
+            self._apply(message)
 
-    def failing(self) -> None:
-        """Tell node 0."""
-        self._is_ending()
-        self._tell(Failing(self.number))
+    def worker_failed(self) -> None:
+        """Report it to the leader."""
+        self._note_ending()
+        self._send(WorkerFailed(self.number))
 
-    def still(self, *, still: bool, inside: bool) -> None:
-        """Tell node 0, which knows of the other nodes."""
-        self._tell(Still(self.number, still, inside))
+    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
+        """Report it to the leader, which has the states of all nodes."""
+        self._send(StallChanged(self.number, stalled, in_collective))
 
     def stop(self, number: int) -> int:
-        """Someone asked here: node 0 tells the others."""
-        self._is_ending()
-        self._times += 1
-        self._by = "this node"
-        self._tell(Stopping(number, self._times))
+        """Report it to the leader, which notifies the others."""
+        self._note_ending()
+        self._own_stops += 1
+        self._send(RequestStop(number, self._own_stops))
         self._changed.set()
-        return self._urging.more(self._by, self._times)
+        return self._stop_counter.add("this node", self._own_stops)
 
-    # The end -----------------------------------------------------------------------------------------------
-
-    async def settle(self, story: Story) -> End:
-        """Tell node 0 how it went here, and wait for its verdict."""
-        self._relay.close()
-        self._tell(Told(self.number, _cut_texts(story), time.monotonic()))
-        # Someone who asks twice is not kept waiting for other nodes.
-        while self._over is None and self._lost is None and self._times < 2:
-            self._look_for_silence()
+    async def settle(self, report: NodeReport) -> AttemptResult:
+        """Send the report to the leader, and wait for its verdict."""
+        self._tunnel.close()
+        self._send(ReportNode(self.number, _shortened(report), time.monotonic()))
+        # A second request to stop does not wait for other nodes.
+        while self._over is None and self._loss is None and self._own_stops < 2:
+            self._check_silence()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wait(), _LOOK_S)
-        return self._end(self._over) if self._over is not None else self._alone(story)
+                await asyncio.wait_for(self._wait(), _TICK_S)
+        return self._leader_result(self._over) if self._over is not None else self._own_result(report)
 
-    def _look_for_silence(self) -> None:
-        """Node 0 speaks every second: say so where it is silent, and once the job is to end wait no longer."""
+    def _check_silence(self) -> None:
+        """Print a line about a silent leader, which sends a Ping every second; give it up while the job is ending."""
         now = time.monotonic()
-        quiet_s = now - self._heard_s
-        if self._ending_s is not None and now - max(self._heard_s, self._ending_s) >= PATIENCE_S:
-            self._lost = self._loss("", observed=False)
-        elif quiet_s >= SILENT_S and now - self._said_s >= _SAY_S:
-            self._said_s = now
-            self.say(f"waiting for {silence(f'node 0 ({self._hosts[0]})', quiet_s)}")
+        quiet_s = now - self._received_s
+        if self._ending_s is not None and now - max(self._received_s, self._ending_s) >= SILENCE_TIMEOUT_S:
+            self._loss = self._leader_loss("", observed=False)
+        elif quiet_s >= SILENCE_NOTICE_S and now - self._noticed_s >= _NOTICE_S:
+            self._noticed_s = now
+            self.message(f"waiting for {silence_text(f'node 0 ({self._hosts[0]})', quiet_s)}")
 
-    def _loss(self, how: str, *, observed: bool = True) -> Loss:
-        host, ranks = self._hosts[0] if self._hosts else "", ranks_of(self.job.layout, 0)
-        return Loss(0, host, self._place, ranks, how, self._heard_s, time.monotonic(), observed=observed, cut_off=True)
+    @staticmethod
+    def _leader_result(over: AttemptOver) -> AttemptResult:
+        return AttemptResult(over.exit_code, over.text, over.report, restart=over.restart)
 
-    def _end(self, over: Over) -> End:
-        return End(over.exit_code, over.words, over.report, again=over.again)
-
-    def _alone(self, story: Story | None) -> End:
-        """Judge by what is known here: node 0 gives no verdict any more."""
-        lost = [self._lost] if self._lost is not None else []
-        outcomes = [] if story is None else story.outcomes
-        stopped = 0 if story is None else story.stopped
-        verdict = judge(outcomes, (), None, stopped, by=self._by if stopped else "", lost=lost)
-        if story is None:
-            words = verdict_text.words(verdict, []) if verdict is not None else "allhands: the job was stopped here\n"
-            return End(1, words, "")
-        code = 0 if verdict is None else verdict.exit_code
-        return End(code, last_words(verdict, story), report(self.job, self.number, verdict, story))
+    def _own_result(self, report: NodeReport | None) -> AttemptResult:
+        """Judge by what is known on this node: there will be no verdict of the leader."""
+        lost = [self._loss] if self._loss is not None else []
+        if report is None:
+            verdict = judge([], lost=lost)
+            text = verdict_text(verdict, []) if verdict is not None else "allhands: the job was stopped here\n"
+            return AttemptResult(1, text, "")
+        by = "this node" if report.stopped and self._own_stops else ""
+        verdict = judge(report.outcomes, stopped=report.stopped, stopped_by=by, lost=lost)
+        return result(self.job, self.number, verdict, report.outcomes, report.leftovers)
 
     async def _wait(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 
     async def close(self) -> None:
-        """End the connection."""
-        self._left = True
-        self._relay.close()
+        """Close the connection."""
+        self._closed = True
+        self._tunnel.close()
         if self._transport is not None:
             self._transport.close()
-        # One pass of the loop lets the transports flush and free their descriptors.
+        # One iteration of the loop lets the transports flush and close their descriptors.
         await asyncio.sleep(0)
 
 
-def _cut_texts(story: Story) -> Story:
+def _shortened(report: NodeReport) -> NodeReport:
     outcomes = [
         msgspec.structs.replace(
             outcome,
@@ -294,11 +482,9 @@ def _cut_texts(story: Story) -> Story:
                 name: text[-_MOST_TEXT:] if isinstance(text, str) else text for name, text in outcome.record.items()
             },
         )
-        for outcome in story.outcomes
+        for outcome in report.outcomes
     ]
-    hanging = story.hanging
-    if hanging is not None:
-        hanging = msgspec.structs.replace(
-            hanging, stacks={rank: text[:_MOST_TEXT] for rank, text in hanging.stacks.items()}
-        )
-    return msgspec.structs.replace(story, outcomes=outcomes, hanging=hanging)
+    stall = report.stall
+    if stall is not None:
+        stall = msgspec.structs.replace(stall, stacks={rank: text[:_MOST_TEXT] for rank, text in stall.stacks.items()})
+    return msgspec.structs.replace(report, outcomes=outcomes, stall=stall)

@@ -1,4 +1,4 @@
-"""Node 0's agent among the others: it gathers what every node tells, judges for all, and gives the orders."""
+"""The leader: node 0's agent. It serves the agents' roll call, directs the followers, and judges the job."""
 
 from __future__ import annotations
 
@@ -6,310 +6,496 @@ import asyncio
 import contextlib
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
-from ...control.messages import Closing
+import msgspec
+
+from ...control.connection import Connection
+from ...control.coordinator import Coordinator
+from ...control.messages import Claim, Closing, Refused, Waiting
+from ...control.rollcall import Arrival, Waits
+from ...control.wording import NODES
+from ...diagnosis import Diagnosis, count
 from ...environments.world import Address
 from ...errors import error
-from .. import verdict_text
-from ..coordinator_host import Hosting
-from ..ending import EXPLAIN_S
-from ..job import Job
-from ..starting import keep_port
-from ..verdict import judge
+from ..attempt import Attempt, NodeReport
+from ..coordinator_host import CoordinatorHost
+from ..options import Job
+from ..start import reserve_port
+from ..termination import EXPLAIN_S
+from ..verdict import NodeLoss, Outcome, Stall, judge, should_restart
+from ..verdict_text import AttemptResult, brief_text, result
 from .agent_messages import (
-    Begin,
-    Data,
-    Failing,
-    Finish,
-    FromConvenor,
-    FromDelegate,
-    Inquire,
-    Opened,
-    Over,
-    Seated,
-    Shut,
-    Still,
+    SILENCE_NOTICE_S,
+    SILENCE_TIMEOUT_S,
+    AttemptOver,
+    ChannelClosed,
+    ChannelData,
+    ChannelOpened,
+    CollectStacks,
+    EndAttempt,
+    FromFollower,
+    FromLeader,
+    JobLayout,
+    RendezvousStopped,
+    ReportNode,
+    RequestStop,
+    StallChanged,
+    StartAttempt,
     Stop,
-    Stopping,
-    Told,
+    StopCounter,
+    WorkerFailed,
+    decode_from_follower,
+    silence_text,
 )
-from .joining import Stopped
-from .node_loss import PATIENCE_S, SILENT_S, Loss, silence
-from .node_role import End, last_words, report
-from .nodes import Urging, again, merge, ranks_of, shifted, stands_still
-from .seats import Envoy, Seats
-from .tunnel import Far
+from .tunnel import CoordinatorTunnel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["AgentCoordinator", "FollowerConnection", "Leader", "job_stalled", "merge_reports", "on_local_clock"]
 
-    from ..attempt import Attempt, Story
+# The node rank in the claim of an agent that was given none.
+_UNASSIGNED = -1
 
-__all__ = ["Convenor"]
+# How often the nodes that are missing are named among the ranks' output.
+_NOTICE_S = 10.0
 
-# How often it is said who is still awaited, among the lines of the ranks.
-_SAY_S = 10.0
-
-# How long delegates are given to read the last word before their connections close.
+# Time for followers to read the last message before their connections close.
 _GOODBYE_S = 1.0
 
 
-class Convenor:
-    """A `company.Company` that decides. Made once the agents' roll call may be answered."""
+class FollowerConnection(Connection):
+    """The connection of another node's agent."""
 
-    def __init__(self, job: Job, seats: Seats, *, address: str, token: str, shared: bool) -> None:
-        """``address`` is this node's own; ``shared`` says that every node was given the token already."""
+    coordinator: AgentCoordinator
+
+    # Whether its node rank was assigned here, and may change while the roll call is open.
+    rank_assigned = False
+
+    def _handle_proven(self, frame: bytes) -> None:
+        if self.arrival is None:
+            super()._handle_proven(frame)
+        else:
+            self.coordinator.on_message(self, decode_from_follower(frame))
+
+    def send_message(self, message: FromLeader) -> None:
+        """Send a message of the agents' protocol."""
+        self.send_body(msgspec.msgpack.encode(message))
+
+
+class AgentCoordinator(Coordinator):
+    """The agents' roll call: a coordinator whose ranks are nodes. Later messages are passed to the leader."""
+
+    members: dict[int, FollowerConnection]  # type: ignore[assignment]  # _make_connection makes all of them
+
+    def __init__(self, own: Arrival, *, token: bytes) -> None:
+        super().__init__(token=token)
+        self.roll.wording = NODES
+        self.roll.arrive(own)
+        # Called for each message; for a lost node, with the reason; for the line about missing nodes; and when the
+        # roll call is over.
+        self.on_message: Callable[[FollowerConnection, FromFollower], None] = lambda *_: None
+        self.on_lost: Callable[[FollowerConnection, str], None] = lambda *_: None
+        self.on_waiting: Callable[[str], None] = lambda _: None
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def decided(self) -> bool:
+        """Whether the roll call is over: all nodes have arrived, or it was refused."""
+        return self.completed_at is not None or self.refused is not None
+
+    def reopen(self, timeout_s: float) -> None:
+        """Open the roll call again for the nodes that are missing."""
+        now = time.monotonic()
+        self.completed_at = None
+        self.roll.opened = now
+        self.roll.deadline = now + timeout_s
+        for rank, arrival in self.roll.present.items():
+            renewed = msgspec.structs.replace(arrival, deadline=now + timeout_s)
+            self.roll.present[rank] = renewed
+            if rank in self.members:
+                self.members[rank].arrival = renewed
+
+    def _make_connection(self) -> FollowerConnection:
+        return FollowerConnection(self)
+
+    def claim_received(self, connection: Connection, claim: Claim) -> None:
+        """Register an agent; one without --node-rank gets the first free rank."""
+        if not isinstance(connection, FollowerConnection):
+            raise TypeError("an agent's connection is a FollowerConnection")
+        rank, size = connection.opening.rank, connection.opening.world_size
+        # One connection carries what the coordinator sends to all ranks of the node.
+        connection.most_unread *= 1 + max(0, claim.local_world_size)
+        if rank == _UNASSIGNED:
+            free = self._free_rank(size)
+            if free is None:
+                connection.send(Refused(self._surplus(connection, claim)))
+                return
+            connection.rank_assigned = True
+            connection.opening = msgspec.structs.replace(connection.opening, rank=free)
+        elif not self.decided:
+            self._reassign(rank, size)
+        super().claim_received(connection, claim)
+
+    def _free_rank(self, size: int) -> int | None:
+        return next((rank for rank in range(size) if rank not in self.roll.present), None)
+
+    def _reassign(self, rank: int, size: int) -> None:
+        """Give another rank to an agent that was assigned ``rank``, which an agent with --node-rank claims."""
+        follower = self.members.get(rank)
+        free = self._free_rank(size)
+        if follower is None or not follower.rank_assigned or follower.arrival is None or free is None:
+            return
+        self.roll.leave(follower.arrival, time.monotonic())
+        del self.roll.gone[rank], self.members[rank]
+        follower.opening = msgspec.structs.replace(follower.opening, rank=free)
+        follower.arrival = msgspec.structs.replace(follower.arrival, rank=free)
+        self.members[free] = follower
+        self.roll.arrive(follower.arrival)
+
+    def _surplus(self, follower: FollowerConnection, claim: Claim) -> Diagnosis:
+        return Diagnosis(
+            "duplicate-rank",
+            f"all {count(self.roll.world_size, 'node')} of the job are there already",
+            who=f"the agent on {claim.identity} came from {follower.came_from}",
+            why="it has no --node-rank, and no number is free",
+            fix="start as many agents as --nnodes says, or end the job that is left over at this address",
+            hosts=(claim.identity.host,),
+        )
+
+    def _complete(self, *, one_host: bool) -> None:  # noqa: ARG002  # the signature of Coordinator
+        self.on_change()
+
+    def _refuse(self, diagnosis: Diagnosis, now: float) -> None:
+        super()._refuse(diagnosis, now)
+        self.on_change()
+
+    def _show_waiting(self, waits: Waits) -> None:
+        self.on_waiting(waits.explanation)
+        for follower in self.members.values():
+            follower.send(Waiting(waits.explanation))
+
+    def disconnected(self, connection: Connection, how: str) -> None:
+        """Handle the end of an agent's connection."""
+        arrival = connection.arrival
+        if (
+            self.completed_at is None
+            or arrival is None
+            or not isinstance(connection, FollowerConnection)
+            or self.members.get(arrival.rank) is not connection
+        ):
+            super().disconnected(connection, how)
+            return
+        del self.members[arrival.rank]
+        self.roll.leave(arrival, time.monotonic())
+        super().disconnected(connection, how)
+        self.on_lost(connection, how)
+
+
+class Leader:
+    """The `NodeRole` of node 0. Created when the agents' roll call is open."""
+
+    def __init__(
+        self, job: Job, coordinator: AgentCoordinator, *, address: str, token: str, has_shared_token: bool
+    ) -> None:
+        """``address`` is this node's own; ``has_shared_token`` says that every node was given the token."""
         self.job, self.address, self.token = job, address, token
         self.master = job.master or Address(address, 0)
         self.attempt: Attempt | None = None
-        self.say: Callable[[str], None] = lambda _: None
-        self._shared = shared
-        self._seats = seats
-        self._far = Far(self._pass_on)
-        self._hosting: Hosting | None = None
+        self.message: Callable[[str], None] = lambda _: None
+        self.number = 0
+        self._has_shared_token = has_shared_token
+        self._agents = coordinator
+        self._agents.on_message, self._agents.on_lost = self._received, self._lost
+        self._tunnel = CoordinatorTunnel(self._send_channel)
+        self._host: CoordinatorHost | None = None
         self._port: socket.socket | None = None
         self._hosts: list[str] = []
-        self.number = 0
         self._changed = asyncio.Event()
-        self._finishing: float | None = None
-        self._stories: dict[int, Story] = {}
-        self._still: dict[int, tuple[bool, bool]] = {}
-        self._losses: list[Loss] = []
-        self._urging = Urging({})
-        self._stopped, self._by = 0, ""
-        self._times = 0
-        self._said = 0.0
-        seats.on_message, seats.on_lost = self._heard, self._lost
+        # When the workers of all nodes are expected to end by themselves; None while the attempt is not ending.
+        self._ending_s: float | None = None
+        self._reports: dict[int, NodeReport] = {}
+        self._stall_states: dict[int, tuple[bool, bool]] = {}
+        self._losses: list[NodeLoss] = []
+        self._stop_counter = StopCounter()
+        self._stopped, self._stopped_by = 0, ""
+        self._own_stops = 0
+        self._noticed_s = 0.0
 
     # The roll call -----------------------------------------------------------------------------------------
 
     async def gather(self) -> None:
-        """Wait for the agents of all nodes, or raise why they do not come together."""
-        present = self._seats.roll.present
+        """Wait for the agents of all nodes; raise the reason where they do not all arrive."""
+        present = self._agents.roll.present
         while True:
-            await self._decided()
+            self._agents.on_change = self._changed.set
+            while not self._agents.decided and not self._stopped:
+                await self._wait()
             if self._stopped:
-                raise Stopped(self._stopped, self._by)
-            if self._seats.refused is not None:
-                # Those who are still starting should be given the same words.
-                await self._seats.finished.wait()
-                raise error(self._seats.refused)
+                raise RendezvousStopped(self._stopped, self._stopped_by)
+            if self._agents.refused is not None:
+                # Agents that are still starting receive the same diagnosis.
+                await self._agents.finished.wait()
+                raise error(self._agents.refused)
             if len(present) == self.job.nodes:
                 break
-            # One was lost in the moment after it came.
-            self._seats.reopen(self.job.timeout_s)
+            # A node was lost right after its arrival.
+            self._agents.reopen(self.job.timeout_s)
         claims = [present[node].claim for node in range(self.job.nodes)]
         self._hosts = [claim.identity.host for claim in claims]
         self.job = self.job._replace(node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
-        token = "" if self._shared else self.token
-        for node, envoy in self._seats.members.items():
-            envoy.order(Seated(node, list(self.job.layout), self._hosts, token))
+        token = "" if self._has_shared_token else self.token
+        for node, follower in self._agents.members.items():
+            follower.send_message(JobLayout(node, list(self.job.layout), self._hosts, token))
 
-    async def _decided(self) -> None:
-        """Wait until the roll call is over, or someone asked for the end."""
-        self._seats.on_change = self._changed.set
-        while not self._seats.decided and not self._stopped:
-            self._changed.clear()
-            await self._changed.wait()
+    async def _wait(self, timeout_s: float | None = None) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def _name(self, node: int) -> str:
-        arrival = self._seats.roll.present.get(node)
+        arrival = self._agents.roll.present.get(node)
         host = self._hosts[node] if self._hosts else arrival.claim.identity.host if arrival is not None else ""
         return f"node {node} ({host})" if host else f"node {node}"
 
-    # Orders ------------------------------------------------------------------------------------------------
+    # To the followers --------------------------------------------------------------------------------------
 
-    def _all(self, message: FromConvenor, but: int = -1) -> None:
-        for node, envoy in list(self._seats.members.items()):
-            if node != but:
-                envoy.order(message)
+    def _send_all(self, message: FromLeader, excluded: int = -1) -> None:
+        for node, follower in list(self._agents.members.items()):
+            if node != excluded:
+                follower.send_message(message)
 
-    def _pass_on(self, node: int, message: Data | Shut) -> None:
-        envoy = self._seats.members.get(node)
-        if envoy is not None:
-            envoy.order(message)
+    def _send_channel(self, node: int, message: ChannelData | ChannelClosed) -> None:
+        follower = self._agents.members.get(node)
+        if follower is not None:
+            follower.send_message(message)
 
-    async def begin(self, number: int) -> End | None:
-        """Start the attempt on all nodes; where a seat is empty, wait for someone to take it."""
-        empty = [node for node in range(self.job.nodes) if node not in self._seats.roll.present]
-        if empty:
-            # Also one that told its story and was lost after it.
+    async def begin(self, number: int) -> AttemptResult | None:
+        """Start the attempt on all nodes; where one was lost, wait for its agent to be started again."""
+        missing = [node for node in range(self.job.nodes) if node not in self._agents.roll.present]
+        if missing:
+            # A node may also have been lost after its report, which is no `NodeLoss`.
             names = {loss.node: str(loss) for loss in self._losses}
-            lost = " and ".join(names.get(node, self._name(node)) for node in empty)
-            self.say(f"waiting for {lost}: the job goes on once the agent there is started again (--timeout)")
-            self._seats.on_waiting = self._say_seldom
-            self._seats.reopen(self.job.timeout_s)
+            lost = " and ".join(names.get(node, self._name(node)) for node in missing)
+            self.message(f"waiting for {lost}: the job goes on once the agent there is started again (--timeout)")
+            self._agents.on_waiting = self._notice
+            self._agents.reopen(self.job.timeout_s)
             try:
                 await self.gather()
-            except Stopped:
-                return self._ended_while_waiting()
+            except RendezvousStopped:
+                return self._stopped_while_waiting()
         self.number = number
-        self._stories, self._still, self._losses, self._finishing = {}, {}, [], None
+        self._reports, self._stall_states, self._losses, self._ending_s = {}, {}, [], None
         if self.job.master is None:
-            self._port = keep_port(self.address)
-            place = self.job.coordinator.host if self.job.coordinator is not None else self.address
-            self.master = Address(place, self._port.getsockname()[1])
-        self._all(Begin(number, self.master.host, self.master.port))
+            self._port = reserve_port(self.address)
+            host = self.job.coordinator.host if self.job.coordinator is not None else self.address
+            self.master = Address(host, self._port.getsockname()[1])
+        self._send_all(StartAttempt(number, self.master.host, self.master.port))
         return None
 
-    def _say_seldom(self, line: str) -> None:
+    def _notice(self, line: str) -> None:
         now = time.monotonic()
-        if now - self._said >= _SAY_S:
-            self._said = now
-            self.say(line)
+        if now - self._noticed_s >= _NOTICE_S:
+            self._noticed_s = now
+            self.message(line)
 
-    def _ended_while_waiting(self) -> End:
-        words = f"allhands: the job was stopped on {self._by} while it waited for a node\n"
-        end = End(128 + self._stopped, words, "")
-        self._all(Over(self.number, again=False, exit_code=end.exit_code, words=words, report=""))
-        return end
+    def _stopped_while_waiting(self) -> AttemptResult:
+        text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
+        over = AttemptOver(self.number, restart=False, exit_code=128 + self._stopped, text=text, report="")
+        self._send_all(over)
+        return AttemptResult(over.exit_code, text, "")
 
-    async def host(self, name: str) -> None:
-        """Start the coordinator of the ranks; those of other nodes come to it through their agents."""
-        self._hosting = Hosting(name, self.token.encode(), self._far.attach)
-        hosting = self._hosting
-        self._far.coordinator = lambda: hosting.coordinator
-        await hosting.start()
+    async def serve(self, socket_name: str) -> None:
+        """Start the ranks' coordinator; ranks of other nodes reach it through their agents."""
+        host = CoordinatorHost(socket_name, self.token.encode(), self._tunnel.attach)
+        self._host = host
+        self._tunnel.coordinator = lambda: host.coordinator
+        await host.start()
 
-    def failing(self) -> None:
-        """A worker here failed: the others end theirs."""
-        self._finish(EXPLAIN_S)
+    def worker_failed(self) -> None:
+        """End the attempt on the other nodes."""
+        self._end_attempt(EXPLAIN_S)
 
-    def _finish(self, patience_s: float, but: int = -1) -> None:
-        if self._finishing is None:
-            self._finishing = time.monotonic() + patience_s
-            self._all(Finish(self.number, patience_s), but)
+    def _end_attempt(self, wait_s: float, excluded: int = -1) -> None:
+        if self._ending_s is None:
+            self._ending_s = time.monotonic() + wait_s
+            self._send_all(EndAttempt(self.number, wait_s), excluded)
 
-    def still(self, *, still: bool, inside: bool) -> None:
-        """Note it of this node."""
-        self._stands(0, still=still, inside=inside)
+    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
+        """Entry it for this node."""
+        self._note_stall(0, stalled=stalled, in_collective=in_collective)
 
-    def _stands(self, node: int, *, still: bool, inside: bool) -> None:
-        self._still[node] = (still, inside)
-        # A node whose workers are all gone in good order holds nobody up.
-        running = [each for each in (0, *self._seats.members) if each not in self._stories]
-        if self._finishing is None and stands_still(running, self._still):
-            self._finishing = time.monotonic()
-            self._all(Inquire(self.number))
+    def _note_stall(self, node: int, *, stalled: bool, in_collective: bool) -> None:
+        self._stall_states[node] = (stalled, in_collective)
+        # Nodes whose workers have all ended are not waited for.
+        running = [each for each in (0, *self._agents.members) if each not in self._reports]
+        if self._ending_s is None and job_stalled(running, self._stall_states):
+            self._ending_s = time.monotonic()
+            self._send_all(CollectStacks(self.number))
             if self.attempt is not None:
-                self.attempt.inquire()
+                self.attempt.end_stalled()
 
     def stop(self, number: int) -> int:
-        """Someone asked here: tell every node who it was."""
-        self._times += 1
-        return self._urge(0, number, self._times)
+        """Send the request to every node, with this node's name."""
+        self._own_stops += 1
+        return self._stop(0, number, self._own_stops)
 
-    def _urge(self, node: int, number: int, times: int) -> int:
+    def _stop(self, node: int, number: int, times: int) -> int:
         name = self._name(node)
-        self._stopped, self._by = self._stopped or number, self._by or name
-        self._finishing = self._finishing or time.monotonic()
-        self._all(Stop(number, name, times), but=node)
+        self._stopped, self._stopped_by = self._stopped or number, self._stopped_by or name
+        self._ending_s = self._ending_s or time.monotonic()
+        self._send_all(Stop(number, name, times), excluded=node)
         self._changed.set()
-        return self._urging.more(name, times)
+        return self._stop_counter.add(name, times)
 
-    # What is told ------------------------------------------------------------------------------------------
+    # From the followers ------------------------------------------------------------------------------------
 
-    def _heard(self, envoy: Envoy, message: FromDelegate) -> None:
-        node = envoy.rank
+    def _received(self, follower: FollowerConnection, message: FromFollower) -> None:
+        node = follower.rank
         match message:
-            case Opened() | Data() | Shut():
-                self._far.heard(node, envoy.came_from, message)
-            case Failing(attempt) if attempt == self.number:
-                self._finish(EXPLAIN_S, but=node)
+            case ChannelOpened() | ChannelData() | ChannelClosed():
+                self._tunnel.received(node, follower.came_from, message)
+            case WorkerFailed(attempt) if attempt == self.number:
+                self._end_attempt(EXPLAIN_S, excluded=node)
                 if self.attempt is not None:
-                    self.attempt.finish()
-            case Still(attempt, still, inside) if attempt == self.number:
-                self._stands(node, still=still, inside=inside)
-            case Stopping(number, times):
-                more = self._urge(node, number, times)
-                if more:
-                    self.say(f"{self._name(node)} was asked to stop: ending the job")
-                for _ in range(more):
+                    self.attempt.end()
+            case StallChanged(attempt, stalled, in_collective) if attempt == self.number:
+                self._note_stall(node, stalled=stalled, in_collective=in_collective)
+            case RequestStop(number, times):
+                stops = self._stop(node, number, times)
+                if stops:
+                    self.message(f"{self._name(node)} was asked to stop: ending the job")
+                for _ in range(stops):
                     if self.attempt is not None:
                         self.attempt.stop(number)
-            case Told(attempt, story, clock_s) if attempt == self.number:
-                self._stories[node] = shifted(story, time.monotonic() - clock_s)
+            case ReportNode(attempt, report, clock_s) if attempt == self.number:
+                self._reports[node] = on_local_clock(report, time.monotonic() - clock_s)
                 self._changed.set()
             case _:
-                pass  # Of an attempt that is over, or a Pong.
+                pass  # Of an earlier attempt, or a Pong.
 
-    def _lost(self, envoy: Envoy, how: str) -> None:
-        node = envoy.rank
-        self._far.lose(node, f"the agent of its node was lost: {how}")
-        if node not in self._stories:
-            self._losses.append(self._loss(node, envoy.came_from, how, envoy.received_at))
-        self._finish(EXPLAIN_S)
+    def _lost(self, follower: FollowerConnection, how: str) -> None:
+        node = follower.rank
+        self._tunnel.node_lost(node, f"the agent of its node was lost: {how}")
+        if node not in self._reports:
+            self._losses.append(self._loss(follower, how))
+        self._end_attempt(EXPLAIN_S)
         if self.attempt is not None:
-            self.attempt.finish()
+            self.attempt.end()
         self._changed.set()
 
-    def _loss(self, node: int, address: str, how: str, at_s: float, *, observed: bool = True) -> Loss:
-        ranks = ranks_of(self.job.layout, node)
-        host = self._hosts[node] if self._hosts else ""
-        return Loss(node, host, address, ranks, how, at_s, time.monotonic(), observed=observed)
+    def _loss(self, follower: FollowerConnection, how: str, *, observed: bool = True) -> NodeLoss:
+        node = follower.rank
+        return NodeLoss(
+            node,
+            self._hosts[node] if self._hosts else "",
+            follower.came_from,
+            self.job.ranks_of_node(node),
+            how,
+            heard_s=follower.received_at,
+            seen_s=time.monotonic(),
+            observed=observed,
+        )
 
     # The end -----------------------------------------------------------------------------------------------
 
-    async def settle(self, story: Story) -> End:
-        """Wait for the stories of all nodes, judge, and tell everyone."""
-        self._stories[0] = story
-        await self._collect()
-        hosting, self._hosting = self._hosting, None
-        if hosting is not None:
-            await hosting.close()
+    async def settle(self, report: NodeReport) -> AttemptResult:
+        """Wait for the reports of all nodes, judge, and send the verdict to every node."""
+        self._reports[0] = report
+        await self._collect_reports()
+        host = self._host
+        await self._close_attempt()
+        merged = merge_reports(self._reports)
+        verdict = judge(
+            merged.outcomes,
+            [] if host is None else host.findings,
+            merged.stall,
+            self._stopped,
+            stopped_by=self._stopped_by,
+            lost=self._losses,
+        )
+        restart = should_restart(self.job, verdict, self.number, stopped=bool(self._stopped))
+        ended = result(self.job, self.number, verdict, merged.outcomes, merged.leftovers, restart=restart)
+        brief = brief_text(verdict) if verdict is not None else ""
+        self._send_all(AttemptOver(self.number, restart, ended.exit_code, brief, ended.report))
+        return ended
+
+    async def _collect_reports(self) -> None:
+        while missing := [follower for node, follower in self._agents.members.items() if node not in self._reports]:
+            timeout_s = 1.0
+            if self._ending_s is not None:
+                left_s = self._ending_s + self.job.grace_s + SILENCE_TIMEOUT_S - time.monotonic()
+                if left_s <= 0:
+                    self._losses += [self._loss(follower, "", observed=False) for follower in missing]
+                    return
+                timeout_s = min(timeout_s, left_s)
+            for follower in missing:
+                quiet_s = time.monotonic() - follower.received_at
+                if quiet_s >= SILENCE_NOTICE_S:
+                    self._notice(f"waiting for {silence_text(self._name(follower.rank), quiet_s)}")
+            await self._wait(timeout_s)
+
+    async def _close_attempt(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            await host.close()
         if self._port is not None:
             self._port.close()
             self._port = None
-        whole = merge(self._stories)
-        findings = [] if hosting is None else hosting.findings
-        verdict = judge(whole.outcomes, findings, whole.hanging, self._stopped, by=self._by, lost=self._losses)
-        repeat = again(self.job, verdict, self.number, stopped=bool(self._stopped))
-        found = report(self.job, self.number, verdict, whole)
-        end = End(0 if verdict is None else verdict.exit_code, last_words(verdict, whole), found, again=repeat)
-        brief = verdict_text.brief(verdict) if verdict is not None else ""
-        self._all(Over(self.number, again=repeat, exit_code=end.exit_code, words=brief, report=found))
-        return end
-
-    async def _collect(self) -> None:
-        while missing := [node for node in self._seats.members if node not in self._stories]:
-            pause = 1.0
-            if self._finishing is not None:
-                left = self._finishing + self.job.grace_s + PATIENCE_S - time.monotonic()
-                if left <= 0:
-                    self._losses += [self._silent(node) for node in missing]
-                    return
-                pause = min(pause, left)
-            for node in missing:
-                self._say_silence(node)
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause)
-
-    def _say_silence(self, node: int) -> None:
-        """Say that an agent does not answer: it is asked every second. Nobody knows whether it will go on."""
-        envoy = self._seats.members[node]
-        quiet_s = time.monotonic() - envoy.received_at
-        if quiet_s >= SILENT_S:
-            self._say_seldom(f"waiting for {silence(self._name(node), quiet_s)}")
-
-    def _silent(self, node: int) -> Loss:
-        envoy = self._seats.members[node]
-        return self._loss(node, envoy.came_from, "", envoy.received_at, observed=False)
 
     async def close(self) -> None:
-        """Let the others read the last word, then end every connection."""
-        if self._hosting is not None:
-            await self._hosting.close()
-            self._hosting = None
-        if self._port is not None:
-            self._port.close()
-            self._port = None
-        self._all(Closing())
-        self._seats.on_lost = lambda *_: self._changed.set()
+        """Wait a moment for the followers to read the verdict, then close every connection."""
+        await self._close_attempt()
+        self._send_all(Closing())
+        self._agents.on_lost = lambda *_: self._changed.set()
         deadline = time.monotonic() + _GOODBYE_S
-        while self._seats.members and (left := deadline - time.monotonic()) > 0:
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
-        await self._seats.close()
+        while self._agents.members and (left_s := deadline - time.monotonic()) > 0:
+            await self._wait(left_s)
+        await self._agents.close()
+
+
+# What follows from the reports of all nodes. Pure. ----------------------------------------------------------------
+
+
+def on_local_clock(report: NodeReport, offset_s: float) -> NodeReport:
+    """Return a report of another node with ``offset_s`` added to its times."""
+    return msgspec.structs.replace(report, outcomes=[_shifted(outcome, offset_s) for outcome in report.outcomes])
+
+
+def _shifted(outcome: Outcome, offset_s: float) -> Outcome:
+    record = dict(outcome.record)
+    if "at_s" in record:
+        record["at_s"] = float(record["at_s"]) + offset_s
+    return msgspec.structs.replace(
+        outcome,
+        record=record,
+        ended_s=outcome.ended_s + offset_s,
+        # 0 where no signal was sent.
+        sent_s=outcome.sent_s + offset_s if outcome.sent else 0.0,
+    )
+
+
+def merge_reports(reports: Mapping[int, NodeReport]) -> NodeReport:
+    """Return one report of all nodes; leftovers name their node."""
+    nodes = sorted(reports)
+    outcomes = [outcome for node in nodes for outcome in reports[node].outcomes]
+    leftovers = [f"node {node}: {each}" for node in nodes for each in reports[node].leftovers]
+    stopped = next((report.stopped for report in reports.values() if report.stopped), 0)
+    stalls = [stall for node in nodes if (stall := reports[node].stall) is not None]
+    merged = None
+    if stalls:
+        merged = Stall(
+            recordings={rank: each for stall in stalls for rank, each in stall.recordings.items()},
+            stacks={rank: text for stall in stalls for rank, text in stall.stacks.items()},
+            states={rank: state for stall in stalls for rank, state in stall.states.items()},
+            pids={rank: pid for stall in stalls for rank, pid in stall.pids.items()},
+            after_s=max(stall.after_s for stall in stalls),
+        )
+    return NodeReport(sorted(outcomes, key=lambda outcome: outcome.rank), merged, stopped, leftovers)
+
+
+def job_stalled(nodes: Iterable[int], states: Mapping[int, tuple[bool, bool]]) -> bool:
+    """Return whether every one of ``nodes`` makes no progress, and one of them has a rank in a collective.
+
+    ``states`` has what `NodeRole.stall_changed` reported for each node.
+    """
+    known = [states.get(node, (False, False)) for node in nodes]
+    return bool(known) and all(stalled for stalled, _ in known) and any(inside for _, inside in known)

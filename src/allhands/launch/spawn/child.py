@@ -11,23 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..record import exited, raised, write
-from ..worker import follow
+from ..worker import die_with_parent, exception_record, system_exit_record, write_exit_record
 
-__all__ = ["NAME", "UNGUARDED", "Descriptor", "Order", "importing", "run"]
+__all__ = ["PROCESS_NAME", "REENTERED_STATUS", "ChildTask", "InheritedFd", "is_importing_main", "run"]
 
-# How such a process is called in multiprocessing, followed by its rank; known before the script is imported again.
-NAME = "allhands-rank-"
+# The name of such a process in multiprocessing, followed by its rank; set before the script is imported again.
+PROCESS_NAME = "allhands-rank-"
 
-# How a process ends that came to `spawn` again while it imported the script; none of the shell's or the signals'.
-UNGUARDED = 96
+# The exit status of a process that called `spawn` while it imported the script; not one of a shell or a signal.
+REENTERED_STATUS = 96
 
-# What Ctrl-C means to a shell.
+# A shell's exit status after Ctrl-C.
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-class Descriptor:
-    """An open file that is to be open in the child too, whatever the start method."""
+class InheritedFd:
+    """A descriptor that stays open in the child, whatever the start method."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -35,77 +34,79 @@ class Descriptor:
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        return _received, (DupFd(self.number),)
+        return _receive_fd, (DupFd(self.number),)
 
 
-def _received(duplicate: Any) -> Descriptor:
-    return Descriptor(duplicate.detach())
+def _receive_fd(duplicate: Any) -> InheritedFd:
+    return InheritedFd(duplicate.detach())
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a child is to do. ``direct`` is whether the kernel's word of the parent's death can be relied on."""
+class ChildTask:
+    """What a child runs, and the descriptors for what it leaves."""
 
     rank: int
     parent: int
+    # Whether PR_SET_PDEATHSIG works: the parent's main thread starts the process directly.
     direct: bool
     results: bool
     environment: Mapping[str, str]
-    dropped: tuple[str, ...]
-    record: Descriptor
-    fatal: Descriptor
-    board: Descriptor
-    parcel: Descriptor
+    removed_variables: tuple[str, ...]
+    record: InheritedFd
+    fatal: InheritedFd
+    board: InheritedFd
+    # Receives the pickle of the return value or the exception.
+    result: InheritedFd
 
 
-def importing() -> bool:
-    """Tell whether this process is still importing the script; a child of `spawn` that comes here ends at once."""
+def is_importing_main() -> bool:
+    """Return whether this process is still importing the script; a child of `spawn` exits at once instead."""
     import multiprocessing
 
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False):
         return False
-    if process.name.startswith(NAME):
+    if process.name.startswith(PROCESS_NAME):
         # Not sys.exit: the fork server does not pass its status on, and the script may catch it.
-        os._exit(UNGUARDED)
+        os._exit(REENTERED_STATUS)
     return True
 
 
-def run(order: Order, function: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Call ``function`` as this rank; what it returns or raises goes into the parcel, how it ended into the record."""
-    record = order.record.number
-    _settle(order)
-    write(record, {"begun": True}, final=False)
+def run(task: ChildTask, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Call ``function`` as this rank; store its result or exception, and write the exit record."""
+    record = task.record.number
+    _set_up(task)
+    write_exit_record(record, {"begun": True}, final=False)
     try:
-        value = function(order.rank, *args)
-        if order.results:
-            _pack(order, value)
+        value = function(task.rank, *args)
+        if task.results:
+            _store_result(task, value)
     except SystemExit as problem:
-        write(record, exited(problem))
+        write_exit_record(record, system_exit_record(problem))
         raise
-    except BaseException as problem:  # noqa: BLE001  # told to the parent, which raises it
-        _fail(order, problem)
-    write(record, {"end": "done"})
+    except BaseException as problem:  # noqa: BLE001  # raised by the parent
+        _fail(task, problem)
+    write_exit_record(record, {"end": "done"})
 
 
-def _settle(order: Order) -> None:
-    if order.direct:
-        follow(order.parent)
+def _set_up(task: ChildTask) -> None:
+    if task.direct:
+        die_with_parent(task.parent)
     else:
-        _watch(order.parent)
-    for each in (order.record, order.fatal, order.board, order.parcel):
+        _watch_parent(task.parent)
+    for each in (task.record, task.fatal, task.board, task.result):
         os.set_inheritable(each.number, False)
     import faulthandler
 
-    faulthandler.enable(order.fatal.number)
-    for name in order.dropped:
+    faulthandler.enable(task.fatal.number)
+    for name in task.removed_variables:
         os.environ.pop(name, None)
-    os.environ.update(order.environment)
-    os.environ["ALLHANDS_RECORDER_FD"] = f"{order.board.number}:{os.getpid()}"
+    os.environ.update(task.environment)
+    os.environ["ALLHANDS_RECORDER_FD"] = f"{task.board.number}:{os.getpid()}"
 
 
-def _watch(parent: int) -> None:
-    """Die when ``parent`` does, though it is not this process's parent, or the thread that started us may end first."""
+def _watch_parent(parent: int) -> None:
+    """Die with ``parent`` where it is not this process's parent, or where its starting thread may end first."""
     import select
     import threading
 
@@ -123,36 +124,36 @@ def _watch(parent: int) -> None:
     threading.Thread(target=wait, args=(pidfd,), name="allhands-parent", daemon=True).start()
 
 
-def _fail(order: Order, problem: BaseException) -> None:
+def _fail(task: ChildTask, problem: BaseException) -> None:
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    write(order.record.number, raised(problem, trace))
-    # Where it cannot be pickled, the parent has its words alone, which are in the record.
+    write_exit_record(task.record.number, exception_record(problem, trace))
+    # Where it cannot be pickled, the parent has its text from the exit record.
     with contextlib.suppress(Exception):
-        _put(order.parcel.number, problem)
-    # In the middle of `except`, so that the end of the group finds the exception and tells the others.
+        _write_pickle(task.result.number, problem)
+    # Inside `except`, so that the exit handler of the group finds the exception and reports it to the other ranks.
     sys.exit(_INTERRUPTED if isinstance(problem, KeyboardInterrupt) else 1)
 
 
-def _pack(order: Order, value: object) -> None:
+def _store_result(task: ChildTask, value: object) -> None:
     try:
-        _put(order.parcel.number, value)
+        _write_pickle(task.result.number, value)
     except Exception as problem:
         from ...errors import fail
 
         raise fail(
             "invalid-argument",
-            f"what rank {order.rank} returned cannot be handed to the parent",
-            who=f"rank {order.rank} (pid {os.getpid()}), which returned a {type(value).__name__}",
+            f"what rank {task.rank} returned cannot be handed to the parent",
+            who=f"rank {task.rank} (pid {os.getpid()}), which returned a {type(value).__name__}",
             why=f"{type(problem).__name__}: {problem}",
             fix="return what pickle can take (numbers, lists, tensors), or leave results=True out",
-            ranks=(order.rank,),
+            ranks=(task.rank,),
         ) from problem
 
 
-def _put(descriptor: int, value: object) -> None:
-    """Write the pickle of ``value``. Plain pickle: what torch shares between processes would die with this one."""
+def _write_pickle(descriptor: int, value: object) -> None:
+    # Plain pickle: memory that torch.multiprocessing would share is gone with this process.
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
     with open(descriptor, "wb", closefd=False) as file:

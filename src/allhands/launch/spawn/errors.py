@@ -1,8 +1,9 @@
-"""What the parent of `allhands.spawn` raises: the verdict on its ranks, as an exception that is torch's too."""
+"""The exceptions of `allhands.spawn`: the verdict on its ranks, as subclasses of torch's exceptions."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,17 +11,19 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ...diagnosis import Diagnosis, ranks
 from ...errors import AllhandsError, SpawnFailed
-from .. import verdict_text
 from ..verdict import Outcome, Verdict
+from ..verdict_text import culprit_lines, last_call_lines
 
-__all__ = ["SpawnExited", "SpawnRaised", "explain"]
+__all__ = ["SpawnExited", "SpawnRaised", "spawn_error"]
 
-# A parent prints the whole exception; the first tracebacks tell who is to blame.
+# The whole exception is printed; more tracebacks than this add nothing.
 _MOST_TRACES = 4
+
+_MOST_LEFTOVERS = 8
 
 
 class SpawnRaised(SpawnFailed, ProcessRaisedException):
-    """A rank raised. `.error_index` is its rank, `.error_pid` its process, `__cause__` what it raised."""
+    """A rank raised. `.error_index` is its rank, `.error_pid` its process, `__cause__` its exception."""
 
     def __init__(self, diagnosis: Diagnosis, error_index: int, error_pid: int) -> None:
         AllhandsError.__init__(self, diagnosis)
@@ -32,7 +35,7 @@ class SpawnRaised(SpawnFailed, ProcessRaisedException):
 
 
 class SpawnExited(SpawnFailed, ProcessExitedException):
-    """A rank exited, or was killed: `.exit_code` below 0 is a signal, whose name is `.signal_name`."""
+    """A rank exited or was killed: `.exit_code` below 0 is a signal, whose name is `.signal_name`."""
 
     def __init__(
         self, diagnosis: Diagnosis, error_index: int, error_pid: int, exit_code: int, signal_name: str | None = None
@@ -48,22 +51,24 @@ class SpawnExited(SpawnFailed, ProcessExitedException):
 
 
 for _class in (SpawnRaised, SpawnExited):
-    # The name to catch it by, as for the other exceptions.
+    # The public name, as of the other exceptions.
     _class.__module__ = "allhands"
 
 
-def explain(verdict: Verdict, leftovers: list[str], causes: dict[int, BaseException]) -> AllhandsError:
-    """Return the exception for ``verdict``; ``causes`` are the exceptions of ranks that could be pickled."""
+def spawn_error(
+    verdict: Verdict, leftovers: Sequence[str], causes: Mapping[int, BaseException | None]
+) -> AllhandsError:
+    """Return the exception for ``verdict``; ``causes`` has the ranks' own exceptions where they could be unpickled."""
     by_rank = {outcome.rank: outcome for outcome in verdict.outcomes}
     failed = [by_rank[rank] for rank in verdict.culprits if rank in by_rank and by_rank[rank].status]
-    # A rank that is to blame although it ended well has no exception to raise; whom it left does.
+    # A culprit that exited with 0 has no exception; a rank that failed because of it does.
     first = (failed or [outcome for outcome in verdict.outcomes if outcome.status])[0]
-    calls = verdict_text.last_calls({outcome.rank: outcome.board for outcome in verdict.outcomes})
+    calls = last_call_lines({outcome.rank: outcome.recording for outcome in verdict.outcomes})
     why = [verdict.why, *(line.removeprefix("  ") for line in calls)]
     if leftovers:
-        why.append(f"ended what the ranks had left behind: {'; '.join(leftovers[:8])}")
-    who = verdict_text.culprits(verdict)
-    who += [f"{ranks(some)} only followed: {did}" for some, did in verdict.followers if did != "ended well"]
+        why.append(f"ended what the ranks had left behind: {'; '.join(leftovers[:_MOST_LEFTOVERS])}")
+    who = culprit_lines(verdict)
+    who += [f"{ranks(some)} only followed: {end}" for some, end in verdict.others if end != "ended well"]
     diagnosis = Diagnosis(
         "spawn-failed",
         verdict.what,
@@ -74,25 +79,29 @@ def explain(verdict: Verdict, leftovers: list[str], causes: dict[int, BaseExcept
         hosts=tuple(dict.fromkeys(outcome.host for outcome in failed)),
         traceback=_traces(verdict),
     )
-    diagnosis = _early(first, diagnosis)
+    if not first.record and first.status >= 0:
+        diagnosis = msgspec.structs.replace(
+            diagnosis,
+            why="it ended before the function was called: the script could not be imported again, or the function not "
+            "found (observed; its output is above)",
+            fix="see that the script can be imported by a process that does not run it, with the function at its top "
+            "level",
+        )
+    found: SpawnFailed = _exited(diagnosis, first)
     if first.raised:
-        made: SpawnFailed = SpawnRaised(diagnosis, first.rank, first.pid)
-    else:
-        made = SpawnExited(diagnosis, first.rank, first.pid, first.status, _signal(first.status))
-    made.__cause__ = causes.get(first.rank)
-    return made
+        found = SpawnRaised(diagnosis, first.rank, first.pid)
+    found.__cause__ = causes.get(first.rank)
+    return found
 
 
-def _early(first: Outcome, diagnosis: Diagnosis) -> Diagnosis:
-    """Say of a process that never came to the function why that is."""
-    if first.record or first.status < 0:
-        return diagnosis
-    why = "it ended before the function was called: the script could not be imported again, or the function not found"
-    return msgspec.structs.replace(
-        diagnosis,
-        why=why + " (observed; what it said is above)",
-        fix="see that the script can be imported by a process that does not run it, with the function at its top level",
-    )
+def _exited(diagnosis: Diagnosis, outcome: Outcome) -> SpawnExited:
+    name = None
+    if outcome.status < 0:
+        try:
+            name = signal.Signals(-outcome.status).name
+        except ValueError:
+            name = f"<Unknown signal {-outcome.status}>"
+    return SpawnExited(diagnosis, outcome.rank, outcome.pid, outcome.status, name)
 
 
 def _traces(verdict: Verdict) -> str:
@@ -101,12 +110,3 @@ def _traces(verdict: Verdict) -> str:
         return verdict.traces[0][1]
     parts = [f"of {ranks(who)}:\n{text.rstrip()}" for who, text in verdict.traces[:_MOST_TRACES]]
     return "\n".join(parts)
-
-
-def _signal(status: int) -> str | None:
-    if status >= 0:
-        return None
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"<Unknown signal {-status}>"

@@ -1,50 +1,57 @@
-"""`allhands.spawn`: ranks as children of this process, with what torch.multiprocessing.spawn takes and means."""
+"""`allhands.spawn`: ranks as children of this process, with the signature of torch.multiprocessing.spawn."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
 import secrets
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...environments.world import Address
-from ...errors import AllhandsError
-from .. import oom, process_tree, verdict_text
-from ..ending import EXPLAIN_S, LEFTOVER_S, Ending
-from ..job import Job
-from ..variables import MARK, STALE, variables
+from ...errors import AllhandsError, fail
+from .. import termination
+from ..exit_evidence import ExitEvidence, OomMonitor
+from ..options import Job
+from ..start import JOB_VARIABLE, OUTER_LAUNCHER_VARIABLES, worker_environment
+from ..termination import EXPLAIN_S, LEFTOVER_S, Termination
 from ..verdict import judge
-from . import refusing
-from .child import NAME, UNGUARDED, Order, importing, run
-from .coordinator_thread import Backstage
-from .offspring import Offspring
+from ..verdict_text import verdict_text
+from .child import PROCESS_NAME, REENTERED_STATUS, ChildTask, InheritedFd, is_importing_main, run
 
-__all__ = ["Children", "spawn"]
+if TYPE_CHECKING:
+    from ..coordinator_host import CoordinatorThread
+
+__all__ = ["SpawnContext", "spawn"]
 
 _log = logging.getLogger("allhands")
 
-# How soon a due signal or a leftover process is looked at again; ends of children are seen at once.
-_LOOK_S = 0.02
+# How often due signals and leftover processes are checked; the end of a child is seen at once.
+_TICK_S = 0.02
 
-# From the signal that asks a child to end to the one that ends it; the default of `allhands run --grace`.
+# The time from SIGTERM to SIGKILL; the default of `allhands run --grace`.
 _GRACE_S = 10.0
 
-# A terminal's Ctrl-C goes to the children too; one that is about to end is not interrupted a second time.
+# A terminal's Ctrl-C is sent to the children too; one that is about to end is not interrupted a second time.
 _INTERRUPT_S = 0.3
 
-# Children of this process that are not over, and so must not be passed on by a fork.
-_live: set[Children] = set()
+# How long the fork server may take to report the status of a process that ended, and how often it is polled.
+_STATUS_S, _STATUS_POLL_S = 5.0, 0.002
+
+# Contexts with running ranks, which a fork must not inherit.
+_live: set[SpawnContext] = set()
 
 
 def spawn(  # noqa: PLR0917  # torch's signature
@@ -59,25 +66,26 @@ def spawn(  # noqa: PLR0917  # torch's signature
 ) -> Any:
     """Run ``fn(rank, *args)`` in ``nprocs`` processes of this host, as torch.multiprocessing.spawn does.
 
-    Inside, `init_process_group()` needs no address, port, rank or size. Returns None once all are done; with
-    ``results=True`` the list of what they returned, by rank; with ``join=False`` at once, a `Children` to join. Where
-    a rank fails the others are ended, and SpawnRaised or SpawnExited is raised with its traceback and with who only
-    followed; its own exception is the ``__cause__`` where it can be pickled. Ctrl-C ends all, and so does the death of
-    this process. Raises ArgumentError, before a process is started, for what cannot be run in another process.
+    In ``fn``, `init_process_group()` needs no address, port, rank or size. Blocks until all ranks are done and returns
+    None, or with ``results=True`` the list of their return values, by rank; with ``join=False`` returns a
+    `SpawnContext` at once. Where a rank fails, the others are ended and SpawnRaised or SpawnExited is raised with its
+    traceback and the list of consequential failures; its own exception is the ``__cause__`` where it can be pickled.
+    Ctrl-C and the death of this process end all ranks. Raises ArgumentError, before a process is started, for a
+    function that cannot run in another process.
     """
-    if importing():
-        raise refusing.unguarded()
-    context = refusing.chosen(fn, nprocs, start_method, serving=bool(_live))
-    children = Children(fn, tuple(args), nprocs, daemon=daemon, context=context, results=results)
+    if is_importing_main():
+        raise _reentered()
+    context = _checked_context(fn, nprocs, start_method, has_ranks=bool(_live))
+    spawned = SpawnContext(fn, tuple(args), nprocs, daemon=daemon, context=context, results=results)
     if not join:
-        return children
-    while not children.join():
+        return spawned
+    while not spawned.join():
         pass
-    return children.results if results else None
+    return spawned.results if results else None
 
 
-class Children:
-    """The ranks that `spawn` started: torch's ProcessContext, and what they returned."""
+class SpawnContext:
+    """The running ranks of `spawn`, with the interface of torch's ProcessContext, and their return values."""
 
     def __init__(
         self,
@@ -91,135 +99,135 @@ class Children:
     ) -> None:
         self.processes: list[BaseProcess] = []
         self.results: list[Any] | None = None
-        self._wanted, self._daemon = results, daemon
+        self._want_results, self._daemon = results, daemon
         self._name = f"allhands-{secrets.token_hex(8)}"
-        self._offspring: list[Offspring] = []
-        self._backstage: Backstage | None = None
-        self._problem: AllhandsError | None = None
+        self._ranks: list[_SpawnedRank] = []
+        self._coordinator: CoordinatorThread | None = None
+        self._error: AllhandsError | None = None
         self._over = False
         self._failed = False
         self._exiting = False
         self._leftovers: list[str] = []
-        self._memory = oom.Memory()
-        # Kept bound and not listening, so that nobody else is given it: where torch's own env:// meets.
+        self._oom = OomMonitor()
+        # Bound and not listening, which reserves the port in MASTER_PORT for torch's own env://.
         self._master = socket.socket()
         try:
             self._master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._master.bind(("127.0.0.1", 0))
             token = secrets.token_hex(16)
             for rank in range(nprocs):
-                self._start(context, daemon, self._order(rank, nprocs, context, token), fn, args)
+                self._start(context, self._make_task(rank, nprocs, context, token), fn, args)
             _live.add(self)
-            # After the children, whose interpreters start meanwhile, and which may be forks.
-            self._backstage = Backstage(self._name, token)
+            # After the children: they may be forks, and their interpreters start during this slow import.
+            from ..coordinator_host import CoordinatorThread
+
+            self._coordinator = CoordinatorThread(self._name, token)
         except BaseException:
             self._kill()
             self._close()
             raise
         self._at_exit = multiprocessing.util.Finalize(None, self._exit, exitpriority=50)
 
-    def _order(self, rank: int, nprocs: int, context: BaseContext, token: str) -> Order:
+    def _make_task(self, rank: int, nprocs: int, context: BaseContext, token: str) -> ChildTask:
         job = Job(target="", name=self._name, local_world_size=nprocs)
-        kept = {name: os.environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if name in os.environ}
-        found = variables(
+        inherited = {name: os.environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if name in os.environ}
+        environment = worker_environment(
             job,
             rank,
             0,
             coordinator=f"unix:{self._name}",
             token=token,
             master=Address(*self._master.getsockname()),
-            environment=kept,
+            environment=inherited,
         )
-        # Nobody is elastic here, and threads are the caller's business, as in torch's own spawn.
-        elastic = [name for name in found if name.startswith("TORCHELASTIC_")]
-        ours = {name: value for name, value in found.items() if name not in {*elastic, "OMP_NUM_THREADS"}}
-        made = Offspring(rank, self._name)
-        self._offspring.append(made)
-        main = threading.current_thread() is threading.main_thread()
-        return made.order(
-            parent=os.getpid(),
-            direct=main and context.get_start_method() != "forkserver",
-            results=self._wanted,
-            environment=ours,
-            dropped=(*STALE, *elastic),
+        # There is no elastic agent, and as in torch's spawn the number of threads is the caller's.
+        elastic = [name for name in environment if name.startswith("TORCHELASTIC_")]
+        for name in (*elastic, "OMP_NUM_THREADS"):
+            environment.pop(name, None)
+        spawned = _SpawnedRank(rank, self._name)
+        self._ranks.append(spawned)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        return spawned.task(
+            direct=in_main_thread and context.get_start_method() != "forkserver",
+            results=self._want_results,
+            environment=environment,
+            removed_variables=(*OUTER_LAUNCHER_VARIABLES, *elastic),
         )
 
-    def _start(
-        self, context: BaseContext, daemon: bool, order: Order, fn: Callable[..., object], args: tuple[Any, ...]
-    ) -> None:
+    def _start(self, context: BaseContext, task: ChildTask, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # each context has its own
-            target=run, args=(order, fn, args), name=f"{NAME}{order.rank}", daemon=daemon
+            target=run, args=(task, fn, args), name=f"{PROCESS_NAME}{task.rank}", daemon=self._daemon
         )
         try:
             process.start()
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, ValueError) as problem:
-            # It is pickled before the process is started; where it was started, this is something else.
+            # Pickling precedes the start; an error after the start is another one.
             if process.pid is not None:
                 raise
-            raise refusing.unpicklable(problem, fn, args) from problem
+            raise _unpicklable(problem, fn, args) from problem
         self.processes.append(process)
-        self._offspring[order.rank].started(process)
+        self._ranks[task.rank].started(process)
 
     # torch's ProcessContext --------------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
         """Return the pids of the ranks, in order."""
-        return [each.pid for each in self._offspring]
+        return [each.pid for each in self._ranks]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until a rank ends, at most ``timeout`` seconds; return whether all have.
 
-        Where one failed, the others have ``grace_period`` (2 s) to end by themselves and say why, and as long (10 s)
+        Where one failed, the others have ``grace_period`` (2 s) to report and exit by themselves, and as long (10 s)
         after SIGTERM until SIGKILL; then SpawnRaised or SpawnExited is raised.
         """
-        if self._problem is not None:
-            raise self._problem
+        if self._error is not None:
+            raise self._error
         if self._over:
             return True
         try:
             self._wait(timeout)
-            if any(each.failed for each in self._offspring):
+            if any(each.failed for each in self._ranks):
                 self._failed = True
                 self._end(signal.SIGTERM, EXPLAIN_S if grace_period is None else grace_period, grace_period)
-            if any(each.alive for each in self._offspring):
+            if any(each.alive for each in self._ranks):
                 return False
-            self._leftover()
+            self._end_leftovers()
         except BaseException:
             self._interrupt()
             raise
         self._finish()
         return True
 
-    @property
-    def _unguarded(self) -> bool:
-        """Whether a child came to `spawn` again while it imported the script."""
-        return any(each.status == UNGUARDED and not each.record() for each in self._offspring)
-
     # The end -----------------------------------------------------------------------------------------------
 
-    def _wait(self, timeout: float | None) -> None:
-        alive = {each.pidfd: each for each in self._offspring if each.alive}
-        for pidfd in Offspring.wait(list(alive), timeout):
-            alive[pidfd].reap()
-            self._memory.look(alive[pidfd].pid)
+    @property
+    def _was_reentered(self) -> bool:
+        """Whether a child called `spawn` while it imported the script."""
+        return any(each.status == REENTERED_STATUS and not each.record() for each in self._ranks)
 
-    def _end(self, polite: int, patience_s: float, grace_s: float | None = None) -> None:
-        """Wait for the end of all: ``patience_s`` by themselves, then by the signal ``polite``, then by SIGKILL."""
-        ending = Ending(_GRACE_S if grace_s is None else grace_s, polite=polite)
-        ending.fail(time.monotonic(), 0.0 if self._unguarded else patience_s)
-        while any(each.alive for each in self._offspring):
+    def _wait(self, timeout_s: float | None) -> None:
+        alive = {each.pidfd: each for each in self._ranks if each.alive}
+        for pidfd in _wait_for_exit(list(alive), timeout_s):
+            alive[pidfd].reap()
+            self._oom.sample()
+
+    def _end(self, first_signal: int, wait_s: float, grace_s: float | None = None) -> None:
+        """Wait ``wait_s`` for the ranks to exit, then send ``first_signal``, then SIGKILL."""
+        ending = Termination(_GRACE_S if grace_s is None else grace_s, first_signal=first_signal)
+        ending.begin(time.monotonic(), 0.0 if self._was_reentered else wait_s)
+        while any(each.alive for each in self._ranks):
             number = ending.due(time.monotonic())
-            for each in self._offspring:
-                if number:
-                    each.send(number)
-            self._wait(_LOOK_S)
+            if number:
+                for each in self._ranks:
+                    each.end(number)
+            self._wait(_TICK_S)
 
     def _interrupt(self) -> None:
-        """Ctrl-C, here or in all: end everything; a second one ends it at once."""
+        """End everything after Ctrl-C; a second one kills."""
         self._failed = True
         try:
             self._end(signal.SIGINT, _INTERRUPT_S)
-            self._leftover()
+            self._end_leftovers()
         except BaseException:
             self._kill()
             raise
@@ -227,77 +235,79 @@ class Children:
             self._close()
 
     def _kill(self) -> None:
-        for each in self._offspring:
-            each.send(signal.SIGKILL)
-        process_tree.kill(self._others(), signal.SIGKILL)
-        for each in self._offspring:
+        for each in self._ranks:
+            each.end(signal.SIGKILL)
+        termination.send_signal(self._other_processes(), signal.SIGKILL)
+        for each in self._ranks:
             each.reap()
 
-    def _others(self) -> list[int]:
-        """Return the processes that the ranks started and that are still there, by what only those have."""
-        ours = {each.pid for each in self._offspring}
-        found = {*process_tree.marked(MARK, f"unix:{self._name}"), *process_tree.holding(f"{self._name}-record")}
-        return [pid for pid in found - ours if process_tree.running(pid)]
+    def _other_processes(self) -> list[int]:
+        """Return the running processes that the ranks started: they inherited a variable or the exit record."""
+        ranks = {each.pid for each in self._ranks}
+        found = {
+            *termination.with_variable(JOB_VARIABLE, f"unix:{self._name}"),
+            *termination.holders_of_memfd(f"{self._name}-record"),
+        }
+        return [pid for pid in found - ranks if termination.is_running(pid)]
 
-    def _leftover(self) -> None:
-        """End what outlives the ranks: a moment to go by itself, then SIGTERM, then SIGKILL."""
-        ending = Ending(_GRACE_S)
-        ending.fail(time.monotonic(), 0.0 if self._failed else LEFTOVER_S)
-        while others := self._others():
+    def _end_leftovers(self) -> None:
+        """End processes that outlive the ranks: wait a moment, then SIGTERM, then SIGKILL."""
+        ending = Termination(_GRACE_S)
+        ending.begin(time.monotonic(), 0.0 if self._failed else LEFTOVER_S)
+        while others := self._other_processes():
             number = ending.due(time.monotonic())
             if number:
                 if not self._leftovers:
-                    self._leftovers = [f"pid {pid}: {process_tree.command(pid)[:200]}" for pid in others]
-                process_tree.kill(others, number)
-            time.sleep(_LOOK_S)
+                    self._leftovers = [f"pid {pid}: {termination.command_line(pid)[:200]}" for pid in others]
+                termination.send_signal(others, number)
+            time.sleep(_TICK_S)
 
     def _finish(self) -> None:
-        """All are gone: raise what is to be raised, and gather what they returned."""
-        findings = self._backstage.close() if self._backstage is not None else []
-        outcomes = [each.outcome(self._memory) for each in self._offspring]
+        """Judge, now that all processes are gone; raise the error or collect the return values."""
+        findings = self._coordinator.close() if self._coordinator is not None else []
+        outcomes = [each.outcome(self._oom) for each in self._ranks]
         try:
             verdict = judge(outcomes, findings)
-            if self._unguarded:
-                self._problem = refusing.unguarded()
+            if self._was_reentered:
+                self._error = _reentered()
             elif verdict is not None and self._exiting:
-                # What torch registers at import is refused by an interpreter that ends.
-                sys.stderr.write(verdict_text.words(verdict, self._leftovers))
+                # torch cannot be imported by an interpreter that exits: it registers exit handlers.
+                sys.stderr.write(verdict_text(verdict, self._leftovers))
             elif verdict is not None:
-                # Here, because it imports torch.
-                from .errors import explain
+                # Imports torch.
+                from .errors import spawn_error
 
-                causes = {each.rank: each.parcel() for each in self._offspring if each.failed}
-                found = {rank: cause for rank, cause in causes.items() if isinstance(cause, BaseException)}
-                self._problem = explain(verdict, self._leftovers, found)
-            elif self._wanted:
-                self.results = [each.returned() for each in self._offspring]
+                causes = {each.rank: each.exception() for each in self._ranks if each.failed}
+                self._error = spawn_error(verdict, self._leftovers, causes)
+            elif self._want_results:
+                self.results = [each.returned() for each in self._ranks]
         except AllhandsError as problem:
-            self._problem = problem
+            self._error = problem
         finally:
             self._close()
-        if self._problem is not None:
-            raise self._problem
+        if self._error is not None:
+            raise self._error
         if self._leftovers:
             _log.warning("ended what the ranks had left behind: %s", "; ".join(self._leftovers))
 
     def _close(self) -> None:
         self._over = True
         _live.discard(self)
-        if self._backstage is not None:
-            self._backstage.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         self._master.close()
-        for each in self._offspring:
+        for each in self._ranks:
             each.close()
 
     def _exit(self) -> None:
-        """Nobody has joined them, and the interpreter ends: what multiprocessing does, and then what `join` does."""
+        """At exit of an interpreter that did not join: end daemons as multiprocessing does, join the others."""
         if self._over:
             return
         self._exiting = True
         try:
             if self._daemon or isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
                 self._end(signal.SIGTERM if self._daemon else signal.SIGINT, 0.0 if self._daemon else _INTERRUPT_S)
-                self._leftover()
+                self._end_leftovers()
                 self._close()
                 return
             while not self.join():
@@ -305,16 +315,218 @@ class Children:
         except AllhandsError as problem:
             sys.stderr.write(f"{type(problem).__name__}: {problem}\n")
 
-    def disown(self) -> None:
-        """In a fork of the parent: close what would pass for being one of the ranks."""
-        for each in self._offspring:
+    def close_in_fork(self) -> None:
+        """Close, in a fork of the parent, the descriptors by which processes of the ranks are found."""
+        for each in self._ranks:
             each.close()
 
 
-def _forget() -> None:
-    for children in _live:
-        children.disown()
+def _close_all_in_fork() -> None:
+    for context in _live:
+        context.close_in_fork()
     _live.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_all_in_fork)
+
+
+class _SpawnedRank(ExitEvidence):
+    """One rank as its parent sees it: its evidence, in memory of the parent, and its process once it is started."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        super().__init__(rank, f"{name}-record")
+        self.pidfd = -1
+        self._process: BaseProcess | None = None
+        self._result = os.memfd_create("allhands-result", os.MFD_CLOEXEC)
+
+    def task(
+        self, *, direct: bool, results: bool, environment: Mapping[str, str], removed_variables: tuple[str, ...]
+    ) -> ChildTask:
+        """Return the argument of `child.run` for this rank."""
+        return ChildTask(
+            rank=self.rank,
+            parent=os.getpid(),
+            direct=direct,
+            results=results,
+            environment=environment,
+            removed_variables=removed_variables,
+            record=InheritedFd(self._record),
+            fatal=InheritedFd(self._fatal),
+            board=InheritedFd(self.board),
+            result=InheritedFd(self._result),
+        )
+
+    def started(self, process: BaseProcess) -> None:
+        """Entry the process. Its pidfd shows its end; multiprocessing's sentinel is also held by its children."""
+        self._process, self.pid = process, process.pid or 0
+        self.started_s = time.monotonic()
+        self.pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was started and its end has not been seen yet."""
+        return self._process is not None and self.status is None
+
+    def reap(self) -> None:
+        """Wait for its end, and note it."""
+        if self._process is None or self.status is not None:
+            return
+        _wait_for_exit([self.pidfd], None)
+        self.ended_s = time.monotonic()
+        # Not join with a timeout: that waits for the processes that were forked from it.
+        while self._process.exitcode is None and time.monotonic() < self.ended_s + _STATUS_S:
+            time.sleep(_STATUS_POLL_S)
+        self.status = self._process.exitcode
+        if self.status is None:
+            # A SIGCHLD handler of the user's has reaped it; the exit record is left.
+            self.status = 0 if self.record().get("end") == "done" else 1
+        else:
+            self._process.join()
+
+    def end(self, number: int) -> None:
+        """Send a signal that should end it, unless it is ending; SIGKILL in any case."""
+        if not self.alive or (number != signal.SIGKILL and "end" in self.record()):
+            return
+        self._note_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def exception(self) -> BaseException | None:
+        """Return the exception that it stored; None where it cannot be unpickled here."""
+        try:
+            found = self._unpickle()
+        except Exception:  # noqa: BLE001  # the user's class may raise anything
+            return None
+        return found if isinstance(found, BaseException) else None
+
+    def returned(self) -> object:
+        """Return the function's return value; raise ArgumentError, naming the rank, where there is none."""
+        end = self.record().get("end")
+        if end == "done" and not os.fstat(self._result).st_size:
+            return None  # It called sys.exit().
+        if end != "done":
+            raise self._no_result("the process ended with status 0 before the function returned: os._exit")
+        try:
+            return self._unpickle()
+        except Exception as problem:
+            raise self._no_result(f"{type(problem).__name__}: {problem}") from problem
+
+    def _no_result(self, why: str) -> AllhandsError:
+        return fail(
+            "invalid-argument",
+            f"there is no result of rank {self.rank}",
+            who=f"rank {self.rank} (pid {self.pid})",
+            why=why,
+            fix="return what both processes can import, from the end of the function",
+            ranks=(self.rank,),
+        )
+
+    def _unpickle(self) -> object:
+        os.lseek(self._result, 0, os.SEEK_SET)
+        with open(self._result, "rb", closefd=False) as file:
+            return pickle.load(file)  # noqa: S301  # written by our own child, into memory that no other process has
+
+    def close(self) -> None:
+        """Close the descriptors; no evidence can be read afterwards."""
+        for name in ("pidfd", "board", "_record", "_fatal", "_result"):
+            if getattr(self, name) >= 0:
+                os.close(getattr(self, name))
+                setattr(self, name, -1)
+
+
+def _wait_for_exit(pidfds: list[int], timeout_s: float | None) -> list[int]:
+    """Wait until one of the processes ends; return those that have."""
+    poller = select.poll()
+    for pidfd in pidfds:
+        poller.register(pidfd, select.POLLIN)
+    return [pidfd for pidfd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)] if pidfds else []
+
+
+# What cannot be spawned, reported before a process is started where possible --------------------------------------
+
+
+def _checked_context(fn: Callable[..., object], nprocs: int, start_method: str, *, has_ranks: bool) -> BaseContext:
+    """Return multiprocessing's context for ``start_method``; raise ArgumentError for what it cannot run.
+
+    ``has_ranks`` says that this process has ranks of another spawn.
+    """
+    methods = multiprocessing.get_all_start_methods()
+    if start_method not in methods:
+        raise _refusal(f"start_method={start_method!r} does not exist here", "", f"use one of {', '.join(methods)}")
+    if not callable(fn):
+        raise _refusal(f"{fn!r} is not a function", "", "pass the function first: spawn(fn, args=(...), nprocs=2)")
+    if type(nprocs) is not int or nprocs < 1:
+        raise _refusal(f"nprocs={nprocs!r} is not a number of processes", "", "pass at least 1")
+    if start_method == "fork":
+        _check_fork(has_ranks=has_ranks)
+    else:
+        _check_importable(fn, start_method)
+    return multiprocessing.get_context(start_method)
+
+
+def _check_fork(*, has_ranks: bool) -> None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        raise _refusal(
+            'start_method="fork" in a process that has a process group',
+            "a fork shares the group's connections and memory, but none of the threads that serve them",
+            'call destroy_process_group() first, or use start_method="spawn"',
+        )
+    if has_ranks:
+        raise _refusal(
+            'start_method="fork" while this process serves the ranks of another spawn',
+            "a fork would hold their coordinator's connections open",
+            'join those first, or use start_method="spawn"',
+        )
+
+
+def _check_importable(fn: Callable[..., object], start_method: str) -> None:
+    """Refuse a function that another process cannot find by importing its module."""
+    name = getattr(fn, "__qualname__", "")
+    if not name:
+        return
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    interactive = getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file))  # noqa: PTH110
+    if "<" in name:
+        why = f"{name} has no name at the top level of a module, by which another process could find it"
+    elif getattr(fn, "__module__", "") == "__main__" and interactive:
+        why = f"{name} was typed into a notebook or a prompt, which another process cannot import"
+    else:
+        return
+    raise _refusal(
+        f'{name} cannot be run with start_method="{start_method}"',
+        why,
+        'pass start_method="fork" (before anything uses CUDA), or move the function to a file that can be imported',
+    )
+
+
+def _unpicklable(problem: Exception, fn: Callable[..., object], args: tuple[Any, ...]) -> AllhandsError:
+    """Return the error that names the argument that cannot be pickled."""
+    culprit = "fn or args"
+    for name, value in [("fn", fn), *((f"args[{index}]", value) for index, value in enumerate(args))]:
+        try:
+            pickle.dumps(value)
+        except Exception:  # noqa: BLE001  # pickling may raise anything
+            culprit = f"{name}, a {type(value).__name__},"
+            break
+    return _refusal(
+        f"{culprit} cannot be sent to another process",
+        f"{type(problem).__name__}: {problem}",
+        'pass what pickle can take (names at the top level of a module, plain data, tensors), or start_method="fork"',
+    )
+
+
+def _refusal(what: str, why: str, fix: str) -> AllhandsError:
+    return fail("invalid-argument", f"spawn: {what}", who=f"this process (pid {os.getpid()})", why=why, fix=fix)
+
+
+def _reentered() -> AllhandsError:
+    return fail(
+        "invalid-argument",
+        "the script calls spawn whenever it is imported",
+        who="every process that spawn started: each imports the script to find the function",
+        why='the call is not under `if __name__ == "__main__":` (observed: the children called it again)',
+        fix='put the call, and what only the parent is to do, under `if __name__ == "__main__":`; '
+        'or pass start_method="fork"',
+    )

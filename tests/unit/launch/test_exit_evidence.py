@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from allhands.launch.oom import counter, limit, victim
+from allhands.launch.exit_evidence import find_oom_kill, memory_limit, oom_kill_count
 
 LOG = [
     "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
@@ -13,20 +13,21 @@ LOG = [
 ]
 
 
-def test_the_kernels_words() -> None:
-    """The line that names the process is found, in the words of old and new kernels, and no other."""
-    assert victim(812, LOG) == LOG[2]
-    assert victim(77, LOG) == LOG[3]
-    assert victim(78, LOG) == ""
-    assert victim(81, LOG) == ""
+def test_find_oom_kill() -> None:
+    """The line that names the process is found, in the format of old and new kernels, and no other."""
+    assert find_oom_kill(812, LOG) == LOG[2]
+    assert find_oom_kill(77, LOG) == LOG[3]
+    assert find_oom_kill(78, LOG) == ""
+    assert find_oom_kill(81, LOG) == ""
 
 
-def test_both_versions_of_control_groups(tmp_path: Path) -> None:
-    """Kills and limits are read from version 2 and version 1, and their absence is none."""
-    assert (counter(tmp_path), limit(tmp_path)) == (0, None)
+def test_cgroup_versions(tmp_path: Path) -> None:
+    """Kills and limits are read from version 2 and version 1, and absent files give none."""
+    group = str(tmp_path)
+    assert (oom_kill_count(group), memory_limit(group)) == (0, None)
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
     (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert (counter(tmp_path), limit(tmp_path)) == (2, None)
+    assert (oom_kill_count(group), memory_limit(group)) == (2, None)
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 3\noom_kill 3\noom_group_kill 0\n")
     (tmp_path / "memory.max").write_text("157286400\n")
-    assert (counter(tmp_path), limit(tmp_path)) == (3, 157286400)
+    assert (oom_kill_count(group), memory_limit(group)) == (3, 157286400)
