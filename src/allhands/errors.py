@@ -25,7 +25,7 @@
           ├── AlreadyInitialised
           └── AlreadyDestroyed
 
-Its subclasses SpawnRaised and SpawnExited are in `launch.spawn.errors`: they are also torch's ProcessRaisedException and
+Its subclasses SpawnRaised, SpawnExited are in `launch.spawn.errors`: they are also torch's ProcessRaisedException and
 ProcessExitedException, which have slots and so cannot be adopted later.
 
 Each carries a `Diagnosis`: `.slug`, `.ranks`, `.hosts` are for programs, `str()` is for people.
