@@ -1,8 +1,8 @@
 /* Hands: threads of a rank that help with a large call where there are cores for them. One core moves a quarter of what the
  * memory of a common machine could; the hands of a rank share the tensor between them, each with the same hand of the
  * other ranks, in counters and slots of its own. What is reduced, and in which order, does not depend on how many there are. */
-#ifndef ALLHANDS_HANDS_H
-#define ALLHANDS_HANDS_H
+#ifndef ALLHANDS_HELPER_THREADS_H
+#define ALLHANDS_HELPER_THREADS_H
 
 #include "shm/segment.h"
 

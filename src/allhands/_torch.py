@@ -42,6 +42,7 @@ __all__ = [
     "loader_iterator",
     "nccl",
     "optimizers_in_backward",
+    "options",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -103,6 +104,15 @@ def nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     made = c10d.ProcessGroupNCCL(store, rank, world_size, options)
     made._set_sequence_number_for_group()
+    return made
+
+
+def options(kind: Any, **values: Any) -> Any:
+    """Return one of torch's objects of options (`dist.AllreduceOptions`, ...) with ``values`` set that are not None."""
+    made = kind()
+    for name, value in values.items():
+        if value is not None:
+            setattr(made, name, value)
     return made
 
 

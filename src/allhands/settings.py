@@ -26,7 +26,7 @@ TABLE: dict[str, str] = {
     "ALLHANDS_TLS_CA": "certificate authority (PEM) by which members check the coordinator",
     "ALLHANDS_DESTROY_TIMEOUT": "seconds that destroy_process_group waits for peers (default 5)",
     "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
-    "ALLHANDS_HANDS": "threads of a rank that help with large tensors, up to 3 (default: one a spare core); rank 0's",
+    "ALLHANDS_HELPER_THREADS": "helper threads of each rank, up to 3 (default: one per spare core); rank 0's counts",
     "ALLHANDS_ENGINE": "shm (default), gloo or mpi: what moves CPU tensors; rank 0's setting counts",
     SEATS: "marks the processes that hold ranks' places in Open MPI's world (set by the engine mpi)",
     "ALLHANDS_CUDA": "auto, nccl, cuda_ipc or host: the way of CUDA tensors on one host; rank 0's setting counts",
@@ -63,7 +63,7 @@ class Settings(NamedTuple):
     destroy_timeout: float = 5.0
     slot_kib: int = 1024
     # As many as there are spare cores for, unless it is from 0 up.
-    hands: int = -1
+    helper_threads: int = -1
     mixed_versions: bool = False
     engine: str = ""
     cuda: str = ""

@@ -213,16 +213,16 @@ def test_a_root_that_is_killed_after_it_left_its_data_is_named() -> None:
         assert result["found"]["seconds"] < MOST_S
 
 
-# A rank that is killed while the group's memory is handed out: as it says who it is, or with the memory in its hands.
-# The others go on only once it is gone.
-HANDING = {
-    "greets": "handing._Greeting = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
-    "has it": "shm._pidfds = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+# A rank that is killed while the group's memory is sent: as it identifies itself, or once it has the memory.
+# The others continue only once it is gone.
+FD_PASSING = {
+    "identifies itself": "fd_passing._Hello = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+    "has the memory": "shm._pidfds = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
 }
-HANDED = """
+SENT = """
 import os, signal, time
 import allhands as dist
-from allhands.engines.shm import fd_passing as handing
+from allhands.engines.shm import fd_passing
 from allhands.engines.shm import engine as shm
 
 real = shm._pidfds
@@ -242,10 +242,10 @@ say(found=attempt(meet))
 """
 
 
-@pytest.mark.parametrize("moment", HANDING)
-def test_a_rank_that_is_killed_while_memory_is_handed_out_is_named(moment: str) -> None:
+@pytest.mark.parametrize("moment", FD_PASSING)
+def test_a_rank_that_is_killed_while_memory_is_sent_is_named(moment: str) -> None:
     """Whoever notices that it is gone, before or after the coordinator tells, says peer-lost and blames that rank."""
-    results = harness.launch(HANDED.format(dies=HANDING[moment]), 3)
+    results = harness.launch(SENT.format(dies=FD_PASSING[moment]), 3)
     assert results[1].returncode == -signal.SIGKILL
     for result in (results[0], results[2]):
         assert result["found"]["slug"] == "peer-lost", result["found"]

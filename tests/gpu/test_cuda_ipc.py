@@ -86,13 +86,13 @@ for count in (5_000_011, 300, 40_000_003, 2_000_000):
     came = torch.empty(sum(rows[i][rank] for i in range(size)))
     dist.all_to_all_single(came, given, [rows[i][rank] for i in range(size)], rows[rank])
     assert torch.equal(came, torch.cat([torch.full((rows[i][rank],), 10.0 * i + rank) for i in range(size)]))
-say(way=type(dist.group.WORLD._via([x]).core).__name__)
+say(way=dist.group.WORLD._via([x]).engine.name)
 dist.destroy_process_group()
 """,
         3,
     )
     check(results)
-    assert {result["way"] for result in results} == {"Card"}
+    assert {result["way"] for result in results} == {"cuda_ipc"}
 
 
 def test_large_sums_in_two_steps() -> None:

@@ -55,7 +55,8 @@ REDUCE = (
 dist.init_process_group("gloo", os.environ["METHOD"], 20, size, rank)
 x = torch.full((100_000,), float(rank + 1))
 dist.all_reduce(x)
-say(sum=float(x[0]), same=bool((x == x[0]).all()), peers=sorted({host for host, _ in session.current().wire._peers}),
+peers = sorted({host for host, _ in session.current().connections._peers})
+say(sum=float(x[0]), same=bool((x == x[0]).all()), peers=peers,
     name=socket.gethostbyname(socket.gethostname()))
 dist.destroy_process_group()
 """

@@ -18,7 +18,7 @@ TOLD_S = 2.0
 
 # Every kind of call, on sizes around those where the way changes: the record's room, one rail or all, a piece.
 EVERY_CALL = """
-assert type(dist.group.WORLD.engine).__name__ == "Rails", dist.group.WORLD.engine
+assert dist.group.WORLD.engine.name == "hierarchical", dist.group.WORLD.engine
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool)
 for number, count in enumerate((1, 63, 65, 8193, 40_003, 600_001)):
     for kind in KINDS[number % 2 :: 2] if count < 100_000 else KINDS[:3]:
@@ -106,14 +106,14 @@ for group, members in ((near, (2, 3)), (far, (1, 2))):
         x = torch.full((70_000,), float(rank))
         dist.all_reduce(x, group=group)
         assert x[0] == sum(members)
-        found.append(type(group.engine).__name__)
+        found.append(group.engine.name)
 say(found=found)
 dist.destroy_process_group()
 """,
             LAYOUT,
         )
     )
-    assert [result["found"] for result in results] == [[], ["Relay"], ["Shm", "Relay"], ["Shm"]]
+    assert [result["found"] for result in results] == [[], ["gloo"], ["shm", "gloo"], ["shm"]]
 
 
 def test_a_host_without_room_makes_all_go_the_slow_way(network: Making) -> None:
@@ -123,12 +123,12 @@ def test_a_host_without_room_makes_all_go_the_slow_way(network: Making) -> None:
     source = """
 x = torch.ones(1000)
 dist.all_reduce(x)
-say(engine=type(dist.group.WORLD.engine).__name__, sum=x[0].item())
+say(engine=dist.group.WORLD.engine.name, sum=x[0].item())
 dist.destroy_process_group()
 """
     each = made.each(LAYOUT, {2: {"ALLHANDS_SLOT_KIB": "1000000000"}})
     for result in well(launch(FORM + source, 4, env, each=each)):
-        assert (result["engine"], result["sum"]) == ("Relay", 4.0)
+        assert (result["engine"], result["sum"]) == ("gloo", 4.0)
 
 
 @pytest.mark.parametrize("victim", [1, 2])

@@ -27,7 +27,7 @@ def threads():
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 """
 
-MANY = {"ALLHANDS_HANDS": "3"}
+MANY = {"ALLHANDS_HELPER_THREADS": "3"}
 
 
 def test_hands_give_the_same_and_go_with_the_group() -> None:
@@ -53,8 +53,8 @@ dist.destroy_process_group()
 say(sum=made.hexdigest(), more=more, left=threads())
 """,
             2,
-            {"ALLHANDS_HANDS": "1"},
-            each={0: {"ALLHANDS_HANDS": hands}},
+            {"ALLHANDS_HELPER_THREADS": "1"},
+            each={0: {"ALLHANDS_HELPER_THREADS": hands}},
         )
         harness.well(results)
         assert [result["more"] for result in results] == [int(hands)] * 2

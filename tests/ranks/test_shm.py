@@ -442,7 +442,7 @@ parts = [torch.full((70_000,), 10.0 * rank + each) for each in range(size)]
 got = [torch.empty(70_000) for _ in range(size)]
 dist.all_to_all(got, parts)
 assert [each[-1].item() for each in got] == [10.0 * each + rank for each in range(size)]
-say(bytes=dist.group.WORLD.engine.size_bytes)
+say(bytes=dist.group.WORLD.engine.segment_nbytes)
 dist.destroy_process_group()
 """,
         2,

@@ -134,7 +134,7 @@ def test_tensors_above_four_gibibytes_over_mpi(name: str) -> None:
 def test_tensors_above_four_gibibytes(name: str) -> None:
     """Every byte is right, and no rank takes more memory for the call than the segment that it has had all along."""
     hands = 3 if name == "all_reduce" else 0
-    for result in _run(name, {"ALLHANDS_HANDS": str(hands)}):
+    for result in _run(name, {"ALLHANDS_HELPER_THREADS": str(hands)}):
         # For each of two ranks four slots of a MiB and two for messages, with their pages, envelopes, cards and sheets;
         # and for each of its hands slots of 64 KiB with theirs.
         assert result["segment"] <= 2 * ((6 << 20) + (440 << 10) + hands * (280 << 10))

@@ -147,7 +147,7 @@ class Engines:
     def about(self) -> dict[str, str]:
         """Return the versions of what is measured."""
         if self._plan.engine == "shm":
-            shared = getattr(self._ours.engine, "size_bytes", 0) / 2**20
+            shared = getattr(self._ours.engine, "segment_nbytes", 0) / 2**20
             on_each = " on each host" if self._plan.hosts > 1 else ""
             ours = f"{allhands.__version__} ({shared:.1f} MiB of shared memory{on_each}, whatever the size)"
         else:

@@ -1,48 +1,62 @@
-"""What one rank calls, as the ranks of a group tell each other before data moves, and what they make of it.
+"""A fingerprint: the record by which the ranks of a group compare a call before data moves, and how they judge it.
 
-Nothing here communicates: every rank looks at the same records and comes to the same judgement.
+Every rank judges the same records and reaches the same result. `CallRing` keeps the records of one host's ranks in
+shared memory, for groups whose calls another library performs.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
+import time
 from collections.abc import Sequence
 
 import msgspec
-import torch
 
 from ..diagnosis import majority
 from ..diagnosis.majority import Judgement
-from .shm import engine as shm
+from .dtypes import DTYPES, REDUCTION_NAMES, operation_name
+from .shm.fd_passing import FdPassing
 
-__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "judge", "judge_sizes", "unpack"]
+__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "CallRing", "judge", "judge_sizes", "unpack"]
 
-# Sequence, bytes, kind, reduction, type, root, flags: what must be the same on every rank. Then how long the text is.
+# Sequence, bytes, operation, reduction, type, root, flags: what must be the same on every rank. Then the text's length.
 _HEAD = struct.Struct("<QQIIIiI")
 HEAD_BYTES = _HEAD.size
-# The sequence by itself, which comes first.
+# The sequence alone, which is the first field.
 SEQUENCE = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 
-# Four cache lines. The network does not tell 64 bytes from 256, and a line of a script fits with its file.
+# Four cache lines: a network needs as long for 64 bytes, and the site of a call fits in.
 BYTES = 256
-_MOST_TEXT = BYTES - _HEAD.size - _LENGTH.size
+_MAX_TEXT = BYTES - _HEAD.size - _LENGTH.size
 
-# Past this a shape says no more to a reader, and would take the room of the file name.
-_MOST_SHAPE = 60
+# Characters of a shape and of a site; more of a shape would leave no room for the site.
+_MAX_FIELD = 60
 
 _UNEVEN, _REFUSED = 1, 2
-_BETWEEN = "\x1f"
+_SEPARATOR = "\x1f"
 
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in shm.DTYPES.items()}
-_SIZES = {code: torch.empty(0, dtype=dtype).element_size() for dtype, code in shm.DTYPES.items()}
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
+_SIZES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
+
+# Calls by which a rank of a `CallRing` may be ahead (`async_op`) and still be compared.
+_RING = 64
+
+# In a ring: the number of the call, from 1; then its record.
+_MARK = struct.Struct("=Q")
+_ENTRY = _MARK.size + BYTES
+
+# How long a difference waits for the calls of more ranks: two that differ do not show which of them is the odd one.
+_JUDGE_S, _POLL_S = 0.3, 0.002
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One rank's call. ``refused`` says why it cannot make it; ``uneven``, that its parts differ in size."""
+    """One rank's call. ``refused`` is why the rank cannot make it; ``uneven`` means that its parts differ in size."""
 
     sequence: int
-    kind: int
+    operation: int
     nbytes: int = 0
     reduction: int = 0
     dtype: int = 0
@@ -53,23 +67,23 @@ class Call(msgspec.Struct, frozen=True):
     refused: str = ""
 
     def pack(self) -> bytes:
-        """Return it as bytes, BYTES of them at most."""
+        """Return it as at most BYTES bytes."""
         flags = self.uneven * _UNEVEN | bool(self.refused) * _REFUSED
-        head = _HEAD.pack(self.sequence, self.nbytes, self.kind, self.reduction, self.dtype, self.root, flags)
-        # The end of a long path is what tells it from others.
-        words = _BETWEEN.join((self.shape[:_MOST_SHAPE], self.site[-_MOST_SHAPE:], self.refused))
-        text = words.encode()[:_MOST_TEXT]
+        head = _HEAD.pack(self.sequence, self.nbytes, self.operation, self.reduction, self.dtype, self.root, flags)
+        # Long paths differ at their end.
+        words = _SEPARATOR.join((self.shape[:_MAX_FIELD], self.site[-_MAX_FIELD:], self.refused))
+        text = words.encode()[:_MAX_TEXT]
         return head + _LENGTH.pack(len(text)) + text
 
     def words(self) -> str:
-        """Say it as a reader would: `called all_reduce of float32 x 4 by SUM, [2, 2] at train.py:41`."""
+        """Return it for messages: `called all_reduce of float32 x 4 by SUM, [2, 2], at train.py:41`."""
         if self.refused:
-            return f"cannot do its {shm.kind_name(self.kind)} at {self.site}: {self.refused}"
-        said = [f"called {shm.kind_name(self.kind)}"]
+            return f"cannot do its {operation_name(self.operation)} at {self.site}: {self.refused}"
+        said = [f"called {operation_name(self.operation)}"]
         if self.dtype:
             said.append(f"of {_NAMES.get(self.dtype, 'bytes')} x {self.nbytes // _SIZES.get(self.dtype, 1)}")
         if self.reduction:
-            said.append(f"by {shm.REDUCTION_NAMES[self.reduction]}")
+            said.append(f"by {REDUCTION_NAMES[self.reduction]}")
         if self.root >= 0:
             said.append(f"with root {self.root}")
         if self.uneven:
@@ -78,28 +92,28 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def unpack(record: bytes | memoryview) -> Call:
-    """Return the call that ``record`` is about."""
-    sequence, nbytes, kind, reduction, dtype, root, flags = _HEAD.unpack_from(record)
+    """Return the call that `Call.pack` made ``record`` of."""
+    sequence, nbytes, operation, reduction, dtype, root, flags = _HEAD.unpack_from(record)
     (length,) = _LENGTH.unpack_from(record, _HEAD.size)
     begin = _HEAD.size + _LENGTH.size
-    # A cut may have gone through a character, or through the last field.
+    # Text that was cut may end within a character or a field.
     text = bytes(record[begin : begin + length]).decode(errors="replace")
-    shape, site, refused = [*text.split(_BETWEEN, 2), "", ""][:3]
+    shape, site, refused = [*text.split(_SEPARATOR, 2), "", ""][:3]
     refused = (refused or "it did not say why") if flags & _REFUSED else ""
-    return Call(sequence, kind, nbytes, reduction, dtype, root, bool(flags & _UNEVEN), shape, site, refused)
+    return Call(sequence, operation, nbytes, reduction, dtype, root, bool(flags & _UNEVEN), shape, site, refused)
 
 
 def judge(calls: Sequence[Call], numbers: Sequence[int]) -> Judgement | None:
-    """Compare what everyone calls; None where it is the same. ``numbers`` are the ranks' names for the reader.
+    """Compare the calls of all ranks; None where they are the same. ``numbers`` are the ranks' names in messages.
 
-    What most ranks call is taken for what was meant; with as many on both sides, what the lowest rank calls. Sizes
-    are left out where someone's parts differ in size: those are compared pair by pair (`judge_sizes`).
+    The call of most ranks is taken as intended; in a tie, that of the lowest rank. Sizes are left out where the parts
+    of some rank differ in size: `judge_sizes` compares those pair by pair.
     """
     uneven = any(call.uneven for call in calls)
     keys = [
         (
             call.sequence,
-            call.kind,
+            call.operation,
             call.reduction,
             call.dtype,
             call.root,
@@ -116,10 +130,10 @@ def judge(calls: Sequence[Call], numbers: Sequence[int]) -> Judgement | None:
 def judge_sizes(
     gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]], calls: Sequence[Call], numbers: Sequence[int]
 ) -> Judgement | None:
-    """Compare, pair by pair, the bytes that ranks give with those that the other end expects; None where all fit.
+    """Compare, pair by pair, the bytes that a rank sends with those that the other expects; None where all fit.
 
-    ``gives[i][j]`` is what rank i has for rank j, ``takes[j][i]`` what j has room for. Whoever is in the most pairs
-    that do not fit is blamed.
+    ``gives[i][j]`` is what rank i sends to rank j, ``takes[j][i]`` what j expects. The ranks that are in the most pairs
+    that do not fit are the odd ones.
     """
     every = range(len(gives))
     wrong = [(i, j) for i in every for j in every if gives[i][j] != takes[j][i]]
@@ -133,3 +147,56 @@ def judge_sizes(
         for i, j in wrong[:8]
     ]
     return Judgement(tuple(odd), tuple(lines))
+
+
+class CallRing:
+    """The last calls of each rank of one host's group, in shared memory.
+
+    Each rank writes the record of its next call and compares it with those that others have written. So the last rank
+    sees a difference before its call begins, while the others still wait for it in their engine.
+    """
+
+    def __init__(self, fd_passing: FdPassing, key: str, rank: int, numbers: Sequence[int], timeout_s: float) -> None:
+        """Create or map the memory; each rank of the group does. ``numbers`` are the ranks' names in messages."""
+        self._rank = rank
+        self._names = list(numbers)
+        descriptor, _ = fd_passing.share(key, self._create, timeout_s)
+        try:
+            self._memory = memoryview(mmap.mmap(descriptor, len(self._names) * _RING * _ENTRY))
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _create(ranks: int, _: bytes) -> tuple[int, int]:
+        descriptor = os.memfd_create("allhands-calls", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, ranks * _RING * _ENTRY)
+        return descriptor, ranks * _RING * _ENTRY
+
+    def compare(self, call: Call) -> Judgement | None:
+        """Write this rank's next call; return how it differs from those of others, if it does."""
+        number, record = call.sequence + 1, call.pack()
+        at = self._place(self._rank, number)
+        # The mark is cleared first and set last: a concurrent reader finds no call.
+        _MARK.pack_into(self._memory, at, 0)
+        self._memory[at + _MARK.size : at + _MARK.size + len(record)] = record
+        _MARK.pack_into(self._memory, at, number)
+        head = record[:HEAD_BYTES]
+        if all(self._record(rank, number)[:HEAD_BYTES] == head for rank in self._arrived(number)):
+            return None
+        deadline = time.monotonic() + _JUDGE_S
+        while len(arrived := self._arrived(number)) < len(self._names) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        found = judge([unpack(self._record(rank, number)) for rank in arrived], [self._names[rank] for rank in arrived])
+        return Judgement(tuple(arrived[index] for index in found.odd), found.lines) if found is not None else None
+
+    def _arrived(self, number: int) -> list[int]:
+        """Return the ranks that have written call ``number``."""
+        marks = (_MARK.unpack_from(self._memory, self._place(rank, number)) for rank in range(len(self._names)))
+        return [rank for rank, mark in enumerate(marks) if mark == (number,)]
+
+    def _place(self, rank: int, number: int) -> int:
+        return (rank * _RING + number % _RING) * _ENTRY
+
+    def _record(self, rank: int, number: int) -> memoryview:
+        at = self._place(rank, number) + _MARK.size
+        return self._memory[at : at + BYTES]

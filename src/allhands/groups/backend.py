@@ -1,7 +1,7 @@
 """The process group that torch calls `allhands`: picks an engine for each call and says what went wrong.
 
-Where ranks share memory tensors go through it, between hosts by rails (`engines.rails`) or over Gloo (`engines.relay`);
-those of a GPU by way of the host's memory. Sparse tensors are left to Gloo.
+CPU tensors go to the group's engine (`engines.shm`, `hierarchical`, `gloo`), CUDA tensors to an engine of their device
+(`cuda_route`) or, where there is none, through host memory. Sparse tensors are left to Gloo.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .. import _core, _torch
-from ..engines.gloo.engine import Relay
+from ..engines.base import Engine, parts_of
+from ..engines.dtypes import dtype_code
+from ..engines.gloo.engine import GlooEngine
 from ..engines.hierarchical import engine as hierarchical
 from ..engines.shm import engine as shm
 from ..engines.shm.fd_passing import Apart
@@ -60,32 +62,23 @@ def create(options: Any, pg_options: Any) -> Any:
 
         return form(store, rank, ranks, options.group_id, gloo=gloo, session=session, timeout=options.timeout)
     engine = _engine(engine_name, store, gloo, rank, ranks, session=session, timeout=options.timeout)
-    kind = Group if isinstance(engine, shm.Shm) else WideGroup
+    kind = Group if engine.capabilities.one_host else WideGroup
     return kind(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
 
 
 def _engine(  # what a group is
     name: str, store: Store, gloo: Any, rank: int, ranks: list[int], *, session: _session.Session, timeout: timedelta
-) -> shm.Shm | Relay:
+) -> Engine:
     """Make the engine that fits the ranks of a group, Gloo's where that is ``name``; each of them calls this."""
     size, check = len(ranks), session.member.check
-    if name == "gloo" or (session.one_host and size > shm.MOST_RANKS):
-        return Relay(gloo, rank, ranks)
+    if name == "gloo" or (session.one_host and size > shm.MAX_RANKS):
+        return GlooEngine(gloo, rank, ranks)
     if session.one_host:
         # Ranks on one machine that cannot share memory all the same are on hosts of their own.
         with suppress(Apart):
             return shm.form(store, rank, size, timeout.total_seconds(), check)
-    address = session.wire.address or session.own_address
+    address = session.connections.address or session.own_address
     return hierarchical.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)
-
-
-def _options(kind: Any, **values: Any) -> Any:
-    """Return torch's options object with those of ``values`` that were given."""
-    made = kind()
-    for name, value in values.items():
-        if value is not None:
-            setattr(made, name, value)
-    return made
 
 
 @_torch.untraced
@@ -97,7 +90,7 @@ class Group(HostGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce to everyone."""
         if isinstance(tensors, torch.Tensor):
-            tensors, opts = [tensors], _options(dist.AllreduceOptions, reduceOp=opts, timeout=timeout)
+            tensors, opts = [tensors], _torch.options(dist.AllreduceOptions, reduceOp=opts, timeout=timeout)
         return self._reduce_each("all_reduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -109,22 +102,24 @@ class Group(HostGroup):
             return self._sparse(name, tensors, opts, can=True)
         via = self._via(tensors)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for _, alike in itertools.groupby(tensors, key=lambda tensor: tensor.dtype):
-                self._reduce_alike(name, list(alike), opts.reduceOp, via)
+                self._reduce_alike(name, list(alike), opts.reduceOp, via, timeout_ns)
 
         return self._do(name, run, tensors, opts, via)
 
-    def _reduce_alike(self, name: str, tensors: list[torch.Tensor], op: Any, via: Via) -> None:
+    def _reduce_alike(
+        self, name: str, tensors: list[torch.Tensor], op: Any, via: Via, timeout_ns: int
+    ) -> None:  # what a reduction is
         """Reduce tensors of one type to everyone."""
         dtype, reduction, factor = self._reduction(name, tensors[0], op)
-        if len(tensors) > 1 and isinstance(via.core, _core.Segment) and _core.apart(extents(tensors)):
+        if len(tensors) > 1 and via.engine.capabilities.tensor_lists and _core.apart(extents(tensors)):
             with Flats(tensors, factor=factor, device=via.device) as flats:
-                self._call(via.core.all_reduce_bundle, flats.places, dtype, reduction)
+                via.engine.all_reduce_list(flats.places, dtype, reduction, timeout_ns)
             return
         for tensor in tensors:
             with Flat(tensor, factor=factor, device=via.device) as flat:
-                self._call(via.core.all_reduce, *flat.place, dtype, reduction)
+                via.engine.all_reduce(*flat.place, dtype, reduction, timeout_ns)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce to the root."""
@@ -133,28 +128,28 @@ class Group(HostGroup):
             return self._sparse("reduce", tensors, opts)
         via = self._via(tensors)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for tensor in tensors:
                 dtype, reduction, factor = self._reduction("reduce", tensor, opts.reduceOp)
                 with Flat(tensor, back=self._rank == opts.rootRank, factor=factor, device=via.device) as flat:
-                    self._call(via.core.reduce, *flat.place, dtype, reduction, opts.rootRank)
+                    via.engine.reduce(*flat.place, dtype, reduction, opts.rootRank, timeout_ns)
 
         return self._do("reduce", run, tensors, opts, via)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Give the root's tensor to everyone."""
         if isinstance(tensors, torch.Tensor):
-            tensors, opts = [tensors], _options(dist.BroadcastOptions, rootRank=opts, timeout=timeout)
+            tensors, opts = [tensors], _torch.options(dist.BroadcastOptions, rootRank=opts, timeout=timeout)
         opts = opts or dist.BroadcastOptions()
         if not _dense(*tensors):
             return self._sparse("broadcast", tensors, opts)
         via = self._via(tensors)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for tensor in tensors:
                 with Flat(tensor, back=self._rank != opts.rootRank, device=via.device) as flat:
-                    code = shm.dtype_code(tensor.dtype)
-                    self._call(via.core.broadcast, *flat.place, code, opts.rootRank)
+                    code = dtype_code(tensor.dtype)
+                    via.engine.broadcast(*flat.place, code, opts.rootRank, timeout_ns)
 
         return self._do("broadcast", run, tensors, opts, via)
 
@@ -167,17 +162,17 @@ class Group(HostGroup):
             return self._sparse("all_gather", inputs, opts)
         via = self._via(inputs)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._gather_into(output, tensor, via)
+                self._gather_into(output, tensor, via, timeout_ns)
 
         return self._do("all_gather", run, [tensor for each in outputs for tensor in each], opts, via)
 
-    def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor, via: Via) -> None:
+    def _gather_into(self, outputs: _Tensors, tensor: torch.Tensor, via: Via, timeout_ns: int) -> None:
         self._same_number("all_gather", outputs)
         self._same_type("all_gather", tensor, *outputs)
         with Flat(tensor, back=False, device=via.device) as flat, Flats(outputs, device=via.device) as out:
-            self._call(via.core.all_gather, *flat.place, out.places, shm.dtype_code(tensor.dtype))
+            via.engine.all_gather(*flat.place, out.places, dtype_code(tensor.dtype), timeout_ns)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Give everyone's tensor to everyone, as one tensor."""
@@ -192,10 +187,10 @@ class Group(HostGroup):
             return self._sparse("all_gather_into_tensor", inputs, opts)
         via = self._via(inputs)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 with Flat(output, device=via.device) as flat:
-                    self._gather_into(self._equal_parts(flat.tensor), tensor, via)
+                    self._gather_into(self._equal_parts(flat.tensor), tensor, via, timeout_ns)
 
         return self._do("all_gather_into_tensor", run, outputs, opts, via)
 
@@ -214,15 +209,15 @@ class Group(HostGroup):
             return self._sparse("gather", inputs, opts)
         via = self._via(inputs)
 
-        def run() -> None:
-            code = shm.dtype_code(inputs[0].dtype)
+        def run(timeout_ns: int) -> None:
+            code = dtype_code(inputs[0].dtype)
             with Flat(inputs[0], back=False, device=via.device) as flat:
                 if self._rank != opts.rootRank:
-                    self._call(via.core.gather, *flat.place, None, code, opts.rootRank)
+                    via.engine.gather(*flat.place, None, code, opts.rootRank, timeout_ns)
                     return
                 self._same_number("gather", outputs[0])
                 with Flats(outputs[0], device=via.device) as out:
-                    self._call(via.core.gather, *flat.place, out.places, code, opts.rootRank)
+                    via.engine.gather(*flat.place, out.places, code, opts.rootRank, timeout_ns)
 
         return self._do("gather", run, [tensor for each in outputs for tensor in each], opts, via)
 
@@ -233,15 +228,15 @@ class Group(HostGroup):
             return self._sparse("scatter", outputs, opts)
         via = self._via(outputs)
 
-        def run() -> None:
-            code = shm.dtype_code(outputs[0].dtype)
+        def run(timeout_ns: int) -> None:
+            code = dtype_code(outputs[0].dtype)
             with Flat(outputs[0], device=via.device) as flat:
                 if self._rank != opts.rootRank:
-                    self._call(via.core.scatter, None, *flat.place, code, opts.rootRank)
+                    via.engine.scatter(None, *flat.place, code, opts.rootRank, timeout_ns)
                     return
                 self._same_number("scatter", inputs[0])
                 with Flats(inputs[0], back=False, device=via.device) as given:
-                    self._call(via.core.scatter, given.places, *flat.place, code, opts.rootRank)
+                    via.engine.scatter(given.places, *flat.place, code, opts.rootRank, timeout_ns)
 
         return self._do("scatter", run, outputs, opts, via)
 
@@ -254,35 +249,44 @@ class Group(HostGroup):
             return self._sparse("reduce_scatter", outputs, opts)
         via = self._via(outputs)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                self._reduce_into(output, given, opts.reduceOp, via)
+                self._reduce_into(output, given, opts.reduceOp, via, timeout_ns)
 
         return self._do("reduce_scatter", run, outputs, opts, via)
 
-    def _reduce_into(self, output: torch.Tensor, inputs: _Tensors, op: Any, via: Via) -> None:
+    def _reduce_into(
+        self, output: torch.Tensor, inputs: _Tensors, op: Any, via: Via, timeout_ns: int
+    ) -> None:  # what a reduction is
         self._same_number("reduce_scatter", inputs)
         self._same_type("reduce_scatter", output, *inputs)
         dtype, reduction, factor = self._reduction("reduce_scatter", output, op)
         if inputs[self._rank].numel() != output.numel():
             raise self._wrong("reduce_scatter", "this rank's tensor of the list and the output differ in size")
         if any(tensor.numel() != output.numel() for tensor in inputs):
-            self._reduce_uneven(output, inputs, dtype, reduction, factor, via)
+            self._reduce_uneven(output, inputs, dtype, reduction, factor, via, timeout_ns)
             return
         with (
             Flat(output, device=via.device) as flat,
             Flats(inputs, back=False, factor=factor, device=via.device) as given,
         ):
-            self._call(via.core.reduce_scatter, given.places, *flat.place, dtype, reduction)
+            via.engine.reduce_scatter(given.places, *flat.place, dtype, reduction, timeout_ns)
 
     def _reduce_uneven(  # noqa: PLR0917  # what a reduction is
-        self, output: torch.Tensor, inputs: _Tensors, dtype: int, reduction: int, factor: complex | None, via: Via
+        self,
+        output: torch.Tensor,
+        inputs: _Tensors,
+        dtype: int,
+        reduction: int,
+        factor: complex | None,
+        via: Via,
+        timeout_ns: int,
     ) -> None:
         output.copy_(inputs[self._rank].reshape(output.shape))
         for root, tensor in enumerate(inputs):
             mine = root == self._rank
             with Flat(output if mine else tensor, back=mine, factor=factor, device=via.device) as flat:
-                self._call(via.core.reduce, *flat.place, dtype, reduction, root)
+                via.engine.reduce(*flat.place, dtype, reduction, root, timeout_ns)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce each part of one tensor to the rank it is for."""
@@ -297,10 +301,10 @@ class Group(HostGroup):
             return self._sparse("reduce_scatter_tensor", outputs, opts)
         via = self._via(outputs)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 with Flat(tensor, back=False, device=via.device) as flat:
-                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp, via)
+                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp, via, timeout_ns)
 
         return self._do("reduce_scatter_tensor", run, outputs, opts, via)
 
@@ -313,10 +317,10 @@ class Group(HostGroup):
         self._same_number("all_to_all", inputs)
         via = self._via(inputs)
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             with Flats(outputs, device=via.device) as out, Flats(inputs, back=False, device=via.device) as given:
-                code = shm.dtype_code(inputs[0].dtype)
-                self._call(via.core.all_to_all, given.places, out.places, code)
+                code = dtype_code(inputs[0].dtype)
+                via.engine.all_to_all(given.places, out.places, code, timeout_ns)
 
         return self._do("all_to_all", run, outputs, opts, via)
 
@@ -334,14 +338,14 @@ class Group(HostGroup):
             return self._sparse("all_to_all_single", [output], opts)
         via = self._via([output, tensor])
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             with Flat(output, device=via.device) as out, Flat(tensor, back=False, device=via.device) as given:
-                code = shm.dtype_code(tensor.dtype)
+                code = dtype_code(tensor.dtype)
                 parts = (
-                    shm.parts(self._rows(given.tensor, input_splits)),
-                    shm.parts(self._rows(out.tensor, output_splits)),
+                    parts_of(self._rows(given.tensor, input_splits)),
+                    parts_of(self._rows(out.tensor, output_splits)),
                 )
-                self._call(via.core.all_to_all, *parts, code)
+                via.engine.all_to_all(*parts, code, timeout_ns)
 
         return self._do("all_to_all_single", run, [output], opts, via)
 
@@ -358,7 +362,7 @@ class Group(HostGroup):
     def barrier(self, opts: Any = None) -> Any:
         """Wait for everyone."""
         opts = opts or dist.BarrierOptions()
-        return self._do("barrier", lambda: self._call(self._core.barrier), [], opts)
+        return self._do("barrier", self.engine.barrier, [], opts)
 
     # Older names, which older versions of torch and its C++ code call.
     _allgather_base = all_gather_single

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _core, _torch
-from ..engines.shm import engine as shm
+from ..engines.base import EngineFailure
+from ..engines.dtypes import DTYPES, PREMUL_SUM, REDUCTIONS, operation_code
 from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
 from . import conjugate, desync_check, engine_choice, monitored_barrier
@@ -192,7 +193,7 @@ def _run(session: _session.Session, name: str, site: str, function: Callable[...
         return function(*args, **kw)
     except AllhandsError:
         raise
-    except RuntimeError as problem:
+    except (RuntimeError, EngineFailure) as problem:
         explained = session.explain(problem, name, site)
         if explained is None:
             raise
@@ -396,11 +397,11 @@ QUICK: tuple[str, ...] = tuple(_SHORT)
 @functools.cache
 def way() -> _core.Way:
     """Tell the core what it has to know of torch."""
-    known = {code: op for op, code in shm.REDUCTIONS.items()}
+    known = {code: op for op, code in REDUCTIONS.items()}
     return _core.Way(
         (torch.Tensor, torch.nn.Parameter),
-        dict(shm.DTYPES),
-        tuple(known.get(code) for code in range(shm.PREMUL_SUM)),  # which is no object, but one for each factor
+        dict(DTYPES),
+        tuple(known.get(code) for code in range(PREMUL_SUM)),  # which is no object, but one for each factor
         dist.GroupMember,
         _torch.coalescing(),
         _session.call_site,
@@ -420,7 +421,7 @@ def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
     kind, whole, own = _SHORT[name]
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
-    made = _core.Quick(way(), guarded(name, function), name, names, roles, shm.KINDS.index(kind), whole)
+    made = _core.Quick(way(), guarded(name, function), name, names, roles, operation_code(kind), whole)
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from ..engines.cuda.lane import Lane
-from ..engines.gloo.engine import Difference
-from ..engines.shm import engine as shm
+from ..engines.base import CallMismatch, EngineFailure, EngineTimeout
+from ..engines.cuda.stream import StreamEngine
 from ..errors import AllhandsError, error, fail
 from . import failure
 
@@ -112,23 +111,18 @@ class _Under:
 class Streamed:
     """The calls of a group on one GPU. Those who issue them do it in the same order on every rank."""
 
-    def __init__(self, group: HostGroup, card: Lane) -> None:
-        self.device = card.device
+    def __init__(self, group: HostGroup, engine: StreamEngine) -> None:
+        self.device = engine.device
         self.problem: AllhandsError | None = None
         self._group = group
-        self._card = card
-        card.check = self.check
+        self.engine = engine
+        engine.check = self.check
         # Held by whoever issues or compares.
         self._turn = threading.Lock()
         self._under: deque[_Under] = deque()
         self._came = threading.Condition(threading.Lock())
         self._closed = False
         threading.Thread(target=self._watch, name="allhands-card", daemon=True).start()
-
-    @property
-    def core(self) -> Lane:
-        """What has the operations."""
-        return self._card
 
     def check(self) -> None:
         """Raise why the group is over, if it is."""
@@ -151,17 +145,17 @@ class Streamed:
             )
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES])
         with self._turn, torch.cuda.device(self.device):
-            card, stream = self._card, self._card.stream
-            card.site, card.shape = site, shapes
+            engine, stream = self.engine, self.engine.stream
+            engine.site, engine.shape = site, shapes
             stream.wait_stream(torch.cuda.current_stream(self.device))
-            began, before = time.monotonic(), card.sequence()
+            began, before = time.monotonic(), engine.sequence()
             try:
                 with torch.cuda.stream(stream):
                     self._together(name, run, before, within_ns)
-            except Difference as difference:
-                raise self._over(failure.differ(self._group, difference.judgement, name, site)) from None
-            except TimeoutError:
+            except EngineTimeout:
                 raise self._over(self._late(name, site, began)) from None
+            except EngineFailure as problem:
+                raise self._over(failure.explain(self._group, problem, name, site)) from None
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         self._group.board.run(number, before)
@@ -174,21 +168,21 @@ class Streamed:
         """Do ``run``. Where it cannot even begin here, the others are told, who would wait otherwise."""
         try:
             run()
-        except (Difference, TimeoutError):
+        except EngineFailure:
             raise
         except Exception as problem:
-            if self._card.sequence() == before and self.problem is None and self._group.session.member.verdict is None:
+            if self.engine.sequence() == before and self.problem is None and self._group.session.member.verdict is None:
                 words = problem.diagnosis.what if isinstance(problem, AllhandsError) else str(problem)
                 first = (words.splitlines() or [type(problem).__name__])[0]
-                self._card.refuse(name, first[:_MOST_WORDS], within_ns)
+                self.engine.refuse(name, first[:_MOST_WORDS], within_ns)
             raise
 
     def _late(self, name: str, site: str, began: float) -> AllhandsError:
         """Return the exception for a call that took too long."""
         before = self._group.session.enter(name, site, began)
         try:
-            late = self._card.behind()
-            return failure.explain(self._group, shm.Trouble("timeout", late or 0), name, site)
+            missing = self.engine.missing()
+            return failure.explain(self._group, EngineTimeout(culprit=missing[0] if missing else 0), name, site)
         finally:
             self._group.session.leave(before)
 
@@ -205,7 +199,7 @@ class Streamed:
             if self.problem is None and member.verdict is not None:
                 self._over(error(member.verdict))
             if self.problem is not None:
-                self._card.release()
+                self.engine.abort(self._group.rank())
                 time.sleep(_RELEASE_S)
                 continue
             if self._turn.acquire(blocking=False):
@@ -233,9 +227,9 @@ class Streamed:
             return
         first = self._under[0]
         try:
-            self._card.compare()
-        except Difference as difference:
-            self._over(failure.differ(self._group, difference.judgement, first.name, first.site))
+            self.engine.compare()
+        except CallMismatch as mismatch:
+            self._over(failure.explain(self._group, mismatch, first.name, first.site))
             return
         if time.monotonic() > first.until:
             self._over(self._late(first.name, first.site, first.began))
@@ -246,7 +240,7 @@ class Streamed:
         """Let the stream go: the group is over. The thread does it again until the stream is empty."""
         if self.problem is None and self._group.session.member.verdict is not None:
             self._over(error(self._group.session.member.verdict))
-        self._card.release()
+        self.engine.abort(self._group.rank())
 
     def close(self, within_s: float) -> None:
         """End this rank's part after what is under way, and give the GPU's memory back once the others have let go."""
@@ -265,4 +259,4 @@ class Streamed:
         if self._under:
             return  # The kernel takes it all with the process.
         with torch.cuda.device(self.device):
-            self._card.close(_GONE_S)
+            self.engine.close(_GONE_S)

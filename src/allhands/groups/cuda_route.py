@@ -1,7 +1,7 @@
 """Which way the CUDA tensors of a group on one host go: found at its first call with one, the same on every rank.
 
-With a GPU for each rank by NCCL (`engines.rings`). Ranks that all use one GPU go through memory of it
-(`engines.cuda_ipc`), where NCCL refuses. Where some share and some do not, and where the driver or a container does not
+With a GPU for each rank by NCCL (`engines.cuda.nccl`). Ranks that all use one GPU go through memory of it
+(`engines.cuda.ipc`), where NCCL refuses. Where some share and some do not, and where the driver or a container does not
 allow it, tensors go by way of the host's memory.
 """
 
@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .. import _torch, settings
-from ..engines.cuda import engine as cuda
-from ..engines.cuda import nccl_abort
-from ..engines.cuda.lane import Lane, agree, share
-from ..engines.cuda.nccl import Rings
-from ..engines.shm import engine as shm
+from ..engines.cuda import ipc, nccl
+from ..engines.cuda.stream import StreamEngine, first_problem, share
+from ..engines.dtypes import CUDA_CALL
 from ..errors import fail
 from .cuda_issue import Streamed
 
 if TYPE_CHECKING:
+    from ..engines.shm.fd_passing import FdPassing
     from .hostgroup import HostGroup
 
 __all__ = ["Cards"]
@@ -70,10 +69,10 @@ class Cards:
     def _meet(self, device: torch.device) -> Streamed | None:
         group = self._group
         # A rank that is in a call of CPU tensors is told here, and nobody waits for it.
-        group.agree(shm.ON_GPU)
+        group.agree(CUDA_CALL)
         store = PrefixStore(f"gpu/{len(self._found)}/", self._store)
         rank, numbers = group.rank(), group.ranks
-        own = _Word(nccl_abort.gpu(device), _way(), str(device), dist.is_nccl_available())
+        own = _Word(nccl.gpu(device), _way(), str(device), dist.is_nccl_available())
         store.set(f"rank/{rank}", msgspec.json.encode(own).decode())
         words = [msgspec.json.decode(store.get(f"rank/{each}"), type=_Word) for each in range(len(numbers))]
         way = self._choose(words)
@@ -81,7 +80,7 @@ class Cards:
             return None
         with torch.cuda.device(device):
             made = self._make(way, store, device)
-        if isinstance(made, Lane):
+        if isinstance(made, StreamEngine):
             return Streamed(group, made)
         if words[0].way != "auto":
             raise fail(
@@ -118,19 +117,19 @@ class Cards:
             )
         return way
 
-    def _make(self, way: str, store: Store, device: torch.device) -> Lane | str:
+    def _make(self, way: str, store: Store, device: torch.device) -> StreamEngine | str:
         """Return what has the operations, or why there is none, the same on every rank."""
         group = self._group
         rank, ranks = group.rank(), group.size()
         key = f"lane/{len(self._found)}"
-        flags, trouble = share(group.engine.handing, key, rank, group.ranks, self._timeout_s)
-        trouble = agree(store, "flags", rank, ranks, trouble)
-        if trouble or flags is None:
+        counters, trouble = share(cast("FdPassing", group.engine.fd_passing), key, rank, group.ranks, self._timeout_s)
+        trouble = first_problem(store, "flags", rank, ranks, trouble)
+        if trouble or counters is None:
             return trouble
         if way == "cuda_ipc":
-            return cuda.form(flags, store, rank, ranks, device)
+            return ipc.form(counters, store, rank, ranks, device)
         backend = _torch.nccl(PrefixStore("nccl/", store), rank, ranks, timedelta(seconds=self._timeout_s))
-        return Rings(flags, backend, rank, ranks, device)
+        return nccl.NcclEngine(counters, backend, rank, ranks, device)
 
 
 def _way() -> str:

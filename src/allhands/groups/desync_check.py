@@ -1,7 +1,7 @@
 """Compare the calls of torch's own groups (`gloo`, `nccl`) between the ranks of one host, before data moves.
 
 Those engines abort, hang or return wrong data where ranks make different calls. Each rank writes a fingerprint of its
-next call into shared memory and reads those of the others (`engines.call_ring`). Calls made by torch's own functions
+next call into shared memory and reads those of the others (`engines.fingerprint`). Calls made by torch's own functions
 are not seen, only counted by the group: after one of them nobody knows which calls belong together, and the comparison
 stops for good, since a false alarm is worse than none. Groups that span hosts are not compared.
 """
@@ -16,16 +16,14 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from ..engines import call_ring
-from ..engines.fingerprint import Call
-from ..engines.shm import engine as shm
-from ..engines.shm.fd_passing import Handing
+from ..engines.dtypes import dtype_code, operation_code, reduction_code
+from ..engines.fingerprint import Call, CallRing
+from ..engines.shm.engine import MAX_RANKS
+from ..engines.shm.fd_passing import FdPassing
 from . import failure
 from .session import Session
 
 __all__ = ["DesyncCheck", "start", "stop"]
-
-_KINDS = {name: kind for kind, name in enumerate(shm.KINDS)}
 
 
 class _Shape(NamedTuple):
@@ -66,7 +64,7 @@ _PARTS = ("tensor_list", "input_list")
 class DesyncCheck:
     """The calls of one group: what this rank called, and whether the others called the same."""
 
-    def __init__(self, group: Any, session: Session, ring: call_ring.Calls, counters: list[Callable[[], int]]) -> None:
+    def __init__(self, group: Any, session: Session, ring: CallRing, counters: list[Callable[[], int]]) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.session = session
         self._ring = ring
@@ -93,7 +91,7 @@ class DesyncCheck:
                 return count, False
             call = self._call(shape, args, kw, site)
             self._compared += 1
-            judgement = self._ring.tell(call)
+            judgement = self._ring.compare(call)
         if judgement is not None:
             raise failure.differ(self, judgement, name, site)
         return count, True
@@ -115,18 +113,18 @@ class DesyncCheck:
     def _call(self, shape: _Shape, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> Call:
         tensor = _argument(args, kw, shape.tensor, *_TENSORS)
         op = _argument(args, kw, shape.op, "op") if shape.op >= 0 else None
-        reduction = 0 if shape.op < 0 else shm.reduction_code(op if op is not None else dist.ReduceOp.SUM)
+        reduction = 0 if shape.op < 0 else reduction_code(op if op is not None else dist.ReduceOp.SUM)
         known: dict[str, Any] = {}
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             known = {
                 "nbytes": tensor.nbytes,
-                "dtype": shm.dtype_code(tensor.dtype),
+                "dtype": dtype_code(tensor.dtype),
                 "shape": str(list(tensor.shape)),
             }
             if not self._even and shape.parts >= 0 and _uneven(_argument(args, kw, shape.parts, *_PARTS)):
                 known |= {"nbytes": 0, "uneven": True}
         root = self._root(shape, args, kw)
-        return Call(self._compared, _KINDS[shape.kind], reduction=reduction, root=root, site=site, **known)
+        return Call(self._compared, operation_code(shape.kind), reduction=reduction, root=root, site=site, **known)
 
     def _root(self, shape: _Shape, args: tuple[Any, ...], kw: dict[str, Any]) -> int:
         """Return the root as a rank of the job, however it was given; -1 for none."""
@@ -157,14 +155,14 @@ def _uneven(parts: Any) -> bool:
 def start(session: Session, group: Any) -> None:
     """Begin to compare the calls of ``group`` where it is torch's own, on one host. Each of its ranks calls this."""
     ranks = dist.get_process_group_ranks(group)
-    if getattr(group, "writes_notes", False) or not session.one_host or not 2 <= len(ranks) <= shm.MOST_RANKS:
+    if getattr(group, "writes_notes", False) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
         return
     try:
         counters = _torch.counters(group)
     except RuntimeError:
         return  # Some kinds of group do not count, on any rank.
-    handing = Handing(session.store, group.rank(), len(ranks), session.member.check)
-    ring = call_ring.form(handing, f"calls/{group.group_name}", group.rank(), ranks, session.timeout.total_seconds())
+    fd_passing = FdPassing(session.store, group.rank(), len(ranks), session.member.check)
+    ring = CallRing(fd_passing, f"calls/{group.group_name}", group.rank(), ranks, session.timeout.total_seconds())
     session.desync_checks[group] = DesyncCheck(group, session, ring, counters)
 
 

@@ -6,22 +6,24 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..diagnosis import Diagnosis, duration, ranks
-from ..engines.shm import engine as shm
+from ..engines.base import CallMismatch, EngineFailure, EngineTimeout, MessageMismatch, PeerDead, PeerLeft
+from ..engines.dtypes import OPERATIONS, REDUCTION_NAMES, dtype_of, operation_name
 from ..errors import AllhandsError, error
 from ..observe import flight_recorder
 
 if TYPE_CHECKING:
     from ..diagnosis.majority import Judgement
+    from ..engines.shm.engine import ShmEngine
     from .hostgroup import HostGroup
     from .session import Session
 
 __all__ = ["differ", "explain"]
 
 # Operations whose sizes may differ between ranks, by the core's numbers.
-_UNEVEN = frozenset(shm.KINDS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
+_UNEVEN = frozenset(OPERATIONS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
 
 # How long to wait for more ranks to come to a call that some made differently: two that differ do not say which of
 # them is the odd one. Everyone is to be told within a second.
@@ -35,35 +37,36 @@ _VERDICT_S = 1.0
 
 
 def explain(
-    group: HostGroup, trouble: shm.Trouble, name: str, site: str, peers: Collection[int] | None = None
+    group: HostGroup, problem: EngineFailure, name: str, site: str, peers: Collection[int] | None = None
 ) -> AllhandsError:
-    """Return the exception for ``trouble`` in the call ``name`` at ``site``; the same on every rank where possible.
+    """Return the exception for ``problem`` in the call ``name`` at ``site``; the same on every rank where possible.
 
     ``peers`` are the ranks that a message was to come from or go to; collectives are about everyone.
     """
     member = group.session.member
     member.verdict_raised = True
-    culprit = group.ranks[trouble.culprit]
+    if isinstance(problem, CallMismatch) and problem.judgement is not None:
+        return differ(group, problem.judgement, name, site)
+    culprit = group.ranks[problem.culprit or 0]
     who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
-    match trouble.how:
-        case "mismatch" if (odd := group.engine.mail.odd()) is not None:
+    match problem:
+        case CallMismatch(message=MessageMismatch() as odd):
             return error(member.wait_for_verdict(0) or member.end_group(_misfit(group, odd, who)))
-        case "mismatch":
+        case CallMismatch():
             # Only who found the difference knows in which call it was; others may not have come there, or be past it.
-            verdict = member.wait_for_verdict(0 if group.engine.segment.found else _VERDICT_S)
+            verdict = member.wait_for_verdict(0 if problem.found_here else _VERDICT_S)
             return error(verdict or member.end_group(_mismatch(group, culprit, who)))
-        case "timeout":
-            late = RuntimeError(f"Timed out waiting for rank {culprit} in {name}")
+        case EngineTimeout():
             told = (
-                group.session.explain(late, name, site, group.ranks, late_rank=culprit)
+                group.session.explain(problem, name, site, group.ranks, late_rank=culprit)
                 if peers is None
-                else group.session.explain(late, name, site, peers, blamed=True)
+                else group.session.explain(problem, name, site, peers, blamed=True)
             )
             return told or error(_lost(culprit, who, "it did not come in time"))
-        case "dead":
+        case PeerDead():
             verdict = member.wait_for_verdict(_VERDICT_S)
             return error(verdict or member.end_group(_lost(culprit, who, "its process ended (seen through its pidfd)")))
-        case "departed":
+        case PeerLeft():
             return error(member.wait_for_verdict(0) or member.end_group(_departed(culprit, who, name)))
         case _:
             verdict = member.wait_for_verdict(_VERDICT_S)
@@ -162,7 +165,7 @@ def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
 
 def _detail(group: HostGroup, index: int, sequence: int) -> str:
     """Return shape and place of a rank's call, from its board; nothing where that cannot be read."""
-    pid = group.engine.pids[index]
+    pid = _shm(group).pids[index]
     if not pid:
         return ""
     try:
@@ -178,14 +181,13 @@ def _detail(group: HostGroup, index: int, sequence: int) -> str:
     return f"{shape} at {note.site}"
 
 
-def _misfit(group: HostGroup, odd: tuple[int, ...], who: str) -> Diagnosis:
+def _misfit(group: HostGroup, odd: MessageMismatch, who: str) -> Diagnosis:
     """Say which message did not fit the receive that it came to."""
-    source, target = (group.ranks[rank] for rank in odd[:2])
-    tag, sent, sent_bytes, wanted, wanted_bytes = odd[2:]
+    source, target = group.ranks[odd.source], group.ranks[odd.target]
     everyone = {status.rank: status for status in group.session.member.statuses()}
     lines = [
-        f"rank {source} sent {_elements(sent, sent_bytes)} with tag {tag} to rank {target}",
-        f"rank {target} expected {_elements(wanted, wanted_bytes)}",
+        f"rank {source} sent {_elements(odd.sent_dtype, odd.sent_nbytes)} with tag {odd.tag} to rank {target}",
+        f"rank {target} expected {_elements(odd.expected_dtype, odd.expected_nbytes)}",
     ]
     lines += [
         f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
@@ -204,14 +206,18 @@ def _misfit(group: HostGroup, odd: tuple[int, ...], who: str) -> Diagnosis:
 
 
 def _elements(dtype: int, size: int) -> str:
-    of = shm.dtype_of(dtype)
+    of = dtype_of(dtype)
     return f"{str(of).removeprefix('torch.') if of else 'bytes'} x {size // (of.itemsize if of else 1)}"
+
+
+def _shm(group: HostGroup) -> ShmEngine:
+    return cast("ShmEngine", group.engine)
 
 
 def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
     """Return what the ranks called that have come, once it is clear what most of them call, or after _COME_S."""
     deadline = time.monotonic() + _COME_S
-    segment = group.engine.segment
+    segment = _shm(group).segment
     while True:
         sequence = segment.call(group.rank())[0]
         made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
@@ -238,14 +244,14 @@ def _parties(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
 
 def _call(call: tuple[int, ...]) -> str:
     _, kind, reduction, dtype, size, root = call
-    words = [shm.kind_name(kind)]
-    of = shm.dtype_of(dtype)
+    words = [operation_name(kind)]
+    of = dtype_of(dtype)
     if dtype:
         words.append(f"of {str(of).removeprefix('torch.') if of else 'bytes'}")
     if size:
         words.append(f"x {size // (of.itemsize if of else 1)}")
     if reduction:
-        words.append(f"by {shm.REDUCTION_NAMES[reduction]}")
+        words.append(f"by {REDUCTION_NAMES[reduction]}")
     if root >= 0:
         words.append(f"with root {root}")
     elif root < -1:

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..engines.cuda import nccl_abort
-from ..engines.gloo import wire
+from ..engines.cuda import nccl
+from ..engines.gloo import connections
 from ..errors import AllhandsError, error, fail
 from .session import Session
 
@@ -56,21 +56,23 @@ def current_device(device_id: torch.device | int | None) -> torch.device | None:
 def prepare(session: Session, name: str, local_world_size: int | None) -> None:
     """Point Gloo at the interface that leads to the peers, for as long as the group lives."""
     rank = session.member.rank
-    chosen = os.environ.get(wire.IFNAME, "")
+    chosen = os.environ.get(connections.IFNAME, "")
     if chosen:
         for part in chosen.split(","):
-            wire.check_interface(part, one_host=session.one_host, rank=rank)
+            connections.check_interface(part, one_host=session.one_host, rank=rank)
     else:
-        interface = wire.loopback_interface() if session.one_host else wire.interface_of(session.own_address)
+        interface = (
+            connections.loopback_interface() if session.one_host else connections.interface_of(session.own_address)
+        )
         if interface:
-            os.environ[wire.IFNAME] = interface
+            os.environ[connections.IFNAME] = interface
             session.undo.append(_unset_interface)
     if "nccl" in name and session.one_host and session.member.world_size > 1:
-        nccl_abort.check_shared_memory(local_world_size or session.member.world_size, rank)
+        nccl.check_shared_memory(local_world_size or session.member.world_size, rank)
 
 
 def _unset_interface() -> None:
-    os.environ.pop(wire.IFNAME, None)
+    os.environ.pop(connections.IFNAME, None)
 
 
 def not_formed(session: Session, name: str, problem: Exception) -> AllhandsError:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
-from .. import _core, _torch
-from ..engines.shm import engine as shm
+from .. import _torch
+from ..engines import dtypes
+from ..engines.base import Engine, EngineFailure, EngineTimeout
 from ..errors import fail
 from ..observe import flight_recorder
 from . import failure, monitored_barrier
@@ -38,9 +39,9 @@ _Base: Any = ProcessGroup
 
 
 class Via(NamedTuple):
-    """Which way a call goes: what has the operations, where its tensors must be, and who issues it if not the line."""
+    """The route of a call: the engine, the device of its tensors, and what issues it if not the call queue."""
 
-    core: Any
+    engine: Engine
     device: torch.device = HOST
     streamed: Streamed | None = None
 
@@ -59,7 +60,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         rank: int,
         ranks: list[int],
         *,
-        engine: Any,
+        engine: Engine,
         gloo: Any,
         session: _session.Session,
         timeout: timedelta,
@@ -68,25 +69,20 @@ class HostGroup(_Base):  # type: ignore[misc]
         super().__init__(rank, len(ranks))
         _torch.stand_behind(self, gloo)
         self.ranks = ranks
-        self.engine: shm.Shm = engine
+        self.engine = engine
         self.session = session
         self._rank = rank
-        # Without shared memory there is no mail, and an engine in Python has no short way to keep shut.
-        shared = engine.segment if isinstance(engine.segment, _core.Segment) else None
-        self._gate: _core.Segment | _core.Ferry | None = shared or engine.segment.gate
-        # Under this name the short way of the core finds it.
-        self.segment = self._gate or engine.segment
-        self._core: _core.Segment = engine.segment
+        # The C fast path looks for this name; None where the engine has no fast path.
+        self.segment = self._gate = engine.fast_path
         self.board = flight_recorder.own()
         self._gloo = gloo
         self._line = Line("allhands-group", self._gate)
-        self.mail = Mail(self) if shared is not None else None
+        self.mail = Mail(self) if engine.capabilities.p2p else None
         self._limit_ns = int(timeout.total_seconds() * 1e9)
-        self._host = Via(self._core)
-        # Where ranks share no memory, tensors of a GPU go by way of the host's.
-        self._cards = Cards(self, store, timeout.total_seconds()) if shared is not None and store else None
-        # How long the call may take whose turn it is.
-        self._within_ns = self._limit_ns
+        self._host = Via(engine)
+        # Where ranks share no memory, tensors of a GPU go through that of the host.
+        one_host = engine.capabilities.one_host
+        self._cards = Cards(self, store, timeout.total_seconds()) if one_host and store else None
         self._group_name = ""
         self._group_desc = ""
         session.member.on_end(self._end)
@@ -119,11 +115,11 @@ class HostGroup(_Base):  # type: ignore[misc]
         limit_ns = self._limit_ns if timeout is None else int(timeout.total_seconds() * 1e9)
         site = _session.call_site()
 
-        def run() -> None:
-            code = self._core.barrier(limit_ns)
-            if shm.CODES[code] == "timeout":
-                raise monitored_barrier.absent(self, limit_ns / 1e9, site, wait_all_ranks=wait_all_ranks)
-            self.engine.done(code)
+        def run(_: int) -> None:
+            try:
+                self.engine.barrier(limit_ns)
+            except EngineTimeout:
+                raise monitored_barrier.absent(self, limit_ns / 1e9, site, wait_all_ranks=wait_all_ranks) from None
 
         work = self._do("monitored_barrier", run, [], None)
         # What is in line before it may be what hangs. Its own limit then begins late; the caller's does not.
@@ -176,7 +172,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         return self._gloo
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._core.sequence()
+        return self.engine.sequence()
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the sequence begins at 0 on every rank."""
@@ -207,23 +203,20 @@ class HostGroup(_Base):  # type: ignore[misc]
             self.mail.close(_END_S)
         for each in self._cards.all() if self._cards is not None else []:
             each.close(_END_S)
-        if isinstance(self._gate, _core.Segment):
-            self._gate.depart()
+        self.engine.close(_END_S)
         self._gloo.shutdown()
 
     # Inside ------------------------------------------------------------------------------------------------
 
     def _end(self, _: Any) -> None:
-        """The coordinator says that the group is over: whoever waits in the segment wakes."""
-        self._core.end(self._rank)
-        if self.mail is not None:
-            self.mail.core.ring()
+        """The group is over: end every wait of its engines."""
+        self.engine.abort(self._rank)
         for each in self._cards.all() if self._cards is not None else []:
             each.release()
 
     def agree(self, kind: int) -> None:
         """Meet everyone at something that is no collective, by the number that it has in the segment."""
-        self._do("agree", lambda: self._call(self._core.agree, kind, 0, 0, 0, -1), [], None).wait()
+        self._do("agree", functools.partial(self.engine.compare_only, kind, 0, 0, 0, -1), [], None).wait()
 
     def _via(self, tensors: _Tensors) -> Via:
         """Return which way a call with ``tensors`` goes."""
@@ -231,12 +224,12 @@ class HostGroup(_Base):  # type: ignore[misc]
             return self._host
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         streamed = self._cards.find(device) if device is not None else None
-        return Via(streamed.core, streamed.device, streamed) if streamed is not None else self._host
+        return Via(streamed.engine, streamed.device, streamed) if streamed is not None else self._host
 
     def _do(
         self,
         name: str,
-        run: Callable[[], None],
+        run: Callable[[int], None],
         tensors: list[torch.Tensor],
         opts: Any,
         via: Via | None = None,
@@ -256,8 +249,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         within_ns = own_ns if own_ns > 0 else self._limit_ns
         number = self._note(name, tensors, opts, site)
         if streamed is not None:
-            self._within_ns = within_ns
-            return streamed.issue(name, run, tensors, site, within_ns, number)
+            return streamed.issue(name, functools.partial(run, within_ns), tensors, site, within_ns, number)
         noted = functools.partial(self._noted, name, site, number, run, within_ns)
         if _torch.profiling():
             # Ends with this call, not with the work: the profiler was seen to hang where another thread ends an event.
@@ -267,23 +259,22 @@ class HostGroup(_Base):  # type: ignore[misc]
 
     def _note(self, name: str, tensors: list[torch.Tensor], opts: Any, site: str) -> int:
         """Put an operation on the board, where it waits for its turn."""
-        reduction = shm.REDUCTION_NAMES[shm.reduction_code(opts.reduceOp)] if hasattr(opts, "reduceOp") else ""
+        reduction = dtypes.REDUCTION_NAMES[dtypes.reduction_code(opts.reduceOp)] if hasattr(opts, "reduceOp") else ""
         shape = tuple(tensors[0].shape) if tensors else ()
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         root = getattr(opts, "rootRank", -1)
         return self.board.begin(name, self._group_name, dtype, reduction, shape, size, root, site)
 
-    def _noted(self, name: str, site: str, number: int, run: Callable[[], None], within_ns: int) -> None:
+    def _noted(self, name: str, site: str, number: int, run: Callable[[int], None], within_ns: int) -> None:
         before = self.session.enter(name, site)
-        self.board.run(number, self._core.sequence())
-        self._within_ns = within_ns
+        self.board.run(number, self.engine.sequence())
         well = False
         try:
-            run()
+            run(within_ns)
             well = True
-        except shm.Trouble as trouble:
-            raise failure.explain(self, trouble, name, site) from None
+        except EngineFailure as problem:
+            raise failure.explain(self, problem, name, site) from None
         finally:
             self.board.end(number, well)
             self.session.leave(before)
@@ -297,7 +288,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         name, site, _ = call
         peers = None if peer < 0 else [self.ranks[peer]]
         try:
-            raise failure.explain(self, shm.Trouble(shm.CODES[code], culprit), name, site, peers)
+            raise failure.explain(self, self.engine.failure(code, culprit), name, site, peers)
         finally:
             self.session.leave(before)
 
@@ -312,26 +303,17 @@ class HostGroup(_Base):  # type: ignore[misc]
         Nothing else can be done with them: without ``can`` the call is refused.
         """
 
-        def run() -> None:
+        def run(timeout_ns: int) -> None:
             for tensor in tensors:
                 op = opts.reduceOp if can else None
                 if tensor.layout is not torch.sparse_coo or op != dist.ReduceOp.SUM:
                     raise self._wrong(name, f"a tensor with the layout {tensor.layout} cannot be passed this way")
-                size, code = tensor.numel() * tensor.element_size(), shm.dtype_code(tensor.dtype)
-                kind = shm.BESIDE + shm.KINDS.index(name)
-                self._call(self._core.agree, kind, shm.reduction_code(op), code, size, -1)
-                self._through(self._gloo.allreduce, [tensor], dist.AllreduceOptions())
+                size, code = tensor.numel() * tensor.element_size(), dtypes.dtype_code(tensor.dtype)
+                operation = dtypes.DELEGATED + dtypes.operation_code(name)
+                self.engine.compare_only(operation, dtypes.reduction_code(op), code, size, -1, timeout_ns)
+                self.engine.delegate(self._gloo.allreduce, [tensor], dist.AllreduceOptions())
 
         return self._do(name, run, tensors, opts)
-
-    def _through(self, issue: Callable[..., Any], *args: Any) -> None:
-        """Let Gloo do what everyone agreed on."""
-        issue(*args).wait()
-
-    def _call(self, function: Callable[..., int], *args: Any) -> None:
-        code = function(*args, self._within_ns)
-        if code:
-            self.engine.done(code)
 
     def _reduction(self, name: str, tensor: torch.Tensor, op: Any) -> tuple[int, int, complex | None]:
         """Return the core's numbers for reducing ``tensor`` by ``op``, and what to multiply this rank's part by.
@@ -339,12 +321,12 @@ class HostGroup(_Base):  # type: ignore[misc]
         Raises where it cannot be done.
         """
         dtype = tensor.dtype
-        code = shm.dtype_code(dtype.to_real() if dtype.is_complex else dtype)
-        number = shm.reduction_code(op)
-        if not shm.reducible(code, number) or (dtype.is_complex and number not in shm.LINEAR):
-            raise self._wrong(name, f"{shm.REDUCTION_NAMES[number] or op} is not defined on {dtype}")
-        factor = self._factor(name, dtype, op) if number == shm.PREMUL_SUM else None
-        return code | shm.COMPLEX * dtype.is_complex, number, factor
+        code = dtypes.dtype_code(dtype.to_real() if dtype.is_complex else dtype)
+        number = dtypes.reduction_code(op)
+        if not dtypes.reducible(code, number) or (dtype.is_complex and number not in dtypes.LINEAR):
+            raise self._wrong(name, f"{dtypes.REDUCTION_NAMES[number] or op} is not defined on {dtype}")
+        factor = self._factor(name, dtype, op) if number == dtypes.PREMUL_SUM else None
+        return code | dtypes.COMPLEX * dtype.is_complex, number, factor
 
     def _factor(self, name: str, dtype: torch.dtype, op: Any) -> complex:
         """Return the factor of a PREMUL_SUM as a number."""

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..control.join import answer_roll_call
 from ..control.messages import Claim
 from ..control.process_identity import this_process
-from ..engines.cuda import nccl_abort
+from ..engines.cuda import nccl
 from ..engines.needs import needs
 from ..errors import AllhandsError, error, fail
 from ..observe import flight_recorder, stacks
@@ -126,7 +126,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             _forming.now = False
 
     session.enter("init_process_group", session.formed_at)
-    session.wire.until = None if session.one_host else deadline - _TELL_S
+    session.connections.probe_until = None if session.one_host else deadline - _TELL_S
     try:
         prepare(session, name, found.world.local_world_size)
         _torch.forget_failed_groups()
@@ -143,7 +143,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         abandon(session, problem)
         raise
     finally:
-        session.wire.until = None
+        session.connections.probe_until = None
         session.leave(None)
     hook(session, before)
     note_destroyed("")
@@ -181,7 +181,7 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
         identity=this_process(),
         backend=name,
         device=str(device) if uses_nccl and device is not None else "",
-        gpu=nccl_abort.gpu(device) if uses_nccl else "",
+        gpu=nccl.gpu(device) if uses_nccl else "",
         torch=str(torch.__version__),
         allhands=__version__,
         launcher=world.source,

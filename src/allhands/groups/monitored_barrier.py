@@ -51,9 +51,8 @@ def monitored_barrier(
 
 def absent(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:
     """Return the exception for a barrier of ``group`` that not everyone has come to; it ends the group for all."""
-    segment, member = group.engine.segment, group.session.member
-    sequence = segment.call(group.rank())[0]
-    missing = [rank for index, rank in enumerate(group.ranks) if segment.call(index)[0] != sequence]
+    member = group.session.member
+    missing = [group.ranks[rank] for rank in group.engine.missing()]
     everyone = {status.rank: status for status in member.statuses(_ASK_S)}
     named = missing if wait_all_ranks else missing[:1]
     more = len(missing) - len(named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -23,28 +22,23 @@ class MpiGroup(WideGroup):
     """The collectives of a group over MPI, on one host or several."""
 
     engine_name = "mpi"
-    _core: Mpi  # type: ignore[assignment]  # it has the methods of a Segment
+    engine: Mpi
 
     def failed(self, code: int, culprit: int, call: tuple[str, str, float], peer: int) -> None:
         """Raise what became of a call on the short way; the core calls this."""
         del culprit, peer
         before = self.session.enter(*call)
         name, site, _ = call
-        self._core.site = site
+        self.engine.site = site
         try:
-            self._told(name, "", functools.partial(self._core.judge, code))
+            self._told(name, "", lambda _: self.engine.judge(code), 0)
         finally:
             self.session.leave(before)
 
     def interrupted(self, problem: BaseException) -> None:
         """Tell the others that a signal's handler raised here in the middle of a call; the core calls this."""
-        self._core.judge(0)
+        self.engine.judge(0)
         self.session.announce(problem)
-
-    def shutdown(self) -> None:
-        """End this rank's part, after what is in line."""
-        super().shutdown()
-        self._core.leave()
 
 
 def form(

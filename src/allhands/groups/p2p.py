@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from ..engines.shm import engine as shm
+from ..engines.dtypes import dtype_code
 from ..errors import fail
 from ..observe import flight_recorder
 from . import failure
@@ -26,6 +26,7 @@ from .staging import Flat
 from .work import Done
 
 if TYPE_CHECKING:
+    from .. import _core
     from .._core import Request
     from .hostgroup import HostGroup
 
@@ -178,7 +179,7 @@ class Call:
     def arguments(self) -> tuple[int, int, int, int, int]:
         """Address, bytes, type, peer and tag, as the core takes them."""
         flat, peer = self.flat, -1 if self.peer is None else self.peer
-        return flat.data_ptr(), flat.nbytes, shm.dtype_code(flat.dtype), peer, self.tag
+        return flat.data_ptr(), flat.nbytes, dtype_code(flat.dtype), peer, self.tag
 
     def bring_back(self) -> None:
         """Copy what came to where it was asked for."""
@@ -193,7 +194,7 @@ class Mail:
     """One rank's messages in a group. The methods may be called from any thread."""
 
     def __init__(self, group: HostGroup) -> None:
-        self.core = group.engine.mail
+        self.core = cast("_core.Mail", group.engine.p2p)
         self._group = group
         self._keys = itertools.count()
         # Kept until they are over: torch's callers may forget both the Work and the tensor.
@@ -260,7 +261,7 @@ class Mail:
         peers = group.ranks if call.peer is None else [group.ranks[call.peer]]
         mine = group.session.member.rank
         others = [rank for rank in peers if rank != mine]
-        raise failure.explain(group, shm.Trouble(shm.CODES[code], peer), call.name, call.site, others) from None
+        raise failure.explain(group, group.engine.failure(code, peer), call.name, call.site, others) from None
 
     def forget(self, message: Message) -> None:
         """Let go of a message that is over."""

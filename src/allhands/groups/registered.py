@@ -27,7 +27,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: A
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
     dtype = dtype or torch.get_default_dtype()
     group = group if group is not None else dist.group.WORLD
-    if not isinstance(group, HostGroup):
+    if not isinstance(group, HostGroup) or not group.engine.capabilities.shared_tensors:
         return torch.empty(shape, dtype=dtype)
     elements = math.prod(shape)
     window = group.window("empty", elements * dtype.itemsize)

@@ -27,9 +27,10 @@ from ..control.join import Membership
 from ..control.member import Member
 from ..control.messages import Status
 from ..diagnosis import Diagnosis, duration, join, ranks
-from ..diagnosis.engine_errors import TIMEOUT, TRANSPORT
-from ..engines.cuda import nccl_abort
-from ..engines.gloo.wire import Wire
+from ..engines.base import EngineFailure, EngineTimeout
+from ..engines.cuda import nccl_errors
+from ..engines.gloo import gloo_errors
+from ..engines.gloo.connections import Connections
 from ..errors import AllhandsError, GroupEnded, StoreTimeout, adopt, error
 from ..observe import flight_recorder
 from .store import MemberStore
@@ -85,11 +86,26 @@ def call_site(frame: FrameType | None = None) -> str:
     return f"{last.f_code.co_filename.rpartition('/')[2]}:{last.f_lineno}"
 
 
-def is_transport_error(problem: BaseException) -> bool:
-    """Tell whether ``problem`` looks like an engine's word that a peer is gone or late."""
+def engine_failure(problem: BaseException) -> EngineFailure | None:
+    """Return ``problem`` as an engine's failure where it is one, of ours or of torch's; None otherwise."""
+    if isinstance(problem, EngineFailure):
+        return problem
     if isinstance(problem, StoreTimeout):
-        return True
-    return isinstance(problem, RuntimeError) and bool(TRANSPORT.search(str(problem)))
+        return EngineTimeout(str(problem))
+    return gloo_errors.failure_of(problem) or nccl_errors.failure_of(problem)
+
+
+def is_transport_error(problem: BaseException) -> bool:
+    """Return whether ``problem`` reports that a peer is gone or late."""
+    return engine_failure(problem) is not None
+
+
+def abort_nccl() -> None:
+    """End what torch's NCCL groups wait for: a kernel that waits for a peer ends no other way."""
+    for group in _torch.groups():
+        for backend in _torch.backends(group):
+            if type(backend).__name__ == "ProcessGroupNCCL":
+                backend.abort()
 
 
 class Session:
@@ -102,8 +118,8 @@ class Session:
         self.own_address = seat.own_address
         self.timeout = timeout
         self.formed_at = formed_at
-        self.wire = Wire()
-        self.store = MemberStore(seat.member, self.wire)
+        self.connections = Connections()
+        self.store = MemberStore(seat.member, self.connections)
         self.failed = False
         flight_recorder.set_rank(seat.member.rank, seat.member.world_size)
         self.undo: list[Callable[[], None]] = []
@@ -161,12 +177,9 @@ class Session:
 
     def _cut(self, _: Diagnosis) -> None:
         """The group is over: end what this rank may be waiting in. Runs in the member's thread."""
-        self.wire.cut()
-        for group in _torch.groups():
-            for backend in _torch.backends(group):
-                # Gloo has nothing to abort; NCCL does, and a hung kernel ends no other way.
-                if type(backend).__name__ == "ProcessGroupNCCL":
-                    backend.abort()
+        self.connections.close_all()
+        # NCCL's abort may take seconds, which must not delay the groups in shared memory, whose turn is next.
+        threading.Thread(target=abort_nccl, name="allhands-nccl-abort", daemon=True).start()
         if self.waiting:
             # Of those who wait in Gloo, some do not hear that their connection ended.
             late = threading.Timer(_DEAF_S, self.release)
@@ -196,7 +209,7 @@ class Session:
 
     def cut(self) -> None:
         """End what this rank may be waiting in, on its own account."""
-        self.wire.cut()
+        self.connections.close_all()
 
     def explain(
         self,
@@ -218,16 +231,17 @@ class Session:
             return error(self.member.verdict)
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
             return None
-        if words := nccl_abort.duplicate(problem):
+        if words := nccl_errors.duplicate_gpu(problem):
             return error(self.member.end_group(self._shared_gpu(words, name, site)))
-        if not is_transport_error(problem):
+        found = engine_failure(problem)
+        if found is None:
             return None
-        late = bool(TIMEOUT.search(str(problem)))
+        late = isinstance(found, EngineTimeout)
         verdict = self.member.wait_for_verdict(0 if late else _VERDICT_S)
         if verdict is None:
             # All ranks that were in this call come here at about the same time; the first one's finding stands.
             verdict = self.member.end_group(
-                self._from_census(problem, name, site, among, blamed=blamed, late_rank=late_rank)
+                self._from_census(found, name, site, among, blamed=blamed, late_rank=late_rank)
             )
         self.member.verdict_raised = True
         return error(verdict)
@@ -248,7 +262,7 @@ class Session:
 
     def _from_census(
         self,
-        problem: BaseException,
+        problem: EngineFailure,
         name: str,
         site: str,
         among: Collection[int] | None,
@@ -312,7 +326,7 @@ class Session:
                 ranks=tuple(status.rank for status in left),
                 hosts=tuple(dict.fromkeys(status.host for status in left)),
             )
-        if not TIMEOUT.search(first):
+        if not isinstance(problem, EngineTimeout):
             verdict = self.member.wait_for_verdict(_VERDICT_AGAIN_S)
             if verdict is not None:
                 return verdict

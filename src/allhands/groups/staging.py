@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from .. import _torch
-from ..engines.shm import engine as shm
+from ..engines.base import parts_of
 from ..errors import fail
 
 __all__ = ["HOST", "Flat", "Flats", "dense", "extents", "when_ready"]
@@ -53,7 +53,7 @@ class Flats:
     @property
     def places(self) -> tuple[int, ...]:
         """Addresses and sizes, as the core takes them."""
-        return shm.parts(self.tensors)
+        return parts_of(self.tensors)
 
     def __enter__(self) -> Self:
         return self
@@ -83,9 +83,9 @@ class Flat(Flats):
         return self.tensors[0]
 
     @property
-    def place(self) -> tuple[int, ...]:
+    def place(self) -> tuple[int, int]:
         """Its address and size."""
-        return self.places
+        return self.tensor.data_ptr(), self.tensor.nbytes
 
 
 def _settle(tensor: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def _settle(tensor: torch.Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def when_ready(run: Callable[[], None], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+def when_ready(run: Callable[[int], None], tensors: Sequence[torch.Tensor]) -> Callable[[int], None]:
     """Return ``run`` preceded by a wait for what the GPU is still to do on the caller's streams.
 
     The call may be done by another thread, which has streams of its own. The tensors of a call are on the device of
@@ -107,10 +107,10 @@ def when_ready(run: Callable[[], None], tensors: Sequence[torch.Tensor]) -> Call
     }
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-    def later() -> None:
+    def later(timeout_ns: int) -> None:
         for event in events:
             event.synchronize()
-        run()
+        run(timeout_ns)
 
     return later
 

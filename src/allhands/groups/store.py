@@ -14,7 +14,7 @@ from ..control.member import Member
 from ..control.messages import StoreReply
 from ..control.rendezvous import Announcement, FileRendezvous
 from ..diagnosis import duration, join
-from ..engines.gloo.wire import Wire
+from ..engines.gloo.connections import Connections
 from ..errors import fail
 
 __all__ = ["MemberStore", "StoreRendezvous"]
@@ -32,10 +32,10 @@ class MemberStore(Store):
     torch's C++ code keeps no reference to the Python part of a store, so whoever makes one must keep it.
     """
 
-    def __init__(self, member: Member, wire: Wire | None = None) -> None:
+    def __init__(self, member: Member, connections: Connections | None = None) -> None:
         super().__init__()
         self._member = member
-        self._wire = wire
+        self._connections = connections
         self._timeout = _DEFAULT_TIMEOUT
         self._clones: list[MemberStore] = []
 
@@ -44,15 +44,15 @@ class MemberStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key``."""
         data = _bytes(value)
-        if self._wire is not None:
-            self._wire.published(data)
+        if self._connections is not None:
+            self._connections.published(data)
         self._ask("set", [key], [data])
 
     def get(self, key: str) -> bytes:
         """Return the value of ``key``, waiting for it at most the store's timeout."""
         data = self._ask("get", [key], wait_s=self._timeout.total_seconds()).values[0]
-        if self._wire is not None:
-            self._wire.learned(data)
+        if self._connections is not None:
+            self._connections.learned(data)
         return data
 
     def add(self, key: str, amount: int) -> int:
@@ -70,9 +70,9 @@ class MemberStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of all ``keys``, waiting for them at most the store's timeout."""
         values = self._ask("multi_get", keys, wait_s=self._timeout.total_seconds()).values
-        if self._wire is not None:
+        if self._connections is not None:
             for value in values:
-                self._wire.learned(value)
+                self._connections.learned(value)
         return values
 
     def multi_set(self, keys: list[str], values: list[str] | list[bytes]) -> None:
@@ -85,9 +85,9 @@ class MemberStore(Store):
                 fix="give one value for each key",
             )
         data = [_bytes(value) for value in values]
-        if self._wire is not None:
+        if self._connections is not None:
             for value in data:
-                self._wire.published(value)
+                self._connections.published(value)
         self._ask("multi_set", keys, data)
 
     def delete_key(self, key: str) -> bool:
@@ -141,7 +141,7 @@ class MemberStore(Store):
 
     def clone(self) -> MemberStore:
         """Return another store on the same connection, with a timeout of its own."""
-        made = MemberStore(self._member, self._wire)
+        made = MemberStore(self._member, self._connections)
         made.set_timeout(self._timeout)
         # torch's C++ code takes the clone without its Python part.
         self._clones.append(made)

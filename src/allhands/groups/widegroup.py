@@ -1,4 +1,4 @@
-"""What is different about a group on several hosts: its engine is a `Relay` or `Rails`, and words come with calls.
+"""What differs in a group on several hosts: its engine compares calls by records, which carry shapes and sites.
 
 `processgroup.WideGroup` is this and the collectives of `processgroup.Group`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..diagnosis import Diagnosis
-from ..engines.gloo.engine import Difference, Relay
+from ..engines.base import CallMismatch
 from ..errors import AllhandsError
 from . import failure
 from .hostgroup import HostGroup, Via
@@ -33,15 +33,13 @@ _MOST_SHAPES = 3
 class Wide(HostGroup):
     """How one call of a group on several hosts is done, and what its failures mean."""
 
-    _core: Relay  # type: ignore[assignment]  # it has the methods of a Segment
-
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for everyone and name who does not come: all of them, whatever ``wait_all_ranks`` says."""
         del wait_all_ranks
         limit_ns = self._limit_ns if timeout is None else int(timeout.total_seconds() * 1e9)
 
-        def run() -> None:
-            self._core.barrier(limit_ns)
+        def run(_: int) -> None:
+            self.engine.barrier(limit_ns)
 
         self._do("monitored_barrier", run, [], None).wait()
 
@@ -60,11 +58,6 @@ class Wide(HostGroup):
             )
         )
 
-    def shutdown(self) -> None:
-        """End this rank's part, after what is in line."""
-        super().shutdown()
-        self._core.close()
-
     def window(self, name: str, size: int) -> None:
         """Hosts share no memory."""
         del name, size
@@ -74,7 +67,7 @@ class Wide(HostGroup):
     def _do(
         self,
         name: str,
-        run: Callable[[], None],
+        run: Callable[[int], None],
         tensors: list[torch.Tensor],
         opts: Any,
         via: Via | None = None,
@@ -84,23 +77,23 @@ class Wide(HostGroup):
         told = functools.partial(self._told, name, shapes, run)
         return super()._do(name, told, tensors, opts, via)
 
-    def _noted(self, name: str, site: str, number: int, run: Callable[[], None], within_ns: int) -> None:
-        self._core.site = site
+    def _noted(self, name: str, site: str, number: int, run: Callable[[int], None], within_ns: int) -> None:
+        self.engine.site = site
         super()._noted(name, site, number, run, within_ns)
 
     # What ended a call in the middle, with the frames that hold its tensors: Gloo may still write there.
     _kept: BaseException | None = None
 
-    def _told(self, name: str, shapes: str, run: Callable[[], None]) -> None:
+    def _told(self, name: str, shapes: str, run: Callable[[int], None], timeout_ns: int) -> None:
         """Do ``run`` in its turn, telling the others what it is; raise what its failure means."""
         self.session.member.check()
-        self._core.shape, site = shapes, self._core.site
+        self.engine.shape, site = shapes, self.engine.site
         try:
-            self._together(name, run)
-        except Difference as difference:
-            raise failure.differ(self, difference.judgement, name, site) from None
+            self._together(name, run, timeout_ns)
+        except CallMismatch as mismatch:
+            raise failure.explain(self, mismatch, name, site) from None
         except Exception as problem:
-            if not self._core.under_way:
+            if not self.engine.in_call:
                 raise  # Everyone refused alike and is still in step.
             self._kept = problem
             explained = self.session.explain(problem, name, site, self.ranks)
@@ -114,18 +107,14 @@ class Wide(HostGroup):
             self.session.announce(problem)
             raise
 
-    def _together(self, name: str, run: Callable[[], None]) -> None:
+    def _together(self, name: str, run: Callable[[int], None], timeout_ns: int) -> None:
         """Do ``run``. Where it cannot even begin here, the others are told, who would wait otherwise."""
         try:
-            run()
+            run(timeout_ns)
         except Exception as problem:
-            if not self._core.under_way:
+            if not self.engine.in_call:
                 words = problem.diagnosis.what if isinstance(problem, AllhandsError) else str(problem)
-                self._core.refuse(
+                self.engine.refuse(
                     name, (words.splitlines() or [type(problem).__name__])[0][:_MOST_WORDS], self._limit_ns
                 )
             raise
-
-    def _through(self, issue: Callable[..., Any], *args: Any) -> None:
-        self._core.through(issue, *args)
-        self._core.done()

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from ..diagnosis import Diagnosis, duration, ranks
-from ..diagnosis.engine_errors import TRANSPORT
+from ..engines.cuda import nccl_errors
+from ..engines.gloo import gloo_errors
 from ..observe.flight_recorder import Entry, FlightRecorder
 from .options import Job
 
@@ -101,7 +102,10 @@ class Outcome(msgspec.Struct, frozen=True):
             return self.rank not in self.record["ranks"] or bool(_PEER_ERRORS & set(self.record["bases"]))
         if _PEER_ERRORS & set(self.record["bases"]):
             return True
-        return "RuntimeError" in self.record["bases"] and bool(TRANSPORT.search(self.record["message"]))
+        message = self.record["message"]
+        return "RuntimeError" in self.record["bases"] and bool(
+            gloo_errors.classify(message) or nccl_errors.classify(message)
+        )
 
     @property
     def cause(self) -> str:

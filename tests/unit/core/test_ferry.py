@@ -18,9 +18,9 @@ import torch
 
 from allhands import _core
 from allhands.engines import fingerprint
-from allhands.engines.shm import engine as shm
+from allhands.engines.dtypes import DTYPES
 
-F32, SUM = shm.DTYPES[torch.float32], 1
+F32, SUM = DTYPES[torch.float32], 1
 LIMIT_NS = 20_000_000_000
 
 # Both families: how large a handle is, and what no statuses and no request are.

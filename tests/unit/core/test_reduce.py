@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from allhands.engines.shm import engine as shm
+from allhands.engines.dtypes import DTYPES
 
 _core = pytest.importorskip("allhands._core", reason="the C core is built on Linux only")
 
@@ -37,7 +37,7 @@ def test_floats_are_added_in_the_order_of_the_ranks(dtype: str, number: int, red
             given = [row.copy() for row in rows]
             out = np.empty_like(rows[0]) if place < 0 else given[place]
             addresses = tuple(row.ctypes.data for row in given)
-            _core.reduce(shm.DTYPES[getattr(torch, dtype)], reduction, out.ctypes.data, addresses, out.nbytes)
+            _core.reduce(DTYPES[getattr(torch, dtype)], reduction, out.ctypes.data, addresses, out.nbytes)
             assert out.tobytes() == expected.tobytes(), (size, place)
             others = [index for index in range(number) if index != place]
             assert all(given[index].tobytes() == rows[index].tobytes() for index in others), (size, place)

@@ -3,18 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from allhands.engines.dtypes import DTYPES, OPERATIONS
 from allhands.engines.fingerprint import BYTES, HEAD_BYTES, Call, judge, judge_sizes, unpack
-from allhands.engines.shm import engine as shm
 
-KIND = {name: kind for kind, name in enumerate(shm.KINDS)}
-FLOAT, INT = shm.DTYPES[torch.float32], shm.DTYPES[torch.int32]
+OPERATION = {name: code for code, name in enumerate(OPERATIONS)}
+FLOAT, INT = DTYPES[torch.float32], DTYPES[torch.int32]
 SUM, MAX = 1, 5
-USUAL = Call(7, KIND["all_reduce"], 4000, SUM, FLOAT, shape="[1000]", site="train.py:41")
+USUAL = Call(7, OPERATION["all_reduce"], 4000, SUM, FLOAT, shape="[1000]", site="train.py:41")
 
 
 def but(**changes: object) -> Call:
     """Return the usual call with something else about it."""
-    names = ("sequence", "kind", "nbytes", "reduction", "dtype", "root", "uneven", "shape", "site", "refused")
+    names = ("sequence", "operation", "nbytes", "reduction", "dtype", "root", "uneven", "shape", "site", "refused")
     return Call(**{**{name: getattr(USUAL, name) for name in names}, **changes})  # type: ignore[arg-type]
 
 
@@ -22,10 +22,10 @@ def but(**changes: object) -> Call:
     "call",
     [
         USUAL,
-        Call(1, KIND["barrier"]),
-        Call(2**63, KIND["broadcast"], 2**40, dtype=FLOAT, root=3, shape="[2, 3]", site="déjà.py:1"),
-        Call(3, KIND["all_to_all"], 5, uneven=True),
-        Call(3, KIND["all_gather"], site="a.py:1", refused="a list of 2 tensors in a group of 3"),
+        Call(1, OPERATION["barrier"]),
+        Call(2**63, OPERATION["broadcast"], 2**40, dtype=FLOAT, root=3, shape="[2, 3]", site="déjà.py:1"),
+        Call(3, OPERATION["all_to_all"], 5, uneven=True),
+        Call(3, OPERATION["all_gather"], site="a.py:1", refused="a list of 2 tensors in a group of 3"),
     ],
 )
 def test_a_record_gives_the_call_back(call: Call) -> None:
@@ -56,7 +56,7 @@ def test_equal_calls_have_equal_heads() -> None:
 
 DIFFERENT = {
     "sequence": but(sequence=8),
-    "operation": but(kind=KIND["reduce"]),
+    "operation": but(operation=OPERATION["reduce"]),
     "count": but(nbytes=4004),
     "reduction": but(reduction=MAX),
     "type": but(dtype=INT),
@@ -90,7 +90,7 @@ def test_the_majority_is_taken_for_what_was_meant() -> None:
 
 def test_words_say_what_and_where() -> None:
     """A line has operation, type, count, reduction, root, shape and place; ranks that said the same share it."""
-    rooted = Call(1, KIND["reduce"], 24, MAX, INT, root=2, shape="[2, 3]", site="a.py:5")
+    rooted = Call(1, OPERATION["reduce"], 24, MAX, INT, root=2, shape="[2, 3]", site="a.py:5")
     found = judge([USUAL, USUAL, but(site="b.py:2"), rooted], [0, 1, 2, 3])
     assert found is not None
     assert found.lines == (
@@ -112,11 +112,11 @@ def test_one_refusal_is_a_difference_and_a_common_one_is_not() -> None:
 
 def test_sizes_are_left_to_the_tables_where_someone_is_uneven() -> None:
     """One rank with parts of different sizes is enough: then every pair is compared, and not the totals."""
-    gather = Call(1, KIND["all_gather"], 8, dtype=FLOAT)
-    uneven = Call(1, KIND["all_gather"], 12, dtype=FLOAT, uneven=True)
+    gather = Call(1, OPERATION["all_gather"], 8, dtype=FLOAT)
+    uneven = Call(1, OPERATION["all_gather"], 12, dtype=FLOAT, uneven=True)
     assert judge([gather, uneven], [0, 1]) is None
-    assert judge([gather, Call(1, KIND["all_gather"], 12, dtype=FLOAT)], [0, 1]) is not None
-    assert judge([gather, Call(1, KIND["gather"], 12, dtype=FLOAT, uneven=True)], [0, 1]) is not None
+    assert judge([gather, Call(1, OPERATION["all_gather"], 12, dtype=FLOAT)], [0, 1]) is not None
+    assert judge([gather, Call(1, OPERATION["gather"], 12, dtype=FLOAT, uneven=True)], [0, 1]) is not None
 
 
 def test_tables_that_fit() -> None:

@@ -12,9 +12,8 @@ import torch
 from torch.distributed import HashStore
 
 from allhands import _core
-from allhands.engines.gloo.reduce_rows import fold
+from allhands.engines.dtypes import DTYPES, reduce_rows
 from allhands.engines.mpi import library, pmi
-from allhands.engines.shm import engine as shm
 from allhands.errors import AllhandsError
 from allhands.groups import engine_choice
 
@@ -87,14 +86,14 @@ def test_which_engine_a_backend_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint64, torch.bool], ids=str)
 def test_reducing_gathered_memory(dtype: torch.dtype) -> None:
-    """The core reduces rows of memory as `fold` does, also into one of them; what is not defined raises."""
+    """The core reduces rows of memory as `reduce_rows` does, also into one of them; what is not defined raises."""
     rows = [((torch.arange(3001) + each) % 5).to(dtype) for each in range(3)]
-    want = fold(rows, 1)
+    want = reduce_rows(rows, 1)
     addresses = tuple(row.data_ptr() for row in rows)
-    _core.reduce(shm.DTYPES[dtype], 1, addresses[2], addresses, rows[0].nbytes)
+    _core.reduce(DTYPES[dtype], 1, addresses[2], addresses, rows[0].nbytes)
     assert torch.equal(rows[2], want)
     with pytest.raises(ValueError, match="reduce"):
-        _core.reduce(shm.DTYPES[dtype], 99, addresses[2], addresses, rows[0].nbytes)
+        _core.reduce(DTYPES[dtype], 99, addresses[2], addresses, rows[0].nbytes)
     if dtype.itemsize > 1:
         with pytest.raises(ValueError, match="reduce"):
-            _core.reduce(shm.DTYPES[dtype], 1, addresses[2], addresses, rows[0].nbytes - 1)
+            _core.reduce(DTYPES[dtype], 1, addresses[2], addresses, rows[0].nbytes - 1)

@@ -1,6 +1,6 @@
-"""The few calls of NVIDIA's driver that torch has no names for: shared memory of a GPU, and waits on a stream.
+"""The calls of NVIDIA's driver that torch does not offer: memory of a GPU shared by processes, and waits on a stream.
 
-Through ctypes on the library that every driver installs, in the context that torch has made current in this thread.
+Through ctypes on the library that every driver installs, in the context that torch made current in this thread.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ __all__ = [
     "DriverError",
     "Stream",
     "allocate",
+    "batch_memory_ops",
+    "close_handle",
     "context",
     "enter",
+    "export_handle",
     "free",
-    "handle",
     "map_host",
-    "order",
-    "shut",
-    "take",
+    "open_handle",
     "unmap_host",
 ]
 
-# <cuda.h>: CU_IPC_HANDLE_SIZE, and flags and operations by their names there.
+# From <cuda.h>: CU_IPC_HANDLE_SIZE, flags and operations.
 _HANDLE_BYTES = 64
 _IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
@@ -42,7 +42,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams: the fields that a wait and a write have in common, and its full size of 48 bytes."""
+    """CUstreamBatchMemOpParams: the fields that waits and writes share, padded to its 48 bytes."""
 
     _fields_ = (
         ("operation", ctypes.c_uint32),
@@ -68,9 +68,9 @@ def _do(name: str, *args: Any) -> None:
         raise DriverError(f"this driver has no {name}: it is too old")
     code = function(*args)
     if code:
-        words = ctypes.c_char_p()
-        _library().cuGetErrorName(code, ctypes.byref(words))
-        raise DriverError(f"{name}: {(words.value or b'error').decode()} ({code})")
+        text = ctypes.c_char_p()
+        _library().cuGetErrorName(code, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'error').decode()} ({code})")
 
 
 def context() -> int:
@@ -81,48 +81,48 @@ def context() -> int:
 
 
 def enter(context: int) -> None:
-    """Make ``context`` current in this thread. torch does so only in threads in which it has had something to do."""
+    """Make ``context`` current in this thread. torch does that only in threads that have used it."""
     _do("cuCtxSetCurrent", ctypes.c_void_p(context))
 
 
 def allocate(size: int) -> int:
-    """Return the address of ``size`` bytes of the current device, which belong to nobody's pool."""
+    """Allocate ``size`` bytes of the current device outside torch's caching allocator; return their address."""
     made = ctypes.c_uint64()
     _do("cuMemAlloc_v2", ctypes.byref(made), ctypes.c_size_t(size))
     return made.value
 
 
 def free(address: int) -> None:
-    """Give back what `allocate` returned."""
+    """Free memory of `allocate`."""
     _do("cuMemFree_v2", ctypes.c_uint64(address))
 
 
-def handle(address: int) -> bytes:
-    """Return what another process can `take` the memory by."""
+def export_handle(address: int) -> bytes:
+    """Return the handle by which another process opens the memory."""
     made = _Handle()
     _do("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(address))
     return bytes(made)
 
 
-def take(name: bytes) -> int:
-    """Return the address at which the memory of another process stands in this one."""
+def open_handle(handle: bytes) -> int:
+    """Map memory of another process; return its address here."""
     made = ctypes.c_uint64()
     _do(
         "cuIpcOpenMemHandle_v2",
         ctypes.byref(made),
-        _Handle.from_buffer_copy(name),
+        _Handle.from_buffer_copy(handle),
         ctypes.c_uint32(_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
     )
     return made.value
 
 
-def shut(address: int) -> None:
-    """Let go of what `take` returned."""
+def close_handle(address: int) -> None:
+    """Unmap memory of `open_handle`."""
     _do("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
 def map_host(address: int, size: int) -> int:
-    """Let the GPU reach memory of the host; return the address by which it does."""
+    """Register memory of the host with the GPU; return its address there."""
     _do(
         "cuMemHostRegister_v2",
         ctypes.c_void_p(address),
@@ -135,12 +135,12 @@ def map_host(address: int, size: int) -> int:
 
 
 def unmap_host(address: int) -> None:
-    """Take that back."""
+    """Undo `map_host`."""
     _do("cuMemHostUnregister", ctypes.c_void_p(address))
 
 
 class Stream:
-    """A stream of its own: those that torch hands out come from a pool and may be somebody else's too."""
+    """A stream of its own: torch's streams come from a pool and may have several users."""
 
     def __init__(self) -> None:
         made = ctypes.c_void_p()
@@ -148,14 +148,16 @@ class Stream:
         self.number = int(made.value or 0)
 
     def close(self) -> None:
-        """Let it go, once what is in it is done."""
+        """Destroy it, once its work is done."""
         _do("cuStreamDestroy_v2", ctypes.c_void_p(self.number))
 
 
-def order(stream: int, *, waits: Sequence[tuple[int, int]] = (), write: tuple[int, int] | None = None) -> None:
-    """Let ``stream`` wait until each address of ``waits`` holds its number or more, and then ``write`` a number.
+def batch_memory_ops(
+    stream: int, *, waits: Sequence[tuple[int, int]] = (), write: tuple[int, int] | None = None
+) -> None:
+    """Make ``stream`` wait until each address of ``waits`` holds its value or more, and then ``write`` a value.
 
-    What stands in the stream before a write is done, and seen by others, before the number is.
+    Work in the stream before the write is complete, and visible to other processes, before the value is.
     """
     made = [_Operation(_WAIT_VALUE_64, address, value) for address, value in waits]
     if write is not None:

@@ -1,9 +1,8 @@
-"""A rail: the TCP connections between ranks that carry the same slices, one rank on each host.
+"""A rail: the TCP connections of the ranks with one local index, one rank per host, which carry the same slices.
 
-Not a Gloo group, which hands each message through three threads: most of the 0.7 ms that an exchange of 512 bytes
-between two hosts was measured to take there is waking up. Here whoever waits does the work itself. Bytes of several
-exchanges may be under way on a connection, in the order in which they were begun; every rank of a rail begins the same
-ones in the same order.
+Gloo would pass each message through three threads: most of the 0.7 ms that an exchange of 512 bytes between two hosts
+took there was wake-ups. Here the waiting thread does the I/O. Bytes of several exchanges may be under way on a
+connection, in the order in which they began; every rank of a rail begins the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -21,29 +20,30 @@ from collections.abc import Callable, Sequence
 from torch.distributed.distributed_c10d import Store
 
 from ...errors import fail
+from ..base import EngineAborted, EngineTimeout, TransportFailure
 
 __all__ = ["Exchange", "Rail", "join"]
 
-# How often to look for more before sleeping: a wake-up takes ten times as long as a look.
-_LOOKS = 30
+# How often a wait polls before it sleeps: a wake-up takes ten times as long as a poll.
+_POLLS = 30
 
-# Nothing but an answer, the deadline or `end` wakes a wait; should a wake-up be lost, it is looked again after this.
-_NAP_S = 0.5
+# The answer, the deadline and `abort` end a wait; this bounds the effect of a lost wake-up.
+_MAX_SLEEP_S = 0.5
 
-# How long whoever connects has to say the word; anyone may connect.
-_WORD_S = 2.0
+# How long a client has to send the token; any process may connect.
+_TOKEN_S = 2.0
 
-# How often to look whether the group is over while waiting for the others to connect.
-_LOOK_S = 0.1
+# How often a wait for connections checks whether the group is over.
+_CHECK_S = 0.1
 
-# The word that each end of a connection says; the job's store has told it to both.
-_WORD_BYTES = 16
+# Each end of a connection sends the other half of a token from the job's store.
+_TOKEN_BYTES = 16
 
 _Buffers = Sequence[memoryview | None]
 
 
 class Exchange:
-    """Buffers that are on their way; ``left`` counts those that are not there yet."""
+    """Buffers under way; ``left`` counts those that are not complete."""
 
     __slots__ = ("left",)
 
@@ -52,18 +52,18 @@ class Exchange:
 
 
 class Rail:
-    """One rank's end of a rail. Used by one thread at a time, but for `end`."""
+    """One rank's end of a rail. Used by one thread at a time, except `abort`."""
 
     def __init__(self, links: list[socket.socket | None], ranks: Sequence[int]) -> None:
-        """``links`` has a connection for each host, None for our own; ``ranks`` says who is at its other end."""
+        """``links`` has a connection per host, None for the own; ``ranks`` are the group ranks at the other ends."""
         self._links = links
         self._ranks = ranks
         self._out: list[deque[tuple[memoryview, Exchange]]] = [deque() for _ in links]
         self._in: list[deque[tuple[memoryview, Exchange]]] = [deque() for _ in links]
-        self._over = False
+        self._aborted = False
 
     def begin(self, gives: _Buffers, takes: _Buffers) -> Exchange:
-        """Begin to give each host its buffer and to take from each what fills ours; None or empty means nothing."""
+        """Begin to send each host its buffer and to fill ours from each; None or an empty buffer means nothing."""
         made = Exchange()
         for host, link in enumerate(self._links):
             if link is None:
@@ -76,33 +76,33 @@ class Rail:
         return made
 
     def finish(self, exchange: Exchange, until: float) -> None:
-        """Wait for the end of an exchange. Raises RuntimeError, in a transport's words, where it has none."""
-        looks = 0
+        """Wait until an exchange is complete; raise an EngineFailure where it cannot be."""
+        polls = 0
         while exchange.left:
             if self._pump():
-                looks = 0
-            elif looks < _LOOKS:
-                looks += 1
+                polls = 0
+            elif polls < _POLLS:
+                polls += 1
                 os.sched_yield()
             else:
                 self._sleep(until)
 
-    def end(self) -> None:
-        """The group is over: whoever waits here raises. From any thread."""
-        self._over = True
+    def abort(self) -> None:
+        """End every wait here, now and later. From any thread."""
+        self._aborted = True
         for link in self._links:
             if link is not None:
                 with contextlib.suppress(OSError):
                     link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         for link in self._links:
             if link is not None:
                 link.close()
 
     def _pump(self) -> bool:
-        """Move what can be moved without waiting; tell whether there was anything."""
+        """Move what can be moved without blocking; return whether there was anything."""
         moved = False
         for host, link in enumerate(self._links):
             if link is None:
@@ -129,8 +129,8 @@ class Rail:
         return moved
 
     def _sleep(self, until: float) -> None:
-        if self._over:
-            raise RuntimeError("connection closed: the group ended in the middle of this call")
+        if self._aborted:
+            raise EngineAborted("the group ended during this call")
         waiting = select.poll()
         late = -1
         for host, link in enumerate(self._links):
@@ -140,12 +140,12 @@ class Rail:
                 late = self._ranks[host]
         left = until - time.monotonic()
         if left <= 0:
-            raise RuntimeError(f"Timed out waiting for rank {late}")
-        # Runs the handlers of signals that come meanwhile.
-        waiting.poll(min(left, _NAP_S) * 1e3)
+            raise EngineTimeout(culprit=late)
+        # Signal handlers run here.
+        waiting.poll(min(left, _MAX_SLEEP_S) * 1e3)
 
-    def _closed(self, host: int) -> RuntimeError:
-        return RuntimeError(f"connection closed by rank {self._ranks[host]}")
+    def _closed(self, host: int) -> TransportFailure:
+        return TransportFailure("the connection was closed", self._ranks[host])
 
 
 def _advance(queue: deque[tuple[memoryview, Exchange]], done: int) -> None:
@@ -157,22 +157,30 @@ def _advance(queue: deque[tuple[memoryview, Exchange]], done: int) -> None:
 
 
 def join(
-    store: Store, host: int, ranks: Sequence[int], *, address: str, deadline: float, check: Callable[[], None]
+    store: Store,
+    host: int,
+    ranks: Sequence[int],
+    names: Sequence[int],
+    *,
+    address: str,
+    deadline: float,
+    check: Callable[[], None],
 ) -> Rail:
-    """Connect to the ranks of a rail, which are named by host; ``address`` is ours on the network between them.
+    """Connect the ranks of a rail; each of them calls this. ``address`` is the own one on the network between them.
 
-    Each of them calls this; ends by ``deadline`` (time.monotonic), and where ``check`` raises.
+    ``ranks`` are those of the group, one per host, and ``names`` their global ranks. Ends by ``deadline``
+    (time.monotonic), and where ``check`` raises.
     """
     links: list[socket.socket | None] = [None] * len(ranks)
-    word = secrets.token_bytes(2 * _WORD_BYTES)
+    token = secrets.token_bytes(2 * _TOKEN_BYTES)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=len(ranks)) as listener:
-        store.set(f"{host}", f"{address} {listener.getsockname()[1]} {word.hex()}")
+        store.set(f"{host}", f"{address} {listener.getsockname()[1]} {token.hex()}")
         try:
             for lower in range(host):
-                links[lower] = _connect(store.get(f"{lower}").decode(), host, ranks[lower], deadline)
+                links[lower] = _connect(store.get(f"{lower}").decode(), host, names[lower], deadline)
             while None in links[host + 1 :]:
-                number, link = _accept(listener, word, deadline, check)
+                number, link = _accept(listener, token, deadline, check)
                 if host < number < len(links) and links[number] is None:
                     links[number] = link
                 elif link is not None:
@@ -189,14 +197,14 @@ def join(
     return Rail(links, ranks)
 
 
-def _connect(notice: str, host: int, rank: int, deadline: float) -> socket.socket:
-    address, port, text = notice.split()
-    word = bytes.fromhex(text)
+def _connect(published: str, host: int, name: int, deadline: float) -> socket.socket:
+    address, port, text = published.split()
+    token = bytes.fromhex(text)
     try:
         link = socket.create_connection((address, int(port)), timeout=max(0.1, deadline - time.monotonic()))
         try:
-            link.sendall(word[:_WORD_BYTES] + host.to_bytes(4, "big"))
-            known = hmac.compare_digest(_read(link, _WORD_BYTES), word[_WORD_BYTES:])
+            link.sendall(token[:_TOKEN_BYTES] + host.to_bytes(4, "big"))
+            known = hmac.compare_digest(_read(link, _TOKEN_BYTES), token[_TOKEN_BYTES:])
         except BaseException:
             link.close()
             raise
@@ -208,7 +216,7 @@ def _connect(notice: str, host: int, rank: int, deadline: float) -> socket.socke
         why = str(problem.strerror or problem)
     raise fail(
         "engine-failed",
-        f"every rank answered the roll call, but port {port} of rank {rank} on {address} cannot be reached",
+        f"every rank answered the roll call, but port {port} of rank {name} on {address} cannot be reached",
         who=f"{socket.gethostname()} (pid {os.getpid()})",
         why=f"connecting to {address}:{port}: {why}; probably a firewall",
         fix="open the ports above 1023 between the hosts; or name the interface that leads to them with "
@@ -219,31 +227,31 @@ def _connect(notice: str, host: int, rank: int, deadline: float) -> socket.socke
 
 
 def _accept(
-    listener: socket.socket, word: bytes, deadline: float, check: Callable[[], None]
+    listener: socket.socket, token: bytes, deadline: float, check: Callable[[], None]
 ) -> tuple[int, socket.socket | None]:
-    """Return who connected; -1 for nobody, or a stranger."""
+    """Return the host that connected; -1 for none, or a stranger."""
     check()
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("Timed out waiting for the ranks of the other hosts to connect")
-    listener.settimeout(min(left, _LOOK_S))
+    listener.settimeout(min(left, _CHECK_S))
     try:
         link, _ = listener.accept()
     except TimeoutError:
         return -1, None
-    link.settimeout(_WORD_S)
+    link.settimeout(_TOKEN_S)
     try:
-        said = _read(link, _WORD_BYTES + 4)
-        if hmac.compare_digest(said[:_WORD_BYTES], word[:_WORD_BYTES]):
-            link.sendall(word[_WORD_BYTES:])
-            return int.from_bytes(said[_WORD_BYTES:], "big"), link
+        sent = _read(link, _TOKEN_BYTES + 4)
+        if hmac.compare_digest(sent[:_TOKEN_BYTES], token[:_TOKEN_BYTES]):
+            link.sendall(token[_TOKEN_BYTES:])
+            return int.from_bytes(sent[_TOKEN_BYTES:], "big"), link
     except OSError:
         pass
     return -1, link
 
 
 def _read(link: socket.socket, size: int) -> bytes:
-    """Return ``size`` bytes; raises OSError where they do not come."""
+    """Return ``size`` bytes; raise OSError where the connection ends before."""
     data = b""
     while len(data) < size:
         more = link.recv(size - len(data))

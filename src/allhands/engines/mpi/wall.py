@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch.distributed.distributed_c10d import Store
 
 from ... import _core
-from ..shm.fd_passing import Apart, Handing, allocate
+from ..shm.fd_passing import Apart, FdPassing, allocate
 
 __all__ = ["fetch"]
 
@@ -25,7 +25,7 @@ def fetch(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable
     Every rank of the group calls this; ends by the timeout. ``check`` raises where the group is over.
     """
     try:
-        descriptor, _ = Handing(store, rank, ranks, check).share("wall", _new_wall, timeout_s)
+        descriptor, _ = FdPassing(store, rank, ranks, check).share("wall", _new_wall, timeout_s)
     except Apart:
         yield -1
         return

@@ -1,68 +1,72 @@
-"""Handing memory without a name from rank 0 of a group to the others, over a Unix socket that checks who they are."""
+"""Share anonymous memory among ranks: descriptors over Unix sockets, with the peer's credentials checked.
+
+`FdPassing` sends memory from rank 0 of a group to the others. `hosts` finds which ranks can share memory at all: ranks
+on one machine may be in containers that cannot reach each other, or belong to different users, so it is tried.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import secrets
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
-from ...control.process_identity import peer_credentials
+from ...control.process_identity import host_key, peer_credentials
 from ...diagnosis import Diagnosis
 from ...errors import AllhandsError, error, fail
 
-__all__ = [
-    "Apart",
-    "Handing",
-    "Handover",
-    "allocate",
-    "connect",
-    "name_socket",
-    "no_room",
-    "pid_namespace",
-    "require_room",
-]
+__all__ = ["Apart", "FdPassing", "Handover", "allocate", "hosts", "no_room", "pid_namespace", "require_room"]
 
-# How often to look whether the group is over while waiting for a rank to fetch the memory.
-_LOOK_S = 0.1
+# How often a wait for a peer checks whether the group is over.
+_POLL_S = 0.1
 
-# What stands before a diagnosis where otherwise the name of the socket stands.
+# In the store a diagnosis with this prefix replaces the name of the socket.
 _REFUSED = "!"
 
-# Giving a file more pages than the machine has ends some process, and not always ours: so it is not tried when less
-# than this part of the free memory would be left.
-_LEFT = 0.05
+# Allocating more pages than the machine has makes the kernel kill some process, not always ours. So allocation is
+# refused where less than this part of the free memory would be left.
+_MIN_FREE = 0.05
+
+# The result of trying to fetch a page from another rank.
+_CAN, _CANNOT = "can", "cannot"
+
+# A page arrives at once or not at all; on a machine with overloaded cores it may take a while.
+_TRIAL_S = 10.0
+
+_NONCE_BYTES = 16
 
 
 class Apart(ConnectionError):
     """Some ranks of a group cannot share memory with its rank 0, though all are on one machine. All ranks raise it."""
 
 
-class _Make(Protocol):
-    """Make memory for ``ranks`` ranks; return its descriptor and size."""
+class _Create(Protocol):
+    """Create memory for ``ranks`` ranks; return its descriptor and size."""
 
     def __call__(self, ranks: int, nonce: bytes, /) -> tuple[int, int]:
         """Raise shm-too-small where there is no room."""
 
 
-class _Greeting(msgspec.Struct):
-    """What a rank tells the one that hands out the memory."""
+class _Hello(msgspec.Struct):
+    """What a rank sends to the rank that owns the memory."""
 
     rank: int
     namespace: int
 
 
 class Handover(msgspec.Struct):
-    """What comes with the memory: its size, its nonce, and everyone's process as this namespace numbers them."""
+    """Sent with the memory: its size and nonce, and each rank's pid in the sender's pid namespace."""
 
     size: int
     nonce: bytes
@@ -75,32 +79,32 @@ def pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def require_room(size: int, what: str) -> None:
-    """Raise shm-too-small where there is plainly no room for ``size`` bytes."""
+def require_room(size: int, purpose: str) -> None:
+    """Raise shm-too-small where there is no room for ``size`` bytes."""
     free = _available()
     with contextlib.suppress(OSError, ValueError):  # Not in a cgroup, or one without a limit.
         here = Path("/sys/fs/cgroup")
         free = min(free, int((here / "memory.max").read_text()) - int((here / "memory.current").read_text()))
-    if size > free * (1 - _LEFT):
-        raise no_room(size, what, f"{free / 2**20:.0f} MiB are free (observed)")
+    if size > free * (1 - _MIN_FREE):
+        raise no_room(size, purpose, f"{free / 2**20:.0f} MiB are free (observed)")
 
 
 def _available() -> int:
-    """Return how many bytes the kernel could give without swapping, from its own books.
+    """Return how many bytes the kernel could allocate without swapping.
 
-    psutil reads the same line, and its import would take a tenth of a second that every rank waits for.
+    psutil reads the same line, but importing it would delay every rank by a tenth of a second.
     """
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return sys.maxsize  # A kernel older than 3.14 does not say; it will refuse the pages.
+    return sys.maxsize  # Kernels before 3.14 have no such line; they refuse the pages.
 
 
-def no_room(size: int, what: str, why: str) -> AllhandsError:
+def no_room(size: int, purpose: str, why: str) -> AllhandsError:
     """Return shm-too-small."""
     return fail(
         "shm-too-small",
-        f"there is no room for {size / 2**20:,.0f} MiB: {what}",
+        f"there is no room for {size / 2**20:,.0f} MiB: {purpose}",
         who=f"rank 0 of the group ({socket.gethostname()}, pid {os.getpid()})",
         why=why,
         fix="free memory, or raise the memory limit of the container or cgroup",
@@ -108,20 +112,20 @@ def no_room(size: int, what: str, why: str) -> AllhandsError:
     )
 
 
-def allocate(name: str, size: int, what: str) -> int:
+def allocate(name: str, size: int, purpose: str) -> int:
     """Return a file without a path that has all its ``size`` bytes; raise shm-too-small where there is no room."""
-    require_room(size, what)
+    require_room(size, purpose)
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as problem:
         os.close(descriptor)
-        raise no_room(size, what, f"the kernel refused the pages: {problem.strerror}") from problem
+        raise no_room(size, purpose, f"the kernel refused the pages: {problem.strerror}") from problem
     return descriptor
 
 
-class Handing:
-    """How the ranks of one group get memory that they share. Each of them calls `share` with the same key."""
+class FdPassing:
+    """Creates memory that the ranks of one group share. Each of them calls `share` with the same key."""
 
     def __init__(self, store: Store, rank: int, ranks: int, check: Callable[[], None]) -> None:
         """Meet through ``store``; ``check`` is called now and then and raises where the group is over."""
@@ -130,68 +134,65 @@ class Handing:
         self._ranks = ranks
         self._check = check
 
-    def share(self, key: str, make: _Make, timeout_s: float) -> tuple[int, Handover]:
-        """Let rank 0 ``make`` memory and give it to everyone. Return its descriptor, to be closed by the caller.
+    def share(self, key: str, create: _Create, timeout_s: float) -> tuple[int, Handover]:
+        """Have rank 0 ``create`` memory and send it to all. Return its descriptor, to be closed by the caller.
 
-        What keeps rank 0 from making it is raised on every rank; so is Apart, where someone cannot come to fetch it.
+        A failure to create it is raised on every rank, and so is Apart where a rank cannot connect.
         """
         deadline = time.monotonic() + timeout_s
         if self._rank == 0:
-            return self._hand_out(key, make, deadline)
+            return self._send(key, create, deadline)
         return self._fetch(key, deadline)
 
-    def _hand_out(self, key: str, make: _Make, deadline: float) -> tuple[int, Handover]:
-        nonce = secrets.token_bytes(16)
+    def _send(self, key: str, create: _Create, deadline: float) -> tuple[int, Handover]:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
-            descriptor, size = make(self._ranks, nonce)
+            descriptor, size = create(self._ranks, nonce)
         except AllhandsError as problem:
             self._store.set(key, _REFUSED + msgspec.json.encode(problem.diagnosis).decode())
             raise
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        name = name_socket()
+        name = _socket_name()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + name)
             listener.listen(self._ranks)
             self._store.set(key, name)
-            guests: dict[int, socket.socket] = {}
-            pids = [0] * self._ranks
-            pids[0] = os.getpid()
+            clients: dict[int, socket.socket] = {}
             own = pid_namespace()
+            pids = [os.getpid()] + [0] * (self._ranks - 1)
             try:
-                while len(guests) < self._ranks - 1:
-                    guest = self._accept(listener, key, deadline)
-                    pid, uid = peer_credentials(guest)
-                    if uid not in {os.getuid(), 0}:
-                        guest.close()
+                while len(clients) < self._ranks - 1:
+                    client = self._accept(listener, key, deadline)
+                    pid, uid = peer_credentials(client)
+                    client.settimeout(max(0.01, deadline - time.monotonic()))
+                    hello = _hello(client) if uid in {os.getuid(), 0} else None
+                    if hello is None or not 0 < hello.rank < self._ranks or hello.rank in clients:
+                        client.close()  # A stranger, or a rank that ended, which the coordinator reports.
                         continue
-                    guest.settimeout(max(0.01, deadline - time.monotonic()))
-                    greeting = _greeting(guest)
-                    if greeting is None:
-                        continue  # The coordinator tells of its end, if it was one of us.
-                    guests[greeting.rank] = guest
-                    pids[greeting.rank] = pid if greeting.namespace == own else 0
+                    clients[hello.rank] = client
+                    pids[hello.rank] = pid if hello.namespace == own else 0
                 handover = Handover(size, nonce, pids, own)
-                for guest in guests.values():
-                    with contextlib.suppress(ConnectionError):  # It has ended: nothing that the others wait for here.
-                        socket.send_fds(guest, [msgspec.msgpack.encode(handover)], [descriptor])
+                for client in clients.values():
+                    with contextlib.suppress(ConnectionError):  # It ended: no reason for the others to wait.
+                        socket.send_fds(client, [msgspec.msgpack.encode(handover)], [descriptor])
             except BaseException:
                 os.close(descriptor)
                 raise
             finally:
-                for guest in guests.values():
-                    guest.close()
+                for client in clients.values():
+                    client.close()
         return descriptor, handover
 
     def _accept(self, listener: socket.socket, key: str, deadline: float) -> socket.socket:
         while True:
             self._check()
-            listener.settimeout(max(0.01, min(_LOOK_S, deadline - time.monotonic())))
+            listener.settimeout(max(0.01, min(_POLL_S, deadline - time.monotonic())))
             try:
                 return listener.accept()[0]
             except TimeoutError:
                 if self._store.check([f"{key}/apart"]):
-                    # Whoever has come already sees that its connection ends without the memory.
-                    raise Apart("a rank cannot come to fetch the memory") from None
+                    # Ranks that are connected see their connection end without the memory.
+                    raise Apart("a rank cannot connect to fetch the memory") from None
                 if time.monotonic() >= deadline:
                     raise
 
@@ -200,8 +201,8 @@ class Handing:
         if name.startswith(_REFUSED):
             raise error(msgspec.json.decode(name.removeprefix(_REFUSED), type=Diagnosis))
         try:
-            with connect(name, deadline) as sock:
-                sock.send(msgspec.msgpack.encode(_Greeting(self._rank, pid_namespace())))
+            with _connect(name, deadline) as sock:
+                sock.send(msgspec.msgpack.encode(_Hello(self._rank, pid_namespace())))
                 body, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
         except TimeoutError:
             raise
@@ -218,25 +219,24 @@ class Handing:
         return descriptors[0], msgspec.msgpack.decode(body, type=Handover)
 
 
-def _greeting(guest: socket.socket) -> _Greeting | None:
-    """Return what ``guest`` says of itself; None, and its connection is closed, where it ended before it did."""
+def _hello(client: socket.socket) -> _Hello | None:
+    """Return the message of ``client``, None where it ended before it sent one or sent something else."""
     try:
-        return msgspec.msgpack.decode(guest.recv(256), type=_Greeting)
+        return msgspec.msgpack.decode(client.recv(256), type=_Hello)
     except (ConnectionError, msgspec.DecodeError):
-        guest.close()
         return None
     except BaseException:
-        guest.close()
+        client.close()
         raise
 
 
-def name_socket() -> str:
-    """Return a fresh name for a socket from which memory is fetched."""
+def _socket_name() -> str:
+    """Return a new name for a socket in the abstract namespace."""
     return f"allhands-shm-{secrets.token_hex(12)}"
 
 
-def connect(name: str, deadline: float) -> socket.socket:
-    """Connect to the socket called ``name``; raise OSError where that cannot be done, or where it is another user's."""
+def _connect(name: str, deadline: float) -> socket.socket:
+    """Connect to the socket ``name``; raise OSError where that fails or another user's process listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(max(0.01, deadline - time.monotonic()))
@@ -249,3 +249,89 @@ def connect(name: str, deadline: float) -> socket.socket:
         sock.close()
         raise PermissionError("the memory is offered by another user's process")
     return sock
+
+
+def hosts(store: Store, rank: int, size: int) -> list[list[int]]:
+    """Return the ranks of each host of a group, ordered by their lowest rank. Every rank of the group calls this.
+
+    A host is a set of ranks on one machine of which each could fetch a page of memory from the lowest.
+    """
+    store.set(f"machine/{rank}", host_key())
+    machines = store.multi_get([f"machine/{each}" for each in range(size)])
+    lowest = _lowest(store, rank, [each for each in range(size) if machines[each] == machines[rank]])
+    store.set(f"home/{rank}", str(lowest))
+    found: dict[int, list[int]] = {}
+    for each, home in enumerate(store.multi_get([f"home/{each}" for each in range(size)])):
+        found.setdefault(int(home), []).append(each)
+    return [found[home] for home in sorted(found)]
+
+
+def _lowest(store: Store, rank: int, same_machine: Sequence[int]) -> int:
+    """Return the lowest rank of ``same_machine`` that ``rank`` can share memory with."""
+    while True:
+        first, *others = same_machine
+        if not others:
+            return first
+        key = f"trial/{first}"
+        if rank == first:
+            answers = _offer_page(store, key, others)
+        else:
+            store.set(f"{key}/{rank}", _CAN if _fetch_page(store.get(key).decode()) else _CANNOT)
+            answers = store.multi_get([f"{key}/{each}" for each in others])
+        same_machine = [each for each, answer in zip(others, answers, strict=True) if answer.decode() == _CANNOT]
+        if rank not in same_machine:
+            return first
+
+
+def _offer_page(store: Store, key: str, others: Sequence[int]) -> list[bytes]:
+    """Let ``others`` fetch a page; return the result of each."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    page = os.memfd_create("allhands-trial", os.MFD_CLOEXEC)
+    over = threading.Event()
+    try:
+        os.write(page, nonce.ljust(mmap.PAGESIZE, b"\0"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = _socket_name()
+            listener.bind("\0" + name)
+            listener.listen(len(others))
+            serving = threading.Thread(target=_serve_page, args=(listener, page, over), daemon=True)
+            serving.start()
+            store.set(key, f"{name} {nonce.hex()}")
+            try:
+                return list(store.multi_get([f"{key}/{each}" for each in others]))
+            finally:
+                over.set()
+                # Wakes the thread at once on kernels that support it.
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                serving.join()
+    finally:
+        os.close(page)
+
+
+def _serve_page(listener: socket.socket, page: int, over: threading.Event) -> None:
+    listener.settimeout(_POLL_S)
+    while not over.is_set():
+        with contextlib.suppress(OSError):  # No client in time, or the client is gone again.
+            client, _ = listener.accept()
+            with client:
+                if peer_credentials(client)[1] in {os.getuid(), 0}:
+                    socket.send_fds(client, [b"."], [page])
+
+
+def _fetch_page(offer: str) -> bool:
+    """Return whether the page of ``offer`` can be fetched and has the expected content."""
+    name, _, nonce = offer.partition(" ")
+    try:
+        with _connect(name, time.monotonic() + _TRIAL_S) as sock:
+            _, descriptors, _, _ = socket.recv_fds(sock, 16, 1)
+        if not descriptors:
+            return False
+        try:
+            # Mapped writable, as the segment will be.
+            with mmap.mmap(descriptors[0], mmap.PAGESIZE) as memory:
+                return memory[:_NONCE_BYTES].hex() == nonce
+        finally:
+            os.close(descriptors[0])
+    except OSError:
+        return False

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import _core
 from ...engines.shm import engine as shm
 from ...groups import collectives
 from ...groups.hostgroup import HostGroup
@@ -72,7 +71,7 @@ class Averager:
 
     def can_reduce_in_place(self) -> bool:
         """Return whether the group reduces several tensors as one, wherever they are in memory."""
-        return isinstance(self.group, HostGroup) and isinstance(self.group.engine.segment, _core.Segment)
+        return isinstance(self.group, HostGroup) and self.group.engine.capabilities.tensor_lists
 
     def start(
         self, bucket: GradBucket, counted: torch.Tensor | None, divisor: float | None, *, wait: bool

@@ -23,7 +23,7 @@ def test_no_driver() -> None:
     with pytest.raises(driver.DriverError, match=r"libcuda\.so\.1"):
         driver.allocate(100)
     with pytest.raises(driver.DriverError, match=r"libcuda\.so\.1"):
-        driver.order(0, waits=[(0, 1)])
+        driver.batch_memory_ops(0, waits=[(0, 1)])
 
 
 def test_an_operation_is_as_large_as_the_driver_has_it() -> None:

@@ -1,4 +1,4 @@
-"""Rails: what is begun arrives in its order, and every wait has an end."""
+"""Rails: exchanges complete in order, and every wait ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from allhands.engines.base import EngineAborted, EngineTimeout, TransportFailure
 from allhands.engines.hierarchical.tcp import Rail, join
 
 LATER_S = 20.0
@@ -18,7 +19,7 @@ LATER_S = 20.0
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Rail, Rail]]:
-    """Yield the two ends of a rail between two hosts, with ranks 10 and 20."""
+    """Yield the two ends of a rail between two hosts, with group ranks 10 and 20."""
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
@@ -54,32 +55,34 @@ def test_exchanges_keep_their_order(pair: tuple[Rail, Rail]) -> None:
         assert list(both.map(work, (0, 1))) == [given, given]
 
 
-def test_a_wait_ends_with_the_time_with_the_peer_and_with_the_group(pair: tuple[Rail, Rail]) -> None:
-    """Who does not answer is late, who has closed is gone, and the group's end wakes whoever waits; each is named."""
+def test_every_wait_ends_with_a_typed_failure(pair: tuple[Rail, Rail]) -> None:
+    """A deadline, an abort from another thread and a closed connection end a wait; each names the culprit it knows."""
     first, second = pair
     room: list[memoryview | None] = [None, memoryview(bytearray(8))]
     nothing: list[memoryview | None] = [None, None]
     waiting = first.begin(nothing, room)
-    with pytest.raises(RuntimeError, match="Timed out waiting for rank 20"):
+    with pytest.raises(EngineTimeout) as late:
         first.finish(waiting, time.monotonic() + 0.01)
-    threading.Timer(0.05, first.end).start()
-    with pytest.raises(RuntimeError, match="connection closed"):
+    assert late.value.culprit == 20
+    threading.Timer(0.05, first.abort).start()
+    with pytest.raises((EngineAborted, TransportFailure)):
         first.finish(waiting, soon())
-    with pytest.raises(RuntimeError, match="connection closed by rank 10"):
+    with pytest.raises(TransportFailure) as closed:
         second.finish(second.begin(nothing, list(reversed(room))), soon())
+    assert closed.value.culprit == 10
 
 
 def test_strangers_do_not_join() -> None:
-    """Who connects and does not know the word, or says nothing, is not taken for a rank."""
+    """A client that sends a wrong token, or none, is not accepted as a rank."""
     store = dist.HashStore()
     began = threading.Event()
 
     def first() -> Rail:
         began.set()
-        return join(store, 0, [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
+        return join(store, 0, [0, 1], [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
 
     def second() -> Rail:
-        return join(store, 1, [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
+        return join(store, 1, [0, 1], [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
 
     with ThreadPoolExecutor(2) as both:
         one = both.submit(first)
@@ -101,12 +104,12 @@ def test_strangers_do_not_join() -> None:
         rail.close()
 
 
-def test_who_cannot_be_reached_is_named() -> None:
+def test_an_unreachable_peer_is_named() -> None:
     """A port that nobody listens on, as behind a firewall: engine-failed with the address."""
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     store.set("0", f"127.0.0.1 {port} {'00' * 32}")
     with pytest.raises(Exception, match="engine-failed") as caught:
-        join(store, 1, [0, 1], address="127.0.0.1", deadline=soon(), check=lambda: None)
-    assert f"port {port} of rank 0 on 127.0.0.1" in str(caught.value)
+        join(store, 1, [0, 1], [4, 5], address="127.0.0.1", deadline=soon(), check=lambda: None)
+    assert f"port {port} of rank 4 on 127.0.0.1" in str(caught.value)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allhands.engines.gloo.wire import Wire, addresses, check_interface, interface_of, loopback_interface
+from allhands.engines.gloo.connections import Connections, addresses, check_interface, interface_of, loopback_interface
 from allhands.errors import ConnectError
 
 
@@ -114,11 +114,11 @@ def descriptors() -> set[str]:
 
 def test_connections_that_gloo_accepted_are_cut(server: socket.socket) -> None:
     """A connection to the address that this process published is ended; one to another address is not."""
-    wire = Wire()
-    wire.published(published(server.getsockname()))
+    connections = Connections()
+    connections.published(published(server.getsockname()))
     with socket.create_server(("127.0.0.1", 0)) as other, pair(server) as (client, accepted), pair(other) as mine:
         # Both ends are in this process, but only the accepted one has that local address.
-        assert wire.cut() == 1
+        assert connections.close_all() == 1
         assert ended(accepted)
         assert ended(client)
         assert not any(map(ended, mine))
@@ -126,29 +126,29 @@ def test_connections_that_gloo_accepted_are_cut(server: socket.socket) -> None:
 
 def test_connections_that_gloo_made_are_cut(server: socket.socket) -> None:
     """A connection to the address that a peer published is ended, and both ends see it."""
-    wire = Wire()
-    wire.learned(published(server.getsockname()))
+    connections = Connections()
+    connections.learned(published(server.getsockname()))
     with pair(server) as (client, accepted), pair(server) as again:
-        assert wire.cut() == 2
+        assert connections.close_all() == 2
         assert all(map(ended, (client, accepted, *again)))
-        wire.cut()  # A second time harms nobody.
+        connections.close_all()  # A second time harms nobody.
 
 
 def test_nothing_known_cuts_nothing(server: socket.socket) -> None:
     """Without addresses of Gloo no connection of this process is touched: the coordinator's, the user's, a pipe."""
     left, right = socket.socketpair()
     with pair(server) as ends, left, right:
-        assert Wire().cut() == 0
+        assert Connections().close_all() == 0
         assert not any(map(ended, (*ends, left, right)))
 
 
 def test_descriptors_stay_their_owners(server: socket.socket) -> None:
     """Cutting leaves no descriptor behind and closes none: the listening socket and the cut ones stay open."""
-    wire = Wire()
-    wire.published(published(server.getsockname()))
+    connections = Connections()
+    connections.published(published(server.getsockname()))
     with pair(server) as (client, accepted):
         before = descriptors()
-        wire.cut()
+        connections.close_all()
         assert descriptors() == before
         assert client.fileno() != -1 != accepted.fileno()
         # It still listens.

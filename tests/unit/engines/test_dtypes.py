@@ -5,8 +5,7 @@ from functools import reduce
 import pytest
 import torch
 
-from allhands.engines.gloo.reduce_rows import fold
-from allhands.engines.shm.engine import REDUCTION_NAMES
+from allhands.engines.dtypes import REDUCTION_NAMES, reduce_rows
 
 NUMBER = {name: number for number, name in enumerate(REDUCTION_NAMES)}
 MODELS = {
@@ -44,7 +43,7 @@ def test_integers(kind: torch.dtype, name: str) -> None:
     limits = torch.iinfo(kind)
     values = [[0, 1, limits.max, limits.min, 77], [3, limits.max, limits.max, 5, 77], [limits.max, 2, 1, 9, 13]]
     rows = [torch.tensor(row, dtype=kind) for row in values]
-    found = fold(rows, NUMBER[name])
+    found = reduce_rows(rows, NUMBER[name])
     assert found.dtype == kind
     assert found.tolist() == [wrapped(reduce(MODELS[name], column), kind) for column in zip(*values, strict=True)]
     assert [row.tolist() for row in rows] == values
@@ -54,15 +53,15 @@ def test_integers(kind: torch.dtype, name: str) -> None:
 def test_sixteen_bits_round_once(kind: torch.dtype) -> None:
     """What each step would round away is there in the end."""
     rows = [torch.tensor([2048.0], dtype=kind), *[torch.tensor([1.0], dtype=kind)] * 16]
-    assert fold(rows, NUMBER["SUM"]).item() == torch.tensor(2064.0).to(kind).item()
-    assert fold(rows[:2], NUMBER["AVG"]).item() == torch.tensor(2049.0 / 2).to(kind).item()
+    assert reduce_rows(rows, NUMBER["SUM"]).item() == torch.tensor(2064.0).to(kind).item()
+    assert reduce_rows(rows[:2], NUMBER["AVG"]).item() == torch.tensor(2049.0 / 2).to(kind).item()
 
 
 def test_floats_go_in_rank_order() -> None:
     """The order is that of the ranks: the same bits as the C core's."""
     rows = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
-    assert fold(rows, NUMBER["SUM"]).item() == ((rows[0] + rows[1]) + rows[2]).item()
-    assert fold([torch.tensor([3.0]), torch.tensor([4.0])], NUMBER["AVG"]).item() == 3.5
+    assert reduce_rows(rows, NUMBER["SUM"]).item() == ((rows[0] + rows[1]) + rows[2]).item()
+    assert reduce_rows([torch.tensor([3.0]), torch.tensor([4.0])], NUMBER["AVG"]).item() == 3.5
 
 
 def test_truth_is_added_by_or_and_multiplied_by_and() -> None:
@@ -74,4 +73,4 @@ def test_truth_is_added_by_or_and_multiplied_by_and() -> None:
         (("BXOR",), [False, True, True, False]),
     ):
         for name in names:
-            assert fold(rows, NUMBER[name]).tolist() == want
+            assert reduce_rows(rows, NUMBER[name]).tolist() == want

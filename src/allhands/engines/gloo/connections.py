@@ -1,8 +1,8 @@
-"""Gloo: which interface it should use, and how to end what it is waiting for.
+"""Gloo's connections: which interface they use, and closing them to end Gloo's waits.
 
-Gloo has no abort: a thread inside a collective waits until its peer answers, closes, or time is up. What it
-waits on are TCP connections of this process, so they are what is ended. Which sockets they are is read from
-the addresses that Gloo itself puts into and takes out of the store when a group forms.
+Gloo has no abort: a thread inside a collective waits until its peer answers, the connection closes, or the timeout
+passes. So the TCP connections are closed. Which sockets of this process they are is read from the addresses that Gloo
+writes to and reads from the store when a group forms.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from ...errors import fail
 
-__all__ = ["IFNAME", "Wire", "addresses", "check_interface", "interface_of", "loopback_interface"]
+__all__ = ["IFNAME", "Connections", "addresses", "check_interface", "interface_of", "loopback_interface"]
 
 IFNAME = "GLOO_SOCKET_IFNAME"
 
-# What Linux calls it nearly everywhere; and <linux/sockios.h>, which the standard library does not name.
+# The name on nearly every Linux; and from <linux/sockios.h>, which the standard library has not.
 _LOOPBACK, _SIOCGIFADDR = "lo", 0x8915
 
 _LENGTH = struct.Struct("<Q")
@@ -29,8 +29,8 @@ _LENGTH = struct.Struct("<Q")
 # Gloo writes a whole sockaddr_storage (128 bytes) and a sequence number (8 bytes) for each address.
 _ADDRESS_BYTES = 136
 
-# A packet's way there and back, where the deadline is all but over.
-_LEAST_KNOCK_S = 0.2
+# One round trip, where the deadline has all but passed.
+_MIN_PROBE_S = 0.2
 
 _Place = tuple[str, int]
 
@@ -59,15 +59,15 @@ def addresses(blob: bytes) -> list[_Place]:
     return found
 
 
-class Wire:
-    """The addresses that Gloo listens on and connects to, as seen passing through the store."""
+class Connections:
+    """The addresses that Gloo listens on and connects to, from the values that it exchanges through the store."""
 
     def __init__(self) -> None:
-        # Set while a group forms across hosts: by when (time.monotonic) the way to each of them must be open.
-        self.until: float | None = None
+        # Set while a group forms across hosts: the deadline (time.monotonic) of the probes of each host.
+        self.probe_until: float | None = None
         self._own: set[_Place] = set()
         self._peers: set[_Place] = set()
-        self._open: set[str] = set()
+        self._reachable: set[str] = set()
 
     @property
     def address(self) -> str:
@@ -75,24 +75,24 @@ class Wire:
         return min((host for host, _ in self._own), default="")
 
     def published(self, value: bytes) -> None:
-        """This process put ``value`` into the store."""
+        """Note a ``value`` that this process wrote to the store."""
         self._own.update(addresses(value))
 
     def learned(self, value: bytes) -> None:
-        """This process got ``value`` from the store. Raises engine-failed where a host in it cannot be reached."""
+        """Note a ``value`` that this process read from the store; raise engine-failed where its host is unreachable."""
         for place in addresses(value):
             self._peers.add(place)
-            if self.until is not None and place[0] not in self._open:
-                self._knock(place, self.until)
+            if self.probe_until is not None and place[0] not in self._reachable:
+                self._probe(place, self.probe_until)
 
-    def _knock(self, place: _Place, until: float) -> None:
-        """See that ``place`` lets us in, once for each host.
+    def _probe(self, place: _Place, until: float) -> None:
+        """Check that ``place`` accepts connections, once for each host.
 
-        Gloo itself waits for a connection five times as long as it is told to (gloo/transport/tcp/pair.h), and
-        then cannot say where to. It drops a connection that says nothing, so nobody is disturbed.
+        Gloo itself waits five times its timeout for a connection (gloo/transport/tcp/pair.h), and then reports no
+        address. It drops a connection that sends nothing, so the probe is harmless.
         """
         try:
-            socket.create_connection(place, timeout=max(_LEAST_KNOCK_S, until - time.monotonic())).close()
+            socket.create_connection(place, timeout=max(_MIN_PROBE_S, until - time.monotonic())).close()
         except OSError as problem:
             host, port = place
             raise fail(
@@ -106,10 +106,10 @@ class Wire:
                 hosts=(host,),
                 certain=False,
             ) from problem
-        self._open.add(place[0])
+        self._reachable.add(place[0])
 
-    def cut(self) -> int:
-        """End every connection of Gloo in this process, so that whatever waits on one raises; return how many."""
+    def close_all(self) -> int:
+        """Shut down every connection of Gloo in this process, so that waits on them raise; return how many."""
         ended = 0
         for entry in list(Path("/proc/self/fd").iterdir()):
             try:
@@ -118,7 +118,7 @@ class Wire:
                 # A duplicate: shutdown acts on the connection itself, and Gloo's own descriptor stays Gloo's.
                 sock = socket.socket(fileno=os.dup(int(entry.name)))
             except OSError:
-                continue  # Closed since it was listed.
+                continue  # It was closed since it was listed.
             with sock:
                 if self._is_gloo(sock):
                     with suppress(OSError):
@@ -132,13 +132,13 @@ class Wire:
         try:
             here, there = sock.getsockname()[:2], sock.getpeername()[:2]
         except OSError:
-            return False  # Listening, or already ended.
+            return False  # Listening, or closed already.
         return here in self._own or there in self._peers
 
 
 def interface_of(address: str) -> str:
     """Return the name of the interface that has ``address``, "" where none has."""
-    # Here and below: its import takes a tenth of what a rank needs to form a group on one host, which needs it not.
+    # Imported here and below: forming a group on one host, which does not need it, would take a tenth longer.
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -158,10 +158,10 @@ def loopback_interface() -> str:
 
 
 def _address_of(name: str) -> str:
-    """Ask the kernel for the IPv4 address of an interface, "" where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
-        answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("40s", name.encode()))
-        # A struct ifreq: 16 bytes of name, then a sockaddr_in, whose address comes after family and port.
+    """Return the IPv4 address of an interface, "" where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control, suppress(OSError):
+        answer = fcntl.ioctl(control, _SIOCGIFADDR, struct.pack("40s", name.encode()))
+        # A struct ifreq: 16 bytes of name, then a sockaddr_in with family, port and address.
         return socket.inet_ntoa(answer[20:24])
     return ""
 

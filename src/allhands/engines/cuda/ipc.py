@@ -1,0 +1,415 @@
+"""One GPU, many ranks: collectives of CUDA tensors through memory of the GPU that all processes have mapped (CUDA IPC).
+
+`CudaIpcEngine` puts copies, reductions and waits for the other ranks into a stream, and returns. Ranks meet on the
+GPU, by counters that one stream writes and another waits for (`stream.Counters`), never on the host.
+
+Each call has a number, the same on every rank, and takes rounds, as many as the rank's data needs. Round ``r`` of call
+``c`` has the value ``c * _STRIDE + r + 1``; the end of the call ``(c + 1) * _STRIDE``. So a rank with fewer rounds than
+another does not delay it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from ..base import Parts
+from ..dtypes import COMPLEX, REDUCTION_NAMES, TORCH_DTYPES, reduce_rows
+from . import driver
+from .stream import BROUGHT, CONSUMED, REDUCED, Counters, StreamEngine, at, first_problem
+
+__all__ = ["CudaIpcEngine", "form"]
+
+# The maximum of rounds of a call: more than the largest GPU has memory for.
+_STRIDE = 1 << 20
+
+# How often rank 0 polls whether the others have unmapped the memory.
+_POLL_S = 0.002
+
+# Pieces are multiples of this many bytes, so that a piece of any type is aligned.
+_LINE = 256
+
+# Reducing in two steps, each rank its slice and then a copy of all slices, reads fewer bytes than reducing everything
+# on each rank, and makes the GPU switch between processes once more, which takes as long as moving this many bytes.
+_SWITCH_BYTES = 384 << 20
+
+_SUMS = frozenset(REDUCTION_NAMES.index(name) for name in ("SUM", "PREMUL_SUM"))
+# Types that torch.sum adds as the C core does: 16-bit floats in 32 bits, rounded once.
+_ADDED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64})
+
+# The first size of a row: enough for most models, and 72 MiB in all for eight ranks.
+_MIN_ROW_BYTES = 4 << 20
+
+# Larger rows are not faster: the GPU switches between processes in some 0.1 ms, as long as it takes to move this much.
+_MAX_ROW_BYTES = 256 << 20
+
+# All rows of a group take at most this fraction (1/n) of the GPU's memory: the rest is the model's.
+_SHARE = 32
+
+# Two sets of rows alternate, so that data of the next call is written while other ranks still read the last.
+_SETS = 2
+
+
+class _Rows:
+    """Memory of the GPU with a row per rank and one for the result. Rank 0 allocates it, the others map it."""
+
+    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._device = device
+        self._number = 0
+        self._address = 0
+        # On rank 0: memory that was replaced, which other ranks may still have mapped.
+        self._outgrown: list[int] = []
+        self.row_bytes = 0
+        self.rows: list[torch.Tensor] = []
+        self._most = min(_MAX_ROW_BYTES, torch.cuda.get_device_properties(device).total_memory // _SHARE // ranks)
+
+    def fits(self, size: int) -> bool:
+        """Return whether a row holds ``size`` bytes, or cannot grow."""
+        return size <= self.row_bytes or self.row_bytes >= self._most
+
+    def grow(self, size: int) -> str:
+        """Replace the rows by ones that hold ``size`` bytes, or the maximum. Every rank calls this with the same size.
+
+        Returns why that failed on some rank, the same on all ranks; the rows do not change then.
+        """
+        wanted = max(_MIN_ROW_BYTES, 1 << max(0, size - 1).bit_length())
+        row_bytes = min(wanted, self._most) // 256 * 256
+        total = row_bytes * (self._ranks + 1) * _SETS
+        self._number += 1
+        address, problem_text = 0, ""
+        try:
+            address = self._map(total)
+        except (driver.DriverError, RuntimeError) as problem:
+            problem_text = str(problem) or type(problem).__name__
+        problem_text = first_problem(self._store, f"rows/{self._number}/rank", self._rank, self._ranks, problem_text)
+        if problem_text:
+            # Not tried again.
+            self._most = self.row_bytes
+            if address:
+                self._unmap(address)
+            return problem_text
+        if self._address:
+            self._unmap(self._address)
+        self._address, self.row_bytes = address, row_bytes
+        whole = at(address, total, self._device).view(_SETS, self._ranks + 1, row_bytes)
+        self.rows = list(whole.unbind())
+        return ""
+
+    def _map(self, total: int) -> int:
+        key = f"rows/{self._number}"
+        if self._rank:
+            published: dict[str, Any] = json.loads(self._store.get(key))
+            if published["why"]:
+                raise driver.DriverError(published["why"])
+            return driver.open_handle(bytes.fromhex(published["handle"]))
+        address = 0
+        try:
+            address = driver.allocate(total)
+            self._store.set(key, json.dumps({"why": "", "handle": driver.export_handle(address).hex()}))
+        except driver.DriverError as problem:
+            self._store.set(key, json.dumps({"why": str(problem), "handle": ""}))
+            if address:
+                driver.free(address)
+            raise
+        return address
+
+    def _unmap(self, address: int) -> None:
+        if self._rank:
+            driver.close_handle(address)
+        else:
+            self._outgrown.append(address)
+
+    def close(self) -> None:
+        """Unmap the memory, once this rank's stream is empty. Rank 0 still owns it (`free`)."""
+        self.rows = []
+        if self._address:
+            self._unmap(self._address)
+        self._address = 0
+
+    def free(self) -> None:
+        """Free the memory, on rank 0, once all ranks have unmapped it."""
+        while self._outgrown:
+            driver.free(self._outgrown.pop())
+
+
+class CudaIpcEngine(StreamEngine):
+    """One rank's end of a group on one GPU."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, counters: Counters, rows: _Rows, rank: int, ranks: int, device: torch.device) -> None:
+        super().__init__(counters, rank, ranks, device)
+        self._buffers = rows
+        # By set: the CONSUMED value that every other rank must reach before this rank overwrites its row.
+        self._need = [0, 0]
+
+    def all_reduce(self, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int) -> None:
+        """Reduce in place."""
+        data = at(address, nbytes, self.device)
+        self._post("all_reduce", timeout_ns, nbytes, dtype=dtype, reduction=reduction)
+        self._grow(nbytes, timeout_ns)
+        apart = nbytes * (self._ranks - 2) > _SWITCH_BYTES
+        for number, piece in enumerate(_cut(data, self._buffers.row_bytes)):
+            rows = self._bring(number, [(0, piece)])
+            self._wait(BROUGHT, number)
+            if apart:
+                self._reduce_apart(rows, piece, number, dtype, reduction)
+            else:
+                self._reduce_into(rows[: self._ranks, : piece.numel()], piece, dtype, reduction)
+            self._consumed(number)
+        self._end()
+
+    def _reduce_apart(self, rows: torch.Tensor, piece: torch.Tensor, number: int, dtype: int, reduction: int) -> None:
+        """Reduce this rank's slice of a piece, and copy the slices that the other ranks reduced."""
+        size = piece.numel()
+        each = -(-size // self._ranks // _LINE) * _LINE
+        begin, end = min(size, self._rank * each), min(size, (self._rank + 1) * each)
+        if end > begin:
+            self._reduce_into(rows[: self._ranks, begin:end], rows[self._ranks, begin:end], dtype, reduction)
+        self._signal(REDUCED, number)
+        self._wait(REDUCED, number)
+        piece.copy_(rows[self._ranks, :size])
+
+    def reduce(self, address: int, nbytes: int, dtype: int, reduction: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
+        """Reduce in place on the root."""
+        data = at(address, nbytes, self.device)
+        self._post("reduce", timeout_ns, nbytes, dtype=dtype, reduction=reduction, root=root)
+        self._grow(nbytes, timeout_ns)
+        for number, piece in enumerate(_cut(data, self._buffers.row_bytes)):
+            rows = self._bring(number, [(0, piece)])
+            if self._rank == root:
+                self._wait(BROUGHT, number)
+                self._reduce_into(rows[: self._ranks, : piece.numel()], piece, dtype, reduction)
+            self._consumed(number)
+        self._end()
+
+    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:
+        """Copy the root's memory to every rank."""
+        data = at(address, nbytes, self.device)
+        self._post("broadcast", timeout_ns, nbytes, dtype=dtype, root=root)
+        self._grow(nbytes, timeout_ns)
+        for number, piece in enumerate(_cut(data, self._buffers.row_bytes)):
+            if self._rank == root:
+                self._bring(number, [(0, piece)])
+            else:
+                self._wait(BROUGHT, number, [root])
+                piece.copy_(self._rows(number)[root, : piece.numel()])
+            self._consumed(number)
+        self._end()
+
+    def all_gather(self, address: int, nbytes: int, out: Parts, dtype: int, timeout_ns: int) -> None:
+        """Copy every rank's memory to every rank."""
+        data, parts = at(address, nbytes, self.device), self._parts(out)
+        takes = [part.numel() for part in parts]
+        self._post("all_gather", timeout_ns, nbytes, [nbytes] * self._ranks, takes, dtype=dtype)
+        self._grow(max(takes), timeout_ns)
+        row = self._buffers.row_bytes
+        parts[self._rank].copy_(data)
+        for number in range(_rounds(max(takes), row)):
+            if number * row < nbytes:
+                self._bring(number, [(0, _piece(data, number, row))])
+            self._copy_from(number, [(rank, 0, part) for rank, part in enumerate(parts) if rank != self._rank], row)
+            self._consumed(number)
+        self._end()
+
+    def gather(self, address: int, nbytes: int, out: Parts | None, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
+        """Copy every rank's memory to the root."""
+        data, parts = at(address, nbytes, self.device), self._parts(out)
+        gives = [nbytes if rank == root else 0 for rank in range(self._ranks)]
+        takes = [part.numel() for part in parts] or [0] * self._ranks
+        self._post("gather", timeout_ns, nbytes, gives, takes, dtype=dtype, root=root)
+        row = self._buffers.row_bytes
+        if self._rank == root:
+            parts[root].copy_(data)
+            for number in range(_rounds(max(takes), row)):
+                self._copy_from(number, [(rank, 0, part) for rank, part in enumerate(parts) if rank != root], row)
+                self._consumed(number)
+        else:
+            for number, piece in enumerate(_cut(data, row)):
+                self._bring(number, [(0, piece)])
+                self._consumed(number)
+        self._end()
+
+    def scatter(self, given: Parts | None, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
+        """Copy each part of the root's memory to its rank."""
+        data, parts = at(address, nbytes, self.device), self._parts(given)
+        gives = [part.numel() for part in parts] or [0] * self._ranks
+        takes = [nbytes if rank == root else 0 for rank in range(self._ranks)]
+        self._post("scatter", timeout_ns, nbytes, gives, takes, dtype=dtype, root=root)
+        share = self._share()
+        if self._rank == root:
+            data.copy_(parts[root])
+            for number in range(_rounds(max(gives), share)):
+                self._bring(number, _pieces(parts, number, share, but=root))
+                self._consumed(number)
+        else:
+            for number in range(_rounds(nbytes, share)):
+                self._copy_from(number, [(root, self._rank * share, data)], share)
+                self._consumed(number)
+        self._end()
+
+    def reduce_scatter(  # noqa: PLR0917  # what the operation takes
+        self, given: Parts, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int
+    ) -> None:
+        """Reduce each part to the rank that it is for."""
+        data, parts = at(address, nbytes, self.device), self._parts(given)
+        self._post("reduce_scatter", timeout_ns, nbytes, dtype=dtype, reduction=reduction)
+        self._grow(nbytes * self._ranks, timeout_ns)
+        share = self._share()
+        for number, piece in enumerate(_cut(data, share)):
+            rows = self._bring(number, _pieces(parts, number, share))
+            self._wait(BROUGHT, number)
+            begin = self._rank * share
+            self._reduce_into(rows[: self._ranks, begin : begin + piece.numel()], piece, dtype, reduction)
+            self._consumed(number)
+        self._end()
+
+    def all_to_all(self, given: Parts, out: Parts, dtype: int, timeout_ns: int) -> None:
+        """Copy each part to its rank."""
+        parts, came = self._parts(given), self._parts(out)
+        gives, takes = [part.numel() for part in parts], [part.numel() for part in came]
+        self._post("all_to_all", timeout_ns, sum(gives), gives, takes, dtype=dtype)
+        share, own = self._share(), self._rank
+        if gives[own] == takes[own]:
+            came[own].copy_(parts[own])
+        for number in range(_rounds(max(gives + takes), share)):
+            pieces = _pieces(parts, number, share, but=own)
+            if pieces:
+                self._bring(number, pieces)
+            mine = [(rank, own * share, part) for rank, part in enumerate(came) if rank != own]
+            self._copy_from(number, mine, share)
+            self._consumed(number)
+        self._end()
+
+    # Room -----------------------------------------------------------------------------------------------
+
+    def _grow(self, size: int, timeout_ns: int) -> None:
+        """Grow the rows for a larger call: every rank makes the same call, so every rank grows them."""
+        if self._buffers.fits(size):
+            return
+        self._meet(timeout_ns)
+        self.stream.synchronize()
+        if not self._buffers.grow(size):
+            self._need = [0, 0]
+
+    # In the stream -----------------------------------------------------------------------------------------
+
+    def _rows(self, number: int) -> torch.Tensor:
+        return self._buffers.rows[(self._call + number) % 2]
+
+    def _share(self) -> int:
+        """Return the bytes of a row for each rank."""
+        return self._buffers.row_bytes // self._ranks // _LINE * _LINE
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank != self._rank]
+
+    def _bring(self, number: int, pieces: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Copy ``pieces`` into this rank's row, once no rank reads its old content, and signal it; return the rows."""
+        index = (self._call + number) % 2
+        need = self._need[index]
+        driver.batch_memory_ops(
+            self.stream.cuda_stream, waits=[(self.counters.address(CONSUMED, rank), need) for rank in self._others()]
+        )
+        rows = self._buffers.rows[index]
+        for begin, piece in pieces:
+            rows[self._rank, begin : begin + piece.numel()].copy_(piece)
+        self._need[index] = self._value(number)
+        self._signal(BROUGHT, number)
+        return rows
+
+    def _copy_from(self, number: int, parts: Sequence[tuple[int, int, torch.Tensor]], share: int) -> None:
+        """Copy into each part (rank, begin, part) the data that its rank brought in this round, if any."""
+        wanted = [(rank, begin, _piece(part, number, share)) for rank, begin, part in parts]
+        wanted = [each for each in wanted if each[2].numel()]
+        if wanted:
+            self._wait(BROUGHT, number, [rank for rank, _, _ in wanted])
+        rows = self._rows(number)
+        for rank, begin, piece in wanted:
+            piece.copy_(rows[rank, begin : begin + piece.numel()])
+
+    def _reduce_into(self, rows: torch.Tensor, out: torch.Tensor, dtype: int, reduction: int) -> None:
+        kind = TORCH_DTYPES[dtype & ~COMPLEX]
+        given, made = rows.view(kind), out.view(kind)
+        if reduction in _SUMS and kind in _ADDED:
+            if self._ranks == 2:
+                torch.add(given[0], given[1], out=made)
+            else:
+                torch.sum(given, 0, dtype=kind, out=made)
+        else:
+            made.copy_(reduce_rows(given.unbind(), reduction))
+
+    def _value(self, number: int) -> int:
+        return self._call * _STRIDE + number + 1
+
+    def _signal(self, counter: int, number: int) -> None:
+        place = self.counters.address(counter, self._rank)
+        driver.batch_memory_ops(self.stream.cuda_stream, write=(place, self._value(number)))
+
+    def _consumed(self, number: int) -> None:
+        self._signal(CONSUMED, number)
+
+    def _wait(self, counter: int, number: int, ranks: Sequence[int] | None = None) -> None:
+        ranks = self._others() if ranks is None else ranks
+        value = self._value(number)
+        driver.batch_memory_ops(
+            self.stream.cuda_stream, waits=[(self.counters.address(counter, rank), value) for rank in ranks]
+        )
+
+    def _end(self) -> None:
+        super()._end()
+        place = self.counters.address(CONSUMED, self._rank)
+        driver.batch_memory_ops(self.stream.cuda_stream, write=(place, self._call * _STRIDE))
+
+    def close(self, within_s: float) -> None:
+        """Free the memory of the GPU, once the stream is empty.
+
+        Rank 0 frees it once the others have unmapped it; after ``within_s`` it leaves that to the end of the process,
+        because freeing memory that another process has mapped is undefined.
+        """
+        driver.enter(self._context)
+        self._buffers.close()
+        self.counters.mark_closed()
+        until = time.monotonic() + within_s
+        while self._rank == 0 and not self.counters.all_closed() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        if self.counters.all_closed():
+            self._buffers.free()
+        super().close(within_s)
+
+
+def form(counters: Counters, store: Store, rank: int, ranks: int, device: torch.device) -> CudaIpcEngine | str:
+    """Create the memory that ranks on one ``device`` share. Every rank of the group calls this.
+
+    Returns why that is not possible, the same on every rank, where the driver or the container does not allow it.
+    """
+    rows = _Rows(store, rank, ranks, device)
+    return rows.grow(0) or CudaIpcEngine(counters, rows, rank, ranks, device)
+
+
+def _rounds(size: int, each: int) -> int:
+    return -(-size // each)
+
+
+def _piece(data: torch.Tensor, number: int, each: int) -> torch.Tensor:
+    return data[number * each : (number + 1) * each]
+
+
+def _cut(data: torch.Tensor, each: int) -> list[torch.Tensor]:
+    return [_piece(data, number, each) for number in range(_rounds(data.numel(), each))]
+
+
+def _pieces(
+    parts: Sequence[torch.Tensor], number: int, share: int, but: int | None = None
+) -> list[tuple[int, torch.Tensor]]:
+    """Return the pieces of ``parts`` of this round that are not empty, each with its place in a row."""
+    found = [(rank * share, _piece(part, number, share)) for rank, part in enumerate(parts) if rank != but]
+    return [each for each in found if each[1].numel()]
