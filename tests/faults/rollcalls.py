@@ -124,7 +124,7 @@ def service(name: str) -> Iterator[tuple[int, int]]:
 JOB = """
 import allhands as dist, os, torch
 dist.init_process_group("gloo", os.environ["WHERE"], rank=rank, world_size=size, timeout=15)
-say(formed=dist.groups.session.current().beside.pid if rank == 0 else 0)
+say(formed=dist.groups.session.current().coordinator_process.pid if rank == 0 else 0)
 x = torch.ones(1)
 while x.item() < 1000 and not os.path.exists(os.environ["STOP"]):
     x.fill_(0 if not os.path.exists(os.environ["STOP"] + ".soon") else 1000)

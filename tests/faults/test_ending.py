@@ -434,7 +434,7 @@ if {how!r} == "thread":
     say(x=x.item())
 else:
     init()
-say(coordinator=dist.groups.session.current().beside.pid)
+say(coordinator=dist.groups.session.current().coordinator_process.pid)
 if {how!r} == "kill":
     time.sleep(60)
 """

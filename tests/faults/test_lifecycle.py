@@ -239,7 +239,7 @@ def test_a_killed_rank_is_lost_within_a_second(victim: int) -> None:
         INIT
         + f"""
 gate("formed")
-say(ready=dist.groups.session.current().beside.pid if rank == 0 else 0)
+say(ready=dist.groups.session.current().coordinator_process.pid if rank == 0 else 0)
 if rank == {victim}:
     time.sleep(60)
 say(blocked=attempt(dist.all_reduce, x))
@@ -268,7 +268,7 @@ def test_a_killed_coordinator_is_lost_within_a_second() -> None:
         INIT
         + """
 gate("formed")
-say(coordinator=dist.groups.session.current().beside.pid if rank == 0 else 0)
+say(coordinator=dist.groups.session.current().coordinator_process.pid if rank == 0 else 0)
 say(blocked=attempt(dist.recv, x, src=1 - rank))
 dist.destroy_process_group()
 say(again=attempt(dist.all_reduce, x))

@@ -227,6 +227,41 @@ say(found=attempt(lambda: dist.all_reduce(torch.ones(7 + (rank == 0)))))
         assert result["found"]["seconds"] < MOST_S
 
 
+def test_the_last_call_is_compared_by_destroy_process_group() -> None:
+    """A rank may return from a small broadcast, scatter or reduce before the others arrive; the end compares it."""
+    results = harness.launch(
+        """
+import torch
+import allhands as dist
+torch.set_num_threads(1)
+x = torch.ones(4)
+CALLS = [
+    ("broadcast", lambda: dist.broadcast(x, rank)),
+    ("reduce", lambda: dist.reduce(x, 1 - rank)),
+    ("scatter", lambda: dist.scatter(x, [x] * size, rank)),
+    ("different", lambda: dist.broadcast(x, 0) if rank == 0 else dist.scatter(x, [x] * size, 1)),
+    ("same", lambda: dist.broadcast(x, 0)),
+    ("fewer", lambda: None),
+]
+for number, (name, call) in enumerate(CALLS):
+    dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
+    dist.barrier()
+    call()
+    say(**{name: attempt(dist.destroy_process_group)})
+    assert not dist.is_initialized()
+    gate(f"call{number}")
+""",
+        2,
+    )
+    for result in harness.well(results):
+        for name in ("broadcast", "reduce", "scatter", "different"):
+            assert result[name]["slug"] == "collective-mismatch", (name, result[name])
+            assert "rank 0 called" in result[name]["text"]
+            assert "rank 1 called" in result[name]["text"]
+        assert not result["same"]["kind"]
+        assert not result["fewer"]["kind"]
+
+
 def test_one_size_between_two_ranks_is_everyones_business() -> None:
     """Splits of all_to_all_single that do not fit between two ranks end the group; the others hear it at the next call.
 

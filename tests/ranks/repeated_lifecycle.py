@@ -31,7 +31,7 @@ for turn in range(int(os.environ["TURNS"])):
     x = torch.full((1000,), float(rank + turn))
     dist.all_reduce(x)
     assert torch.all(x == sum(range(size)) + size * turn), x[0]
-    beside = session.current().beside
+    beside = session.current().coordinator_process
     if beside is not None:
         places.add(beside.unix)
     dist.destroy_process_group()

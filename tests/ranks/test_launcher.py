@@ -23,7 +23,7 @@ from allhands.groups import session
 with dist.process_group("gloo", timeout=10):
     x = torch.ones(2)
     dist.all_reduce(x)
-    say(value=x.tolist(), beside=session.current().beside is not None, rank=dist.get_rank())
+    say(value=x.tolist(), beside=session.current().coordinator_process is not None, rank=dist.get_rank())
 """
 
 

@@ -67,7 +67,7 @@ COORDINATED = (
     """
 if ours:
     init()
-    pid = dist.groups.session.current().beside.pid if rank == 0 and faulty else 0
+    pid = dist.groups.session.current().coordinator_process.pid if rank == 0 and faulty else 0
 else:
     store = dist.TCPStore("127.0.0.1", int(os.environ["STORE"]), size, False, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -23,7 +23,7 @@ from ..engines.gloo.engine import GlooEngine
 from ..engines.hierarchical import engine as hierarchical
 from ..engines.shm import engine as shm
 from ..engines.shm.fd_passing import Apart
-from . import ending, engine_choice, lifecycle
+from . import engine_choice, lifecycle
 from . import session as _session
 from .hostgroup import HostGroup, Via
 from .staging import Flat, Flats, extents
@@ -46,7 +46,7 @@ def create(options: Any, pg_options: Any) -> Any:
     session = _session.current()
     if not options.global_ranks_in_group and not lifecycle.forming():
         # torch forms a default group by itself. A session that is left over belongs to one that it destroyed.
-        ending.end(wait_s=0.0)
+        lifecycle.end(wait_s=0.0)
         session = lifecycle.attend(store, rank, size, options.timeout)
         store = session.store
     elif options.global_ranks_in_group and session is not None:

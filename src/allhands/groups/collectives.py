@@ -22,7 +22,7 @@ from ..engines.base import EngineFailure
 from ..engines.dtypes import DTYPES, PREMUL_SUM, REDUCTIONS, operation_code
 from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
-from . import conjugate, desync_check, engine_choice, monitored_barrier
+from . import conjugate, desync_check, engine_choice, failure
 from . import session as _session
 from .work import interruptible, wait_for_future
 
@@ -194,7 +194,7 @@ def _run(session: _session.Session, name: str, site: str, function: Callable[...
     except AllhandsError:
         raise
     except (RuntimeError, EngineFailure) as problem:
-        explained = session.explain(problem, name, site)
+        explained = failure.explain(session, problem, name, site)
         if explained is None:
             raise
         # The engine's own words are a page of C++ about a closed socket; they help only where nothing better is known.
@@ -309,10 +309,38 @@ class P2POp(dist.P2POp):
         super().__init__(_torchs(op), *args, **kw)
 
 
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> Any:
+    """Wait for every rank of the group, at most ``timeout``, and raise CollectiveTimeout naming who did not come.
+
+    Every rank of the group calls it. The error names the first missing rank, with ``wait_all_ranks`` all of them.
+    torch's own refuses every backend that is not called "gloo".
+    """
+    chosen: Any = group if group is not None else dist.group.WORLD
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(chosen) == dist.Backend.GLOO:
+        # torch reports to ranks outside the group, and has its own default timeout.
+        return dist.monitored_barrier(group, timeout, wait_all_ranks)
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and timeout <= timedelta(0):
+        raise fail(
+            "invalid-argument",
+            f"monitored_barrier: a timeout of {timeout.total_seconds():g} s leaves nobody time to come",
+            who="this process",
+            fix="give a timeout above 0, or none for that of the group",
+        )
+    if timeout is None:
+        return chosen.monitored_barrier(wait_all_ranks=wait_all_ranks)
+    return chosen.monitored_barrier(timeout, wait_all_ranks)
+
+
 def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return torch's function ``name``, or ``function`` in its place, with its failures explained."""
     if function is None:
-        function = monitored_barrier.monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
+        function = monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     if name.startswith("new_"):
         function = engine_choice.new_group(function)
     beside = _beside(function)

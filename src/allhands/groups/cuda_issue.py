@@ -155,7 +155,7 @@ class Streamed:
             except EngineTimeout:
                 raise self._over(self._late(name, site, began)) from None
             except EngineFailure as problem:
-                raise self._over(failure.explain(self._group, problem, name, site)) from None
+                raise self._over(failure.of_group(self._group, problem, name, site)) from None
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         self._group.board.run(number, before)
@@ -182,7 +182,7 @@ class Streamed:
         before = self._group.session.enter(name, site, began)
         try:
             missing = self.engine.missing()
-            return failure.explain(self._group, EngineTimeout(culprit=missing[0] if missing else 0), name, site)
+            return failure.of_group(self._group, EngineTimeout(culprit=missing[0] if missing else 0), name, site)
         finally:
             self._group.session.leave(before)
 
@@ -229,7 +229,7 @@ class Streamed:
         try:
             self.engine.compare()
         except CallMismatch as mismatch:
-            self._over(failure.explain(self._group, mismatch, first.name, first.site))
+            self._over(failure.of_group(self._group, mismatch, first.name, first.site))
             return
         if time.monotonic() > first.until:
             self._over(self._late(first.name, first.site, first.began))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
+from ..engines.base import CallMismatch
 from ..engines.dtypes import dtype_code, operation_code, reduction_code
 from ..engines.fingerprint import Call, CallRing
 from ..engines.shm.engine import MAX_RANKS
@@ -93,7 +94,7 @@ class DesyncCheck:
             self._compared += 1
             judgement = self._ring.compare(call)
         if judgement is not None:
-            raise failure.differ(self, judgement, name, site)
+            raise failure.of_group(self, CallMismatch(judgement), name, site)
         return count, True
 
     def after(self, began: tuple[int, bool], *, well: bool) -> None:

@@ -1,107 +1,238 @@
-"""Why a call in shared memory did not end well, in words: who called what, who did not come, who is gone."""
+"""Turn the failure of a call into a diagnosis, the same on every rank: the only place that does.
+
+An engine raises an `EngineFailure`: its kind, and the group rank that caused it where the engine knows. `explain` waits
+once, for a bounded time, for the coordinator's verdict. Where there is none it makes a diagnosis of the failure and of
+what the other ranks are doing, and the coordinator makes it everyone's. The first diagnosis stands.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ..diagnosis import Diagnosis, duration, ranks
-from ..engines.base import CallMismatch, EngineFailure, EngineTimeout, MessageMismatch, PeerDead, PeerLeft
+import torch
+
+from ..control.messages import Status
+from ..diagnosis import Diagnosis, duration, join, ranks
+from ..engines.base import (
+    CallMismatch,
+    EngineAborted,
+    EngineFailure,
+    EngineTimeout,
+    MessageMismatch,
+    PeerDead,
+    PeerLeft,
+)
+from ..engines.cuda import nccl_errors
 from ..engines.dtypes import OPERATIONS, REDUCTION_NAMES, dtype_of, operation_name
-from ..errors import AllhandsError, error
+from ..engines.gloo import gloo_errors
+from ..engines.shm.engine import ShmEngine
+from ..errors import AllhandsError, GroupEnded, StoreTimeout, error
 from ..observe import flight_recorder
+from .session import NOT_THE_USERS, Session, call_site
 
 if TYPE_CHECKING:
     from ..diagnosis.majority import Judgement
-    from ..engines.shm.engine import ShmEngine
     from .hostgroup import HostGroup
-    from .session import Session
 
-__all__ = ["differ", "explain"]
+__all__ = ["announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group"]
 
-# Operations whose sizes may differ between ranks, by the core's numbers.
-_UNEVEN = frozenset(OPERATIONS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
-
-# How long to wait for more ranks to come to a call that some made differently: two that differ do not say which of
-# them is the odd one. Everyone is to be told within a second.
-_COME_S, _LOOK_S = 0.3, 0.002
-
-# How long others may take to hear what this rank has heard already.
-_HEAR_S = 0.1
-
-# How long the coordinator may take to say who it was that fell.
+# How long a failed call waits for the coordinator's verdict. A death reaches the coordinator as a closed connection,
+# so that the verdict arrives within milliseconds unless the machine is overloaded.
 _VERDICT_S = 1.0
 
+# Operations in which a rank with little data returns before the others arrive; it compares its next call. By number.
+_EARLY = frozenset(OPERATIONS.index(name) for name in ("broadcast", "reduce", "gather", "scatter"))
 
-def explain(
-    group: HostGroup, problem: EngineFailure, name: str, site: str, peers: Collection[int] | None = None
-) -> AllhandsError:
-    """Return the exception for ``problem`` in the call ``name`` at ``site``; the same on every rank where possible.
+# Operations whose sizes may differ between ranks.
+_UNEVEN = frozenset(OPERATIONS.index(name) for name in ("all_gather", "gather", "scatter", "all_to_all"))
 
-    ``peers`` are the ranks that a message was to come from or go to; collectives are about everyone.
-    """
-    member = group.session.member
-    member.verdict_raised = True
-    if isinstance(problem, CallMismatch) and problem.judgement is not None:
-        return differ(group, problem.judgement, name, site)
-    culprit = group.ranks[problem.culprit or 0]
-    who = f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
-    match problem:
-        case CallMismatch(message=MessageMismatch() as odd):
-            return error(member.wait_for_verdict(0) or member.end_group(_misfit(group, odd, who)))
-        case CallMismatch():
-            # Only who found the difference knows in which call it was; others may not have come there, or be past it.
-            verdict = member.wait_for_verdict(0 if problem.found_here else _VERDICT_S)
-            return error(verdict or member.end_group(_mismatch(group, culprit, who)))
-        case EngineTimeout():
-            told = (
-                group.session.explain(problem, name, site, group.ranks, late_rank=culprit)
-                if peers is None
-                else group.session.explain(problem, name, site, peers, blamed=True)
-            )
-            return told or error(_lost(culprit, who, "it did not come in time"))
-        case PeerDead():
-            verdict = member.wait_for_verdict(_VERDICT_S)
-            return error(verdict or member.end_group(_lost(culprit, who, "its process ended (seen through its pidfd)")))
-        case PeerLeft():
-            return error(member.wait_for_verdict(0) or member.end_group(_departed(culprit, who, name)))
-        case _:
-            verdict = member.wait_for_verdict(_VERDICT_S)
-            return error(verdict or _lost(culprit, who, "it ended the group"))
+# How long to wait for more ranks to arrive at a call that some made differently: two that differ do not show which of
+# them is the odd one. All ranks must raise within a second.
+_ARRIVE_S, _POLL_S = 0.3, 0.002
+
+# How long ranks may take to report what they do in place of a monitored barrier. Its caller has waited already.
+_BARRIER_STATUS_S = 0.3
+
+# Gloo's messages are pages of C++; a diagnosis keeps the first line.
+_MAX_MESSAGE = 300
+
+# More ranks than this are not listed one by one.
+_MAX_LISTED = 16
 
 
-class _Grouped(Protocol):
-    """A group as far as it is needed here."""
+class Ranked(Protocol):
+    """A group of ranks of the job."""
 
     ranks: list[int]
     session: Session
 
 
-def differ(group: _Grouped, judgement: Judgement, name: str, site: str) -> AllhandsError:
-    """Return the exception for calls that were told beforehand and differ. Everyone comes to the same judgement."""
-    member = group.session.member
+def engine_failure(problem: BaseException) -> EngineFailure | None:
+    """Return ``problem`` as an engine's failure where it is one, of our engines or of torch's; None otherwise."""
+    if isinstance(problem, EngineFailure):
+        return problem
+    if isinstance(problem, StoreTimeout):
+        return EngineTimeout(str(problem))
+    return gloo_errors.failure_of(problem) or nccl_errors.failure_of(problem)
+
+
+def explain(  # noqa: PLR0917  # what is known of a call
+    session: Session,
+    problem: BaseException,
+    name: str,
+    site: str,
+    group: Ranked | None = None,
+    peers: Collection[int] | None = None,
+) -> AllhandsError | None:
+    """Return the exception that explains ``problem`` in the call ``name`` at ``site``; None where no engine failed.
+
+    ``group`` is the group of the call where it is known, ``peers`` the ranks that a message is exchanged with.
+    """
+    member = session.member
+    if member.verdict is None:
+        if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
+            return None
+        if reason := nccl_errors.duplicate_gpu(problem):
+            return error(member.end_group(_shared_gpu(session, reason, name, site)))
+        found = engine_failure(problem)
+        if found is None:
+            return None
+        verdict = member.wait_for_verdict(0 if _is_own_finding(found) else _VERDICT_S)
+        if verdict is None:
+            made = _diagnose(session, found, name, site, group, peers)
+            # An abort concerns one group; the others of the job go on.
+            verdict = made if isinstance(found, EngineAborted) else member.end_group(made)
+    else:
+        verdict = member.verdict
     member.verdict_raised = True
-    odd = tuple(sorted(group.ranks[index] for index in judgement.odd))
+    return error(verdict)
+
+
+def of_group(
+    group: Ranked, found: EngineFailure, name: str, site: str, peers: Collection[int] | None = None
+) -> AllhandsError:
+    """Return the exception that explains ``found`` in a call of ``group``."""
+    explained = explain(group.session, found, name, site, group, peers)
+    assert explained is not None  # noqa: S101  # an engine failed
+    return explained
+
+
+def announce(session: Session, problem: BaseException) -> None:
+    """Report to the other ranks that this one raised, once. Never raises itself."""
+    if session.failed or session.member.over or session.member.forked:
+        return
+    session.failed = True
+    if isinstance(problem, GroupEnded):
+        return  # All ranks have received it.
+    trace = "".join(traceback.format_exception(type(problem), problem, _users_part(problem)))
+    message = _first_line(problem) if str(problem) else ""
+    consequential = engine_failure(problem) is not None
+    session.member.report_failure(type(problem).__name__, message, trace, follows=consequential)
+
+
+def barrier_timeout(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:
+    """Return the exception for a monitored barrier that ranks are missing from; it ends the group for all."""
+    member = group.session.member
+    missing = [group.ranks[index] for index in _shm(group).missing()]
+    everyone = {status.rank: status for status in member.statuses(_BARRIER_STATUS_S)}
+    named = missing if wait_all_ranks else missing[:1]
+    more = len(missing) - len(named)
     found = Diagnosis(
+        "collective-timeout",
+        f"monitored_barrier did not finish within {duration(waited_s)}: "
+        + (f"{ranks(named)} did not come" if named else "the last rank came just too late")
+        + (f", nor did {more} more (wait_all_ranks=True names all)" if more else ""),
+        who=_caller(session=group.session, name="monitored_barrier", site=site),
+        why="; ".join(f"rank {rank} is {_doing(everyone[rank])}" for rank in named[:_MAX_LISTED] if rank in everyone),
+        fix=f"see what keeps {ranks(named) if named else 'the last rank'} from coming to {site} in time, or "
+        "give the call a longer timeout (timeout=)",
+        ranks=tuple(named),
+        hosts=tuple(dict.fromkeys(everyone[rank].host for rank in named if rank in everyone)),
+    )
+    return error(member.end_group(found))
+
+
+# The diagnosis of each kind of failure ---------------------------------------------------------------------------
+
+
+def _is_own_finding(found: EngineFailure) -> bool:
+    """Return whether this rank observed the cause itself, so that no other rank's report can be more exact."""
+    return isinstance(found, EngineTimeout | PeerLeft) or (isinstance(found, CallMismatch) and found.found_here)
+
+
+def _diagnose(  # noqa: PLR0917  # what is known of a call
+    session: Session,
+    found: EngineFailure,
+    name: str,
+    site: str,
+    group: Ranked | None,
+    peers: Collection[int] | None,
+) -> Diagnosis:
+    who = _caller(session, name, site)
+    if isinstance(found, CallMismatch) and group is not None:
+        if found.judgement is not None:
+            return _different_calls(group, found.judgement, who)
+        if found.message is not None:
+            return _different_message(cast("HostGroup", group), found.message, who)
+        return _different_calls_in_segment(cast("HostGroup", group), group.ranks[found.culprit or 0], who)
+    culprit = None if found.culprit is None or group is None else group.ranks[found.culprit]
+    if culprit is not None:
+        match found:
+            case PeerDead():
+                return _lost(culprit, who, "its process ended (seen through its pidfd)")
+            case PeerLeft():
+                return _departed(culprit, who, name)
+            case EngineAborted():
+                return _lost(culprit, who, "it ended the group")
+    return _from_statuses(session, found, name, site, group.ranks if group is not None else None, peers, culprit)
+
+
+def _different_calls(group: Ranked, judgement: Judgement, who: str) -> Diagnosis:
+    odd = tuple(sorted(group.ranks[index] for index in judgement.odd))
+    return Diagnosis(
         "collective-mismatch",
         "ranks of one group made different calls",
-        who=f"rank {member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}",
+        who=who,
         why="\n".join(judgement.lines),
-        fix=_alike(odd),
+        fix=_fix_calls(odd),
         ranks=odd,
     )
-    # Ending the group cuts connections that some may still hear it through.
-    return error(member.wait_for_verdict(_HEAR_S) or member.end_group(found))
 
 
-def _alike(odd: Sequence[int]) -> str:
+def _fix_calls(odd: Sequence[int]) -> str:
     calls = "call" if len(odd) == 1 else "calls"
     return (
         f"make the {calls} of {ranks(odd)} the same as the others': on every rank the same operations in the same "
         "order, with the same size, type, reduction and root"
+    )
+
+
+def _different_message(group: HostGroup, odd: MessageMismatch, who: str) -> Diagnosis:
+    source, target = group.ranks[odd.source], group.ranks[odd.target]
+    everyone = {status.rank: status for status in group.session.member.statuses()}
+    lines = [
+        f"rank {source} sent {_elements(odd.sent_dtype, odd.sent_nbytes)} with tag {odd.tag} to rank {target}",
+        f"rank {target} expected {_elements(odd.expected_dtype, odd.expected_nbytes)}",
+    ]
+    lines += [
+        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
+        for rank in dict.fromkeys((source, target))
+        if rank in everyone
+    ]
+    return Diagnosis(
+        "collective-mismatch",
+        f"rank {target} did not expect what rank {source} sent to it",
+        who=who,
+        why="\n".join(lines),
+        fix="receive into a tensor of the type and size that is sent; messages with one tag arrive in their order",
+        ranks=tuple(dict.fromkeys((source, target))),
+        hosts=(socket.gethostname(),),
     )
 
 
@@ -127,134 +258,291 @@ def _departed(culprit: int, who: str, name: str) -> Diagnosis:
     )
 
 
-def _mismatch(group: HostGroup, culprit: int, who: str) -> Diagnosis:
+def _shared_gpu(session: Session, reason: str, name: str, site: str) -> Diagnosis:
+    """NCCL finds out in its first collective that ranks use one GPU."""
+    device, host = f"cuda:{torch.cuda.current_device()}", socket.gethostname()
+    return Diagnosis(
+        "gpu-shared",
+        f"ranks on {host} use the same GPU ({device}), which NCCL refuses",
+        who=_caller(session, name, site),
+        why=f"NCCL says: {reason}; a rank that never calls torch.cuda.set_device is on cuda:0",
+        fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='allhands', on "
+        "which ranks may share a GPU",
+        ranks=(session.member.rank,),
+        hosts=(host,),
+    )
+
+
+# A timeout or a lost connection, by what the ranks report ---------------------------------------------------------
+
+
+def _from_statuses(  # noqa: PLR0917  # what is known of a call
+    session: Session,
+    found: EngineFailure,
+    name: str,
+    site: str,
+    among: Collection[int] | None,
+    peers: Collection[int] | None,
+    culprit: int | None,
+) -> Diagnosis:
+    member, mine = session.member, session.member.rank
+    waited_s = session.waited_s()
+    waited = duration(waited_s) if waited_s is not None else "the time it was given"
+    expected = peers if peers is not None else among
+    census = member.statuses()
+    everyone = [status for status in census if expected is None or status.rank in expected or status.rank == mine]
+    if member.verdict is not None:
+        return member.verdict
+    who = _caller(session, name, site)
+    if not everyone and member.over:
+        return Diagnosis(
+            "peer-lost",
+            f"{name} cannot finish: rank 0 left the group",
+            who=who,
+            why="the coordinator ended in good order (observed), as it does once rank 0 beside it has left",
+            fix=f"let rank 0 come to {name} ({site}) too: every rank has to make the same calls before it ends",
+            ranks=(0,),
+        )
+    silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
+    between = ""
+    if peers is not None and not silent:
+        # A message's peer that answers may itself wait for one that does not.
+        silent = [status for status in census if status.state == "silent" and status.rank != mine]
+        between = f"; {ranks(peers)} {'answers' if len(peers) == 1 else 'answer'}, and may wait for it too"
+    if silent:
+        return _silent(silent, who, f"{name} did not finish within {waited}", between)
+    left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
+    if left:
+        return Diagnosis(
+            "peer-lost",
+            f"{name} cannot finish: {ranks(status.rank for status in left)} left the group",
+            who=who,
+            why=join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]]),
+            fix=f"let {ranks(status.rank for status in left)} come to {name} ({site}) too: every rank has to "
+            "make the same calls before it ends",
+            ranks=tuple(status.rank for status in left),
+            hosts=tuple(dict.fromkeys(status.host for status in left)),
+        )
+    if not isinstance(found, EngineTimeout):
+        return Diagnosis(
+            "engine-failed",
+            f"{name} failed although every rank is there",
+            who=who,
+            why=_first_line(found),
+            fix="look at the network between the hosts, and at the messages of the other ranks",
+            ranks=(mine,),
+        )
+    # Two ranks that wait for a message from each other are in the same call, and neither has sent.
+    elsewhere = [
+        status
+        for status in everyone
+        if (peers is not None or not status.doing.startswith(f"in {name} ")) and status.rank != mine
+    ]
+    if not elsewhere:
+        # All are in a call of this name; the missing rank is in one of another group.
+        elsewhere = [status for status in everyone if status.rank == culprit]
+    return Diagnosis(
+        "collective-timeout",
+        f"{name} did not finish within {waited}"
+        + (f": {ranks(status.rank for status in elsewhere)} did not come" if elsewhere else ""),
+        who=who,
+        why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:_MAX_LISTED]])
+        or _first_line(found),
+        fix=f"see what keeps {ranks(status.rank for status in elsewhere) if elsewhere else 'a rank'} from "
+        f"coming to {site} in time, or give the call a longer timeout (timeout= of init_process_group or "
+        "new_group)",
+        ranks=tuple(status.rank for status in elsewhere),
+        hosts=tuple(dict.fromkeys(status.host for status in elsewhere)),
+        certain=False,
+    )
+
+
+def _silent(silent: Sequence[Status], who: str, what: str, between: str) -> Diagnosis:
+    """Ranks are connected and do not answer the coordinator's pings."""
+    first = silent[0]
+    unreachable = (
+        f"; where {first.host} cannot be reached, see that it is up and its network is (`ip link`), and run the job "
+        "again"
+        if first.host != socket.gethostname()
+        else ""
+    )
+    return Diagnosis(
+        "peer-silent",
+        f"{what}: {ranks(status.rank for status in silent)} {'does' if len(silent) == 1 else 'do'} not answer",
+        who=who,
+        why=join(
+            [
+                f"rank {status.rank} ({status.host}, pid {status.pid}) has said nothing for {duration(status.since_s)}"
+                for status in silent[:8]
+            ]
+        )
+        + " though connected (observed); probably stopped, swapped out, or in native code with the GIL"
+        + between,
+        fix=f"on {first.host}: `ps -o stat,wchan,cmd -p {first.pid}`; T is stopped, and `kill -CONT "
+        f"{first.pid}` lets it go on; D waits for a disk; else `py-spy dump --pid {first.pid}`" + unreachable,
+        ranks=tuple(status.rank for status in silent),
+        hosts=tuple(dict.fromkeys(status.host for status in silent)),
+        certain=False,
+    )
+
+
+def last_call_mismatch(group: Any) -> AllhandsError | None:
+    """Compare the last call of a group in shared memory, as the next one would; return what to raise for a difference.
+
+    Every rank calls this after all have left, so that no further call is made.
+    """
+    if not isinstance(getattr(group, "engine", None), ShmEngine):
+        return None
+    segment = _shm(group).segment
+    own = segment.call(group.rank())
+    made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
+    arrived = {rank: call for rank, call in made.items() if call[0] == own[0]}
+    if not all(call[1] in _EARLY for call in arrived.values()) or len(_sets(arrived, _compared)) < 2:
+        return None
+    who = _caller(group.session, "destroy_process_group", call_site())
+    return error(_different_calls_in_segment(group, group.ranks[0], who))
+
+
+# Calls that differ in shared memory -------------------------------------------------------------------------------
+
+
+def _different_calls_in_segment(group: HostGroup, culprit: int, who: str) -> Diagnosis:
+    """Compare the fingerprints in the segment, with shapes and lines from the ranks' flight recorders."""
     everyone = {status.rank: status for status in group.session.member.statuses()}
-    came = _wait_for_calls(group)
-    absent = [rank for rank in group.ranks if rank not in came]
-    odd = sorted(rank for members in _parties(came)[1:] for rank in members) or [culprit]
-    words: dict[str, list[int]] = {}
-    places: dict[tuple[str, str], list[int]] = {}
-    for rank, call in came.items():
-        words.setdefault(_call(call), []).append(rank)
-        places.setdefault((_call(call), _detail(group, group.ranks.index(rank), call[0])), []).append(rank)
+    arrived = _wait_for_calls(group)
+    absent = [rank for rank in group.ranks if rank not in arrived]
+    odd = sorted(rank for same in _same_calls(arrived)[1:] for rank in same) or [culprit]
+    by_call: dict[str, list[int]] = {}
+    by_place: dict[tuple[str, str], list[int]] = {}
+    for rank, call in arrived.items():
+        text = _call_text(call)
+        by_call.setdefault(text, []).append(rank)
+        by_place.setdefault((text, _shape_and_site(group, group.ranks.index(rank), call[0])), []).append(rank)
     lines = [
-        f"{ranks(members)} called {call}{detail}"
-        for call, _ in sorted(words.items(), key=lambda item: (-len(item[1]), item[1]))
-        for (each, detail), members in places.items()
+        f"{ranks(same)} called {call}{place}"
+        for call, _ in sorted(by_call.items(), key=lambda item: (-len(item[1]), item[1]))
+        for (each, place), same in by_place.items()
         if each == call
     ]
-    # Where a rank is instead; those whose call is listed with its place are there.
-    placed = {rank for (_, detail), members in places.items() if detail for rank in members}
     if absent:
         lines.append(f"{ranks(absent)} had not come to this call yet")
+    # A rank whose call is listed with its line is there; the others report where they are.
+    placed = {rank for (_, place), same in by_place.items() if place for rank in same}
     lines += [
         f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
         for rank in group.ranks
         if rank in everyone and rank not in placed
-    ][:16]
+    ][:_MAX_LISTED]
     return Diagnosis(
         "collective-mismatch",
         "ranks of one group made different calls",
         who=who,
         why="\n".join(lines),
-        fix=_alike(odd),
+        fix=_fix_calls(odd),
         ranks=tuple(odd),
         hosts=(socket.gethostname(),),
     )
 
 
-def _detail(group: HostGroup, index: int, sequence: int) -> str:
-    """Return shape and place of a rank's call, from its board; nothing where that cannot be read."""
+def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
+    """Return the calls of the ranks that arrived, once a majority is known, or after _ARRIVE_S."""
+    deadline = time.monotonic() + _ARRIVE_S
+    segment = _shm(group).segment
+    while True:
+        sequence = segment.call(group.rank())[0]
+        made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
+        arrived = {rank: call for rank, call in made.items() if call[0] == sequence}
+        most = max(map(len, _same_calls(arrived)), default=0)
+        if most * 2 > len(made) or len(arrived) == len(made) or time.monotonic() >= deadline:
+            return arrived
+        time.sleep(_POLL_S)
+
+
+def _same_calls(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    """Return the ranks that made the same call together, the largest set first."""
+    # Where sizes may differ, they are wrong only if nothing else is.
+    sets = _sets(calls, _compared)
+    return sets if len(sets) > 1 else _sets(calls, lambda call: call[4])
+
+
+def _compared(call: tuple[int, ...]) -> object:
+    """Return what must be the same on every rank: operation, reduction, dtype, root, and the size where it must."""
+    return (*call[1:4], call[5], 0 if call[1] in _UNEVEN else call[4])
+
+
+def _sets(calls: dict[int, tuple[int, ...]], key: Callable[[tuple[int, ...]], object]) -> list[list[int]]:
+    found: dict[object, list[int]] = {}
+    for rank, call in calls.items():
+        found.setdefault(key(call), []).append(rank)
+    return sorted(found.values(), key=lambda same: (-len(same), same))
+
+
+def _shape_and_site(group: HostGroup, index: int, sequence: int) -> str:
+    """Return shape and line of a rank's call from its flight recorder, "" where that cannot be read."""
     pid = _shm(group).pids[index]
     if not pid:
         return ""
     try:
-        board = flight_recorder.read(pid)
+        recorder = flight_recorder.read(pid)
     except (LookupError, OSError):
-        return ""  # Gone, or another user's: what stands in the segment has to do.
-    # One note may stand for several calls (coalesced tensors), so it is the last that began at or before it.
-    fitting = [note for note in board.entries if note.group == group.getGroupName() and note.started_s]
-    note = max((note for note in fitting if note.sequence <= sequence), key=lambda note: note.number, default=None)
-    if note is None:
-        return ""
-    shape = f" (shape [{', '.join(map(str, note.shape))}])" if note.dtype else ""
-    return f"{shape} at {note.site}"
-
-
-def _misfit(group: HostGroup, odd: MessageMismatch, who: str) -> Diagnosis:
-    """Say which message did not fit the receive that it came to."""
-    source, target = group.ranks[odd.source], group.ranks[odd.target]
-    everyone = {status.rank: status for status in group.session.member.statuses()}
-    lines = [
-        f"rank {source} sent {_elements(odd.sent_dtype, odd.sent_nbytes)} with tag {odd.tag} to rank {target}",
-        f"rank {target} expected {_elements(odd.expected_dtype, odd.expected_nbytes)}",
-    ]
-    lines += [
-        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
-        for rank in dict.fromkeys((source, target))
-        if rank in everyone
-    ]
-    return Diagnosis(
-        "collective-mismatch",
-        f"rank {target} did not expect what rank {source} sent to it",
-        who=who,
-        why="\n".join(lines),
-        fix="receive into a tensor of the type and size that is sent; messages with one tag arrive in their order",
-        ranks=tuple(dict.fromkeys((source, target))),
-        hosts=(socket.gethostname(),),
+        return ""  # The process has ended, or is another user's.
+    # One entry may be of several calls (coalesced tensors), so it is the last that began at or before this one.
+    fitting = [entry for entry in recorder.entries if entry.group == group.getGroupName() and entry.started_s]
+    entry = max(
+        (entry for entry in fitting if entry.sequence <= sequence), key=lambda entry: entry.number, default=None
     )
+    if entry is None:
+        return ""
+    shape = f" (shape [{', '.join(map(str, entry.shape))}])" if entry.dtype else ""
+    return f"{shape} at {entry.site}"
 
 
-def _elements(dtype: int, size: int) -> str:
-    of = dtype_of(dtype)
-    return f"{str(of).removeprefix('torch.') if of else 'bytes'} x {size // (of.itemsize if of else 1)}"
+def _call_text(call: tuple[int, ...]) -> str:
+    _, operation, reduction, dtype, nbytes, root = call
+    parts = [operation_name(operation)]
+    kind = dtype_of(dtype)
+    if dtype:
+        parts.append(f"of {str(kind).removeprefix('torch.') if kind else 'bytes'}")
+    if nbytes:
+        parts.append(f"x {nbytes // (kind.itemsize if kind else 1)}")
+    if reduction:
+        parts.append(f"by {REDUCTION_NAMES[reduction]}")
+    if root >= 0:
+        parts.append(f"with root {root}")
+    elif root < -1:
+        # The core's digest of the sizes of a tensor list: where nothing else differs, this does.
+        parts.append(f"of several tensors (digest of their sizes: {-root})")
+    return " ".join(parts)
+
+
+# Parts of a message -----------------------------------------------------------------------------------------------
 
 
 def _shm(group: HostGroup) -> ShmEngine:
     return cast("ShmEngine", group.engine)
 
 
-def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
-    """Return what the ranks called that have come, once it is clear what most of them call, or after _COME_S."""
-    deadline = time.monotonic() + _COME_S
-    segment = _shm(group).segment
-    while True:
-        sequence = segment.call(group.rank())[0]
-        made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
-        came = {rank: call for rank, call in made.items() if call[0] == sequence}
-        most = max(map(len, _parties(came)), default=0)
-        if most * 2 > len(made) or len(came) == len(made) or time.monotonic() >= deadline:
-            return came
-        time.sleep(_LOOK_S)
+def _caller(session: Session, name: str, site: str) -> str:
+    return f"rank {session.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
 
 
-def _parties(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    """Return the ranks that made the same call together, the most of them first."""
-
-    def by(key: Callable[[tuple[int, ...]], object]) -> list[list[int]]:
-        found: dict[object, list[int]] = {}
-        for rank, call in calls.items():
-            found.setdefault(key(call), []).append(rank)
-        return sorted(found.values(), key=lambda members: (-len(members), members))
-
-    # Where sizes may differ, they are what is wrong only if nothing else is.
-    parties = by(lambda call: (*call[1:4], call[5], 0 if call[1] in _UNEVEN else call[4]))
-    return parties if len(parties) > 1 else by(lambda call: call[4])
+def _first_line(problem: BaseException) -> str:
+    return str(problem).splitlines()[0][:_MAX_MESSAGE] if str(problem) else type(problem).__name__
 
 
-def _call(call: tuple[int, ...]) -> str:
-    _, kind, reduction, dtype, size, root = call
-    words = [operation_name(kind)]
-    of = dtype_of(dtype)
-    if dtype:
-        words.append(f"of {str(of).removeprefix('torch.') if of else 'bytes'}")
-    if size:
-        words.append(f"x {size // (of.itemsize if of else 1)}")
-    if reduction:
-        words.append(f"by {REDUCTION_NAMES[reduction]}")
-    if root >= 0:
-        words.append(f"with root {root}")
-    elif root < -1:
-        # The core's digest of their sizes: where nothing else differs, this does.
-        words.append(f"of several tensors (digest of their sizes: {-root})")
-    return " ".join(words)
+def _elements(dtype: int, nbytes: int) -> str:
+    kind = dtype_of(dtype)
+    return f"{str(kind).removeprefix('torch.') if kind else 'bytes'} x {nbytes // (kind.itemsize if kind else 1)}"
+
+
+def _doing(status: Status) -> str:
+    since = f" for {duration(status.since_s)}" if status.since_s >= 0.1 else ""
+    return f"{status.doing}{since}"
+
+
+def _users_part(problem: BaseException) -> TracebackType | None:
+    """Return the traceback of ``problem`` from the first frame that is the user's."""
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        trace = trace.tb_next
+    return trace if trace is not None else problem.__traceback__

@@ -16,7 +16,7 @@ from ..engines import dtypes
 from ..engines.base import Engine, EngineFailure, EngineTimeout
 from ..errors import fail
 from ..observe import flight_recorder
-from . import failure, monitored_barrier
+from . import failure
 from . import session as _session
 from .cuda_issue import Streamed
 from .cuda_route import Cards
@@ -119,7 +119,7 @@ class HostGroup(_Base):  # type: ignore[misc]
             try:
                 self.engine.barrier(limit_ns)
             except EngineTimeout:
-                raise monitored_barrier.absent(self, limit_ns / 1e9, site, wait_all_ranks=wait_all_ranks) from None
+                raise failure.barrier_timeout(self, limit_ns / 1e9, site, wait_all_ranks=wait_all_ranks) from None
 
         work = self._do("monitored_barrier", run, [], None)
         # What is in line before it may be what hangs. Its own limit then begins late; the caller's does not.
@@ -274,7 +274,7 @@ class HostGroup(_Base):  # type: ignore[misc]
             run(within_ns)
             well = True
         except EngineFailure as problem:
-            raise failure.explain(self, problem, name, site) from None
+            raise failure.of_group(self, problem, name, site) from None
         finally:
             self.board.end(number, well)
             self.session.leave(before)
@@ -288,7 +288,7 @@ class HostGroup(_Base):  # type: ignore[misc]
         name, site, _ = call
         peers = None if peer < 0 else [self.ranks[peer]]
         try:
-            raise failure.explain(self, self.engine.failure(code, culprit), name, site, peers)
+            raise failure.of_group(self, self.engine.failure(code, culprit), name, site, peers)
         finally:
             self.session.leave(before)
 

@@ -1,11 +1,17 @@
-"""The life of the default group: form it, hold it for a block, destroy it. What torch's functions of these names do."""
+"""The life of the default group: form it, hold it for a block, end it, whatever the reason."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,36 +25,41 @@ from .._version import __version__
 from ..control.join import answer_roll_call
 from ..control.messages import Claim
 from ..control.process_identity import this_process
+from ..diagnosis import Diagnosis, duration, join, title
+from ..engines.base import EngineTimeout
 from ..engines.cuda import nccl
+from ..engines.gloo import connections
 from ..engines.needs import needs
 from ..errors import AllhandsError, error, fail
 from ..observe import flight_recorder, stacks
-from . import desync_check, engine_choice, registration
+from . import desync_check, engine_choice, failure, registration
 from . import session as _session
 from .bootstrap import Bootstrap, bootstrap
 from .collectives import note_destroyed
-from .ending import abandon, end, hook
-from .forming import check_timeout, current_device, default_backend, form_by, not_formed, prepare
 from .session import Session, call_site
 
-__all__ = [
-    "attend",
-    "destroy_process_group",
-    "forming",
-    "init_process_group",
-    "process_group",
-]
+__all__ = ["attend", "destroy_process_group", "end", "forming", "init_process_group", "process_group"]
 
-# How long ranks may take to come where the caller gives no timeout. Schedulers start nodes minutes apart;
-# torch's half an hour is longer than anyone looks at a screen.
+_log = logging.getLogger("allhands")
+
+# How long ranks may take to arrive where the caller gives no timeout. Schedulers start nodes minutes apart; torch's
+# half an hour is longer than anyone watches a screen.
 _DEFAULT_ROLL_CALL_S = 600.0
 
-# How long before the deadline whoever finds a host's ports shut says so: at the deadline itself the group's end would
-# come first, which does not know why.
-_TELL_S = 0.5
+# How long before the deadline a closed port is reported: at the deadline the group ends without knowing the reason.
+_REPORT_S = 0.5
 
-# What is left of the deadline for torch to connect the group, at least.
-_LEAST_CONNECT_S = 0.3
+# Minimum time for torch to connect the group, however late the last rank arrived.
+_MIN_CONNECT_S = 0.3
+
+# How often to poll while torch connects the group, and how long torch may take to notice the group's end.
+_POLL_S, _NOTICE_S = 0.05, 0.3
+
+# Limit for torch's teardown, which joins threads of its engine; a teardown that takes longer is left behind.
+_TORCH_END_S = 5.0
+
+# The same where operations were abandoned: such an engine never ends, and this is for what torch does before.
+_ABANDONED_S = 0.2
 
 # Counts the groups that this process formed; all ranks count alike.
 _generation = 0
@@ -56,7 +67,7 @@ _forming = threading.local()
 
 
 def forming() -> bool:
-    """Tell whether this thread is inside `init_process_group`, past the roll call."""
+    """Return whether this thread is in `init_process_group`, past the roll call."""
     return bool(getattr(_forming, "now", False))
 
 
@@ -74,9 +85,9 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
 ) -> None:
     """Form the default process group, with torch's signature and meaning. Every rank calls this.
 
-    Blocks until every rank has come, at most ``timeout`` (10 minutes where none is given), and raises on
-    every rank the same diagnosis of who is missing, double or different otherwise. With no address at all,
-    ranks on one host meet by the process that started them.
+    Blocks until every rank has arrived, at most ``timeout`` (10 minutes where none is given), and otherwise raises the
+    same diagnosis on every rank: which ranks are missing, double or different. Without any address, ranks on one host
+    meet by the process that started them.
     """
     if dist.is_initialized():
         session = _session.current()
@@ -90,22 +101,22 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     registration.register()
     name = str(backend).lower() if backend is not None else ""
     if name == "fake":
-        # torch's stand-in for tests: nothing is started and nobody comes.
+        # torch's stand-in for tests: no other rank takes part.
         dist.init_process_group(backend, world_size=world_size, rank=rank, store=store)
         return
-    told, engine = engine_choice.split(backend)
-    limit = check_timeout(timeout)
+    torch_backend, engine = engine_choice.split(backend)
+    limit = _check_timeout(timeout)
     started = time.monotonic()
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
     found = bootstrap(
         init_method, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline
     )
-    device = current_device(device_id)
+    device = _current_device(device_id)
     session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
-    before = sys.excepthook  # torch puts its own in its place and never takes it off
-    more: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}  # not there in every torch
-    chosen = told if told is not None else default_backend()
+    before = sys.excepthook  # torch sets its own and never removes it
+    more: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}  # not in every torch
+    chosen = torch_backend if torch_backend is not None else _default_backend()
 
     def form() -> None:
         _forming.now = True
@@ -126,50 +137,50 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
             _forming.now = False
 
     session.enter("init_process_group", session.formed_at)
-    session.connections.probe_until = None if session.one_host else deadline - _TELL_S
+    session.connections.probe_until = None if session.one_host else deadline - _REPORT_S
     try:
-        prepare(session, name, found.world.local_world_size)
+        _prepare(session, name, found.world.local_world_size)
         _torch.forget_failed_groups()
         if "nccl" in chosen:
             form()  # The current GPU belongs to the thread.
         else:
-            form_by(max(deadline, time.monotonic() + _LEAST_CONNECT_S), session, form)
+            _form_by(max(deadline, time.monotonic() + _MIN_CONNECT_S), session, form)
         desync_check.start(session, dist.group.WORLD)
     except Exception as problem:  # noqa: BLE001  # raised again as what it means
-        explained = not_formed(session, name, problem)
-        abandon(session, explained)
+        explained = _not_formed(session, name, problem)
+        _abandon(session, explained)
         raise explained from (problem if explained.slug == "engine-failed" else None)
     except BaseException as problem:
-        abandon(session, problem)
+        _abandon(session, problem)
         raise
     finally:
         session.connections.probe_until = None
         session.leave(None)
-    hook(session, before)
+    _hook(session, before)
     note_destroyed("")
 
 
 def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Session:
-    """Hold the roll call for a group that torch itself is forming, with torch's store as the place to meet."""
+    """Hold the roll call for a group that torch itself is forming; the ranks meet by torch's store."""
     deadline = time.monotonic() + timeout.total_seconds()
     found = bootstrap(None, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline)
     session = _attend(found, "allhands", None, deadline, timeout)
     try:
-        prepare(session, "allhands", found.world.local_world_size)
+        _prepare(session, "allhands", found.world.local_world_size)
     except BaseException as problem:
-        abandon(session, problem)
+        _abandon(session, problem)
         raise
-    hook(session, sys.excepthook)
+    _hook(session, sys.excepthook)
     return session
 
 
 def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: float, timeout: timedelta) -> Session:
     """Answer the roll call; return the session of the complete group."""
     global _generation  # noqa: PLW0603  # counts for this process, as torch's group counter does
-    # Only what the other ranks take part in counts: a rank that did not get this far must not fall out of step.
+    # Counted here, where all ranks take part: a rank that fails earlier must not get out of step.
     _generation += 1
     world = found.world
-    # From here on this rank may have to wait for others, and somebody may want to know where it stands.
+    # From here on this rank may wait for others, and its stack may be asked for.
     stacks.register()
     flight_recorder.set_rank(world.rank, world.world_size)
     trouble = (
@@ -192,21 +203,159 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
         trouble=trouble,
         generation=_generation,
     )
-    seat = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=found.board)
-    session = Session(seat, timeout, call_site())
+    membership = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=found.board)
+    session = Session(membership, timeout, call_site())
     _session.set_current(session)
     return session
+
+
+# Forming torch's group -----------------------------------------------------------------------------------------------
+
+
+def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
+    """Return the timeout as torch takes it, from that or seconds; raise for one that is not positive."""
+    if timeout is None or isinstance(timeout, timedelta):
+        limit = timeout
+    elif isinstance(timeout, int | float):
+        limit = timedelta(seconds=timeout)
+    else:
+        raise TypeError(f"timeout must be a datetime.timedelta or a number of seconds, not {type(timeout).__name__}")
+    if limit is not None and limit <= timedelta(0):
+        raise fail("invalid-argument", f"timeout={timeout} leaves no time", who="this process", fix="pass more than 0")
+    return limit
+
+
+def _default_backend() -> str:
+    """Return the backend where the caller names none: our own where there are only CPUs.
+
+    With GPUs, torch's for both kinds of tensor; its own default takes the GPU's and refuses CPU tensors.
+    """
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "allhands"
+
+
+def _current_device(device_id: torch.device | int | None) -> torch.device | None:
+    """Return the GPU that this rank uses: the one given, else the current one where there is one, else None."""
+    if isinstance(device_id, int):
+        return torch.device("cuda", device_id)
+    if device_id is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return device_id
+
+
+def _prepare(session: Session, name: str, local_world_size: int | None) -> None:
+    """Point Gloo at the interface that leads to the peers, for as long as the group lives."""
+    rank = session.member.rank
+    chosen = os.environ.get(connections.IFNAME, "")
+    if chosen:
+        for part in chosen.split(","):
+            connections.check_interface(part, one_host=session.one_host, rank=rank)
+    else:
+        interface = (
+            connections.loopback_interface() if session.one_host else connections.interface_of(session.own_address)
+        )
+        if interface:
+            os.environ[connections.IFNAME] = interface
+            session.undo.append(_unset_interface)
+    if "nccl" in name and session.one_host and session.member.world_size > 1:
+        nccl.check_shared_memory(local_world_size or session.member.world_size, rank)
+
+
+def _unset_interface() -> None:
+    os.environ.pop(connections.IFNAME, None)
+
+
+def _not_formed(session: Session, name: str, problem: Exception) -> AllhandsError:
+    """Return why torch could not form the group although every rank answered, for this rank and the others."""
+    explained = failure.explain(session, problem, "init_process_group", session.formed_at)
+    if explained is not None:
+        return explained
+    if isinstance(problem, AllhandsError):
+        return error(session.member.end_group(problem.diagnosis))
+    first = (str(problem).splitlines() or [""])[0]
+    found = fail(
+        "engine-failed",
+        f"torch could not form the {name or 'default'} group although every rank answered the roll call",
+        who=f"rank {session.member.rank} ({socket.gethostname()}, pid {os.getpid()})",
+        why=f"{type(problem).__name__}: {first}",
+        fix="torch refused the arguments: check backend=, device_id= and pg_options="
+        if isinstance(problem, ValueError | TypeError | AssertionError)
+        else "ranks connect to each other on ports above 1023: open them between the hosts; check GLOO_SOCKET_IFNAME "
+        "and NCCL_SOCKET_IFNAME",
+        ranks=(session.member.rank,),
+        hosts=(socket.gethostname(),),
+    )
+    return error(session.member.end_group(found.diagnosis))
+
+
+def _form_by(deadline: float, session: Session, form: Callable[[], None]) -> None:
+    """Run ``form`` in another thread, and leave it behind where it outlasts the deadline or the group's end.
+
+    While connecting, Gloo waits for a lost peer five times its timeout, and cannot be interrupted. Its timeout is that
+    of collectives, because messages keep the first one they are given.
+    """
+    problems: list[BaseException] = []
+    done, left_behind = threading.Event(), threading.Event()
+
+    def run() -> None:
+        try:
+            form()
+        except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
+            problems.append(problem)
+        done.set()
+        if left_behind.is_set() and not problems:
+            dist.destroy_process_group()  # Too late: all ranks have raised that there is no group.
+
+    threading.Thread(target=run, name="allhands-form", daemon=True).start()
+    ended_at: float | None = None
+    while not done.wait(_POLL_S):
+        now = time.monotonic()
+        if ended_at is None and session.member.verdict is not None:
+            ended_at = now
+        # Once the group is over, the store and the connections raise by themselves, if torch waits for those.
+        if now >= deadline or (ended_at is not None and now - ended_at >= _NOTICE_S):
+            left_behind.set()
+            raise EngineTimeout("timed out waiting for torch to connect the group")
+    if problems:
+        raise problems[0]
+
+
+# Ending --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(*args: Any, **kw: Any) -> Iterator[ProcessGroup]:
+    """Form the default group for the length of a `with` block; takes what `init_process_group` takes.
+
+    An exception that leaves the block is reported to the other ranks, whose pending calls raise PeerFailed.
+    """
+    init_process_group(*args, **kw)
+    try:
+        yield dist.group.WORLD  # type: ignore[misc]  # set once init_process_group has returned
+    except BaseException as problem:
+        session = _session.current()
+        if session is None or (isinstance(problem, SystemExit) and not problem.code):
+            raise
+        # Code that calls torch directly (DDP) raises torch's "connection closed"; the verdict has the reason.
+        explained = failure.explain(session, problem, "the block", session.formed_at)
+        failure.announce(session, explained or problem)
+        # No chain of two exceptions with one diagnosis.
+        known = isinstance(problem, AllhandsError) and explained and explained.diagnosis == problem.diagnosis
+        if explained is None or known:
+            raise
+        raise explained from problem
+    finally:
+        destroy_process_group()
 
 
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """End ``group``, or with None (or WORLD) the default group and everything that was made from it.
 
-    Safe at any time: before init, twice, after a failure, in a signal handler, at exit. Waits for the other
-    ranks to come here too, at most ALLHANDS_DESTROY_TIMEOUT seconds (5), and then says who was still busy. Raises
-    CollectiveMismatch, once all is ended, where ranks made different calls and this is the first that is heard of it.
+    Safe at any time: before init, twice, after a failure, in a signal handler, at exit. Waits for the other ranks to
+    call it too, at most ALLHANDS_DESTROY_TIMEOUT seconds (5), and then logs which were still busy. Raises
+    CollectiveMismatch after the end where the last calls of the ranks differed and no call has raised that.
     """
     if isinstance(group, int):
-        return  # dist.GroupMember.NON_GROUP_MEMBER, which new_group gives to whoever is not in the group.
+        return  # dist.GroupMember.NON_GROUP_MEMBER, which new_group returns on ranks outside the group.
     if group is not None and group is not dist.group.WORLD:
         if group in _torch.groups():
             session = _session.current()
@@ -220,29 +369,153 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     if had:
         note_destroyed(site)
     if late is not None:
-        raise error(late)
+        raise late
 
 
-@contextmanager
-def process_group(*args: Any, **kw: Any) -> Iterator[ProcessGroup]:
-    """Form the default group for the length of a `with` block; takes what `init_process_group` takes.
+def end(wait_s: float | None = None, how: str = "destroy") -> AllhandsError | None:
+    """End the session and torch's default group, whatever state they are in. Waits at most ``wait_s`` for peers.
 
-    An exception that leaves the block is announced to the other ranks, whose pending calls raise PeerFailed.
+    Returns what to raise where the ranks' last calls differed, which no call has compared.
     """
-    init_process_group(*args, **kw)
-    try:
-        yield dist.group.WORLD  # type: ignore[misc]  # set once init_process_group has returned
-    except BaseException as problem:
-        session = _session.current()
-        if session is None or (isinstance(problem, SystemExit) and not problem.code):
-            raise
-        # Code that calls torch directly (DDP) raises torch's "connection closed"; the block knows better.
-        explained = session.explain(problem, "the block", session.formed_at)
-        session.announce(explained or problem)
-        # What the problem says already is not said a second time.
-        known = isinstance(problem, AllhandsError) and explained and explained.diagnosis == problem.diagnosis
-        if explained is None or known:
-            raise
-        raise explained from problem
-    finally:
-        destroy_process_group()
+    session = _session.current()
+    if session is None:
+        if dist.is_initialized() and wait_s is None:
+            dist.destroy_process_group()
+        return None
+    if session.member.forked:
+        return None  # It is the parent's group, and its sockets are shared: they must not be closed here.
+    # First, so that a signal handler that calls this in the middle finds nothing left to do.
+    _session.set_current(None)
+    limit = settings.read().destroy_timeout if wait_s is None else wait_s
+    # A signal handler that ends the group in the middle of a collective interrupts it: the others wait for this rank,
+    # so it does not wait for them.
+    interrupted = session.busy
+    if interrupted:
+        limit = 0.0
+    member = session.member
+    late: AllhandsError | None = None
+    if not session.failed and not member.over:
+        still = member.leave(how, 0.0 if member.verdict is not None else limit)
+        if still and limit:
+            busy = join(
+                [f"rank {status.rank} ({status.host}, pid {status.pid}) {status.doing}" for status in still[:8]]
+            )
+            _log.warning(
+                "rank %d left the process group after %s although others were still busy: %s",
+                member.rank,
+                duration(limit),
+                busy,
+            )
+            session.failed = True
+        elif limit and how == "destroy" and member.verdict is None:
+            late = next(filter(None, map(failure.last_call_mismatch, _torch.groups())), None)
+    if session.failed or interrupted or member.verdict is not None:
+        # What torch's engine still waits for will not arrive, and must not delay the end.
+        session.connections.close_all()
+    _end_torch(session)
+    member.close()
+    if session.coordinator_process is not None:
+        # It ends by itself once every member is gone; ranks that are still busy keep it for a moment.
+        session.coordinator_process.end(1.0) if member.verdict is None else session.coordinator_process.detach()
+    for step in reversed(session.undo):
+        step()
+    return late
+
+
+def _end_torch(session: Session) -> None:
+    """Destroy torch's default group, and wait for that for a bounded time."""
+    if not dist.is_initialized():
+        return
+    within_s = _ABANDONED_S if session.abandoned else _TORCH_END_S
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            dist.destroy_process_group()
+        except Exception as problem:  # noqa: BLE001  # logged below; the end goes on
+            problems.append(problem)
+        if not session.abandoned:
+            # The last reference to the groups, in a cycle. Gloo's threads end with them; if they are left to Python's
+            # collector at exit, a thread that is about to free a tensor ends the process with SIGABRT.
+            session.desync_checks.clear()
+
+    thread = threading.Thread(target=run, name="allhands-destroy", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    if thread.is_alive():
+        _log.warning("torch did not end its process group within %s; it is left behind", duration(within_s))
+    for problem in problems:
+        _log.warning("torch's destroy_process_group failed: %s: %s", type(problem).__name__, problem)
+
+
+def _abandon(session: Session, problem: BaseException) -> None:
+    """Give up a group that did not form, and report it to the other ranks."""
+    if session.member.verdict is None:
+        failure.announce(session, problem)
+    session.failed = True
+    end(wait_s=0.0)
+
+
+# Uncaught exceptions and exits ----------------------------------------------------------------------------------
+
+
+def _hook(session: Session, before: Callable[..., None]) -> None:
+    """Report an uncaught exception to the other ranks before the interpreter prints it, and leave the group at exit.
+
+    ``before`` is restored as sys.excepthook once the group is over.
+    """
+    inner = sys.excepthook
+
+    def announced(kind: Any, problem: BaseException, trace: Any) -> None:
+        if _session.current() is session:
+            failure.announce(session, problem)
+        inner(kind, problem, trace)
+        _print_cause(session, problem)
+
+    sys.excepthook = announced
+    session.undo.append(_restore(announced, before))
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+    if multiprocessing.parent_process() is not None:
+        # In a child of multiprocessing neither hook runs: its exception is caught above the user's function, and a
+        # forked one ends without atexit. Its finalizers run while the exception is being handled.
+        multiprocessing.util.Finalize(None, _at_process_exit, exitpriority=100)
+
+
+def _restore(ours: Callable[..., None], before: Callable[..., None]) -> Callable[[], None]:
+    def restore() -> None:
+        # torch may have wrapped it, and its wrapper would print one more "[rank0]:" for each group; a hook that the
+        # user has set since is kept.
+        if sys.excepthook is ours or getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = before
+
+    return restore
+
+
+def _print_cause(session: Session, problem: BaseException) -> None:
+    """Print the verdict where the exception does not contain it."""
+    verdict: Diagnosis | None = session.member.verdict
+    # Ctrl-C reaches all ranks of a terminal: each has its own cause.
+    if verdict is None or isinstance(problem, AllhandsError | KeyboardInterrupt):
+        return
+    if verdict.ranks == (session.member.rank,):
+        return
+    sys.stderr.write(f"\nThe cause, as allhands saw it:\n{verdict.render(title(verdict.slug))}\n")
+
+
+def _at_process_exit() -> None:
+    session, problem = _session.current(), sys.exception()
+    if isinstance(problem, SystemExit) and problem.code:
+        # torch.multiprocessing catches the exception, stores it and exits with 1.
+        problem = problem.__context__ or problem
+    if session is not None and problem is not None and not isinstance(problem, SystemExit):
+        failure.announce(session, problem)
+    _at_exit()
+
+
+def _at_exit() -> None:
+    session = _session.current()
+    if session is None:
+        return
+    # Rank 0 keeps the coordinator for the others for a while; other ranks exit at once.
+    end(wait_s=None if session.coordinator_process is not None else 0.0, how="exit")

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..engines.mpi import wall
 from ..engines.mpi.engine import Mpi
 from ..engines.mpi.world import join
+from . import failure
 from . import session as _session
 from .backend import WideGroup
 
@@ -38,7 +39,7 @@ class MpiGroup(WideGroup):
     def interrupted(self, problem: BaseException) -> None:
         """Tell the others that a signal's handler raised here in the middle of a call; the core calls this."""
         self.engine.judge(0)
-        self.session.announce(problem)
+        failure.announce(self.session, problem)
 
 
 def form(

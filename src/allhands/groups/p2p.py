@@ -261,7 +261,7 @@ class Mail:
         peers = group.ranks if call.peer is None else [group.ranks[call.peer]]
         mine = group.session.member.rank
         others = [rank for rank in peers if rank != mine]
-        raise failure.explain(group, group.engine.failure(code, peer), call.name, call.site, others) from None
+        raise failure.of_group(group, group.engine.failure(code, peer), call.name, call.site, others) from None
 
     def forget(self, message: Message) -> None:
         """Let go of a message that is over."""

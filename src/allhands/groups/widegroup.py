@@ -91,20 +91,20 @@ class Wide(HostGroup):
         try:
             self._together(name, run, timeout_ns)
         except CallMismatch as mismatch:
-            raise failure.explain(self, mismatch, name, site) from None
+            raise failure.of_group(self, mismatch, name, site) from None
         except Exception as problem:
             if not self.engine.in_call:
-                raise  # Everyone refused alike and is still in step.
+                raise  # All ranks refused alike and are still in step.
             self._kept = problem
-            explained = self.session.explain(problem, name, site, self.ranks)
+            explained = failure.explain(self.session, problem, name, site, self)
             if explained is None:
-                self.session.announce(problem)
+                failure.announce(self.session, problem)
                 raise
             raise explained from (problem if explained.slug == "engine-failed" else None)
         except BaseException as problem:
             # A signal's handler raised in the middle.
             self._kept = problem
-            self.session.announce(problem)
+            failure.announce(self.session, problem)
             raise
 
     def _together(self, name: str, run: Callable[[int], None], timeout_ns: int) -> None:

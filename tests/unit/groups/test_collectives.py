@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from allhands.groups.collectives import Pending
-from allhands.groups.session import Session
 from allhands.observe import flight_recorder
+from unit.groups.fakes import FakeMember, make_session
 
 
 class _Work:
@@ -32,16 +31,12 @@ class _Work:
         return not self.late
 
 
-def _session() -> Session:
-    return cast("Session", SimpleNamespace(enter=lambda *_: None, leave=lambda _: None, explain=lambda *_: None))
-
-
 def _pending(work: _Work) -> tuple[Pending, Callable[[], str]]:
     """Return the operation with an entry of its own, and what reads the state of that entry."""
     recorder = flight_recorder.own()
     number = recorder.begin("all_reduce", "", "", "", (), 0, -1, "test_collectives.py:1")
     recorder.run(number, 0)
-    made = Pending(work, _session(), "all_reduce", "test_collectives.py:1", entry=number)
+    made = Pending(work, make_session(FakeMember()), "all_reduce", "test_collectives.py:1", entry=number)
 
     def state() -> str:
         return next(str(note.state) for note in flight_recorder.board().entries if note.number == number)
@@ -83,6 +78,6 @@ def test_a_failed_operation_is_shown_as_failed() -> None:
     """`synchronize` and `wait` close the entry where the engine raises, too."""
     for finish in (Pending.wait, Pending.synchronize):
         pending, state = _pending(_Work(late=True))
-        with pytest.raises(RuntimeError, match="timed out"):
+        with pytest.raises(RuntimeError, match="did not finish"):
             finish(pending)
         assert state() == "failed"
