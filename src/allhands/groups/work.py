@@ -195,7 +195,8 @@ class CallQueue:
                 raise _shut_down()
             # DDP's C++ code holds one between passes (how many ranks have not joined yet), but that does not keep its
             # Python object alive.
-            if sum(tensor.nbytes for tensor in tensors) <= _KEPT_BYTES:
+            # Not nbytes, which sparse tensors do not have.
+            if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _KEPT_BYTES:
                 self._kept.append(work)
             self._add(1)
             self._queue.put(work)
