@@ -1,10 +1,10 @@
-"""Train a small network on four ranks and watch it; or see what happens when one of them fails.
+"""Train a small network on four ranks with a live view, optionally with a failure of one rank.
 
-    python examples/demo.py              three spirals, told apart by DistributedDataParallel over allhands
+    python examples/demo.py              classify three spirals with DistributedDataParallel over allhands
     python examples/demo.py --break 2    rank 2 raises an exception halfway
-    python examples/demo.py --kill 2     rank 2 gets a kill -9 halfway
+    python examples/demo.py --kill 2     rank 2 is killed (SIGKILL) halfway
 
-No port, address or launcher: each rank is told its rank and the world size, nothing else.
+No port, address or launcher: each rank only needs its rank and the world size.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ ARMS = 3  # classes
 PER_ARM = 2000  # training points
 EPOCHS = 60
 BATCH = 100  # points per rank and step
-# Reached with some room on every seed that was tried; chance is 33 %.
+# Exceeded with every seed that was tried; chance is 33 %.
 ENOUGH = 0.97
-# The others end within a second of a failure; ranks that do not are killed after this.
-PATIENCE_S = 15
-# Width and height of the picture in characters, so that all fits a terminal of 80 by 24. One character shows two
-# points, one above the other.
+# The others end within a second of a failure; a rank that does not is killed after this.
+GRACE_S = 15
+# Width and height of the picture in characters, for a terminal of 80 by 24. One character shows two pixels, one above
+# the other.
 PICTURE = (44, 20)
 COLOURS = ((235, 110, 80), (80, 160, 235), (120, 190, 90))
 
 
 class ShardError(ValueError):
-    """What --break raises."""
+    """The exception of --break."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     epochs: int
     breaks: int | None
@@ -60,12 +60,12 @@ class Options:
 
 
 def rank_main(rank: int, options: Options, parent: Connection) -> None:
-    """Be one rank: train, and tell the parent how it ended."""
+    """Run one rank: train, and send the result to the parent."""
     import torch
 
     import allhands as dist
 
-    torch.set_num_threads(1)  # Four ranks on a laptop; each with all cores would only get in each other's way.
+    torch.set_num_threads(1)  # Four ranks share the cores of a laptop.
     try:
         with dist.process_group(rank=rank, world_size=RANKS):
             accuracy = train(rank, options, parent)
@@ -81,14 +81,14 @@ def rank_main(rank: int, options: Options, parent: Connection) -> None:
 
 
 def train(rank: int, options: Options, parent: Connection) -> float:
-    """Train in the group that is there; return the accuracy on points that were not trained on."""
+    """Train in the present group; return the accuracy on the test points."""
     import torch
 
     import allhands as dist
 
     torch.manual_seed(0)
     points, arms = spirals(PER_ARM, seed=1)
-    unseen, unseen_arms = spirals(PER_ARM // 4, seed=2)
+    test_points, test_arms = spirals(PER_ARM // 4, seed=2)
     mine = torch.arange(rank, len(points), RANKS)
     model = dist.DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
@@ -102,27 +102,27 @@ def train(rank: int, options: Options, parent: Connection) -> float:
             total = torch.zeros(())
             for step, batch in enumerate(mine[torch.randperm(len(mine))].split(BATCH)):
                 if epoch == options.epochs // 2 and step == 1:
-                    misfortune(rank, options, parent)
+                    fail_if_selected(rank, options, parent)
                 loss = torch.nn.functional.cross_entropy(model(points[batch]), arms[batch])
                 optimizer.zero_grad()
-                loss.backward()  # DDP averages the gradients over all ranks in here.
+                loss.backward()  # DDP averages the gradients over all ranks here.
                 optimizer.step()
                 total += loss.detach() * len(batch)
             schedule.step()
             speed = list(torch.zeros(RANKS, 1))
             dist.all_gather(speed, torch.tensor([len(mine) / (time.monotonic() - started)]))
             with torch.no_grad():
-                right = (model.module(unseen[rank::RANKS]).argmax(1) == unseen_arms[rank::RANKS]).sum()
-            result = torch.stack([total, right.float()])
+                correct = (model.module(test_points[rank::RANKS]).argmax(1) == test_arms[rank::RANKS]).sum()
+            result = torch.stack([total, correct.float()])
             dist.all_reduce(result)
-            accuracy = float(result[1]) / len(unseen)
+            accuracy = float(result[1]) / len(test_points)
             mean = float(result[0]) / len(points)
             show(Epoch(epoch + 1, mean, accuracy, [float(each) for each in speed], model.module))
     return accuracy
 
 
 def spirals(per_arm: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points on ARMS spirals wound into each other, with some noise, and which arm each belongs to."""
+    """Return points on ARMS interleaved spirals, with noise, and the arm of each."""
     import torch
 
     source = torch.Generator().manual_seed(seed)
@@ -133,14 +133,14 @@ def spirals(per_arm: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def network() -> torch.nn.Module:
-    """Return a network that is large enough to wind around the spirals."""
+    """Return a network that is large enough to separate the spirals."""
     from torch.nn import Linear, Sequential, SiLU
 
     return Sequential(Linear(2, 64), SiLU(), Linear(64, 64), SiLU(), Linear(64, 64), SiLU(), Linear(64, ARMS))
 
 
-def misfortune(rank: int, options: Options, parent: Connection) -> None:
-    """Fail, if this is the rank that was asked to."""
+def fail_if_selected(rank: int, options: Options, parent: Connection) -> None:
+    """Fail if this rank was selected with --break or --kill."""
     if rank == options.breaks:
         parent.send(("fault", time.monotonic(), "", ""))
         raise ShardError(f"shard {rank} holds 7 points, not {ARMS * PER_ARM // RANKS}")
@@ -151,7 +151,7 @@ def misfortune(rank: int, options: Options, parent: Connection) -> None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """How far the training is after an epoch; ``speed`` is each rank's, in points per second."""
+    """The progress after an epoch; ``speed`` is in points per second, one value per rank."""
 
     number: int
     loss: float
@@ -160,12 +160,12 @@ class Epoch:
     model: torch.nn.Module
 
 
-# What rank 0 shows ---------------------------------------------------------------------------------------------
+# The output of rank 0 ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def view(rank: int, epochs: int, pids: list[int]) -> Iterator[Callable[[Epoch], None]]:
-    """Give a function that shows an epoch: in place on a terminal, as a line elsewhere, not at all beyond rank 0."""
+    """Yield a function that shows an epoch: in place on a terminal, a line elsewhere, nothing on other ranks than 0."""
     if rank:
         yield lambda _: None
         return
@@ -175,7 +175,7 @@ def view(rank: int, epochs: int, pids: list[int]) -> Iterator[Callable[[Epoch], 
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
-        # Each picture is complete in itself, so that nothing has to run beside the training.
+        # Every update draws the whole screen, so that no refresh thread is needed.
         yield lambda epoch: live.update(screen(epochs, pids, epoch), refresh=True)
 
 
@@ -188,7 +188,7 @@ def line(epochs: int, epoch: Epoch) -> None:
 
 
 def screen(epochs: int, pids: list[int], epoch: Epoch) -> RenderableType:
-    """Return the whole picture: progress, each rank's throughput, and what the network makes of the plane."""
+    """Return the screen: progress, the throughput of each rank, and the decision regions of the network."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -215,16 +215,16 @@ def screen(epochs: int, pids: list[int], epoch: Epoch) -> RenderableType:
 
 
 def picture(model: torch.nn.Module) -> RenderableType:
-    """Return the plane, coloured by the arm that the network sees at each place."""
+    """Return the plane, coloured by the class probabilities of the network."""
     import torch
     from rich.text import Text
 
     width, height = PICTURE
     x, y = torch.linspace(-1.1, 1.1, width), torch.linspace(1.1, -1.1, 2 * height)
     with torch.no_grad():
-        sure = model(torch.cartesian_prod(y, x).flip(1)).softmax(1).reshape(2 * height, width, ARMS)
-    # Colours blend where the network is not sure.
-    pixels = (sure @ torch.tensor(COLOURS, dtype=torch.float32)).int().tolist()
+        probabilities = model(torch.cartesian_prod(y, x).flip(1)).softmax(1).reshape(2 * height, width, ARMS)
+    # Colours are weighted by probability.
+    pixels = (probabilities @ torch.tensor(COLOURS, dtype=torch.float32)).int().tolist()
     text = Text(no_wrap=True)
     for row in range(height):
         text.append("\n" if row else "")
@@ -237,7 +237,7 @@ def picture(model: torch.nn.Module) -> RenderableType:
 
 
 def main() -> int:
-    """Start the ranks, wait for them, and say how it went."""
+    """Start the ranks, wait for them, and print the result."""
     parser = argparse.ArgumentParser(description="Train on four ranks, with or without a failure halfway.")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"default {EPOCHS}")
     fault = parser.add_mutually_exclusive_group()
@@ -247,23 +247,23 @@ def main() -> int:
     if options.epochs < 1:
         parser.error("--epochs must be at least 1")
 
-    print(f"starting {RANKS} ranks, which learn to tell {ARMS} spirals apart ({ARMS * PER_ARM:,} points)", flush=True)
+    print(f"starting {RANKS} ranks, which learn to classify {ARMS} spirals ({ARMS * PER_ARM:,} points)", flush=True)
     started = time.monotonic()
-    words: list[list[Any]] = [[] for _ in range(RANKS)]
+    messages: list[list[Any]] = [[] for _ in range(RANKS)]
     try:
-        codes = run(options, words)
+        codes = run(options, messages)
     except KeyboardInterrupt:
         print("\ninterrupted; every rank has ended")
         return 130
-    if any(said and said[0][0] == "fault" for said in words):
-        return failed(words, codes)
-    return finished(words, codes, options, time.monotonic() - started)
+    if any(each and each[0][0] == "fault" for each in messages):
+        return failed(messages, codes)
+    return finished(messages, codes, options, time.monotonic() - started)
 
 
-def run(options: Options, words: list[list[Any]]) -> list[int | None]:
-    """Run every rank to its end, put what each said into ``words``, and return their exit codes."""
-    # Each rank needs torch, and what DDP imports when it is first used. Imported once, before the ranks are forked,
-    # this takes seconds; imported by four processes on a laptop's cores, it takes four times as long.
+def run(options: Options, messages: list[list[Any]]) -> list[int | None]:
+    """Run every rank to its end, append its messages to ``messages``, and return the exit codes."""
+    # Importing torch takes seconds. It is imported once, before the ranks are forked; on a laptop with few cores four
+    # imports would take four times as long.
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in ("torch", "torch._dynamo", "allhands.groups.lifecycle"):
         importlib.import_module(name)
@@ -275,7 +275,7 @@ def run(options: Options, words: list[list[Any]]) -> list[int | None]:
             rank.start()
         wait(ranks)
     except KeyboardInterrupt:
-        # Ctrl-C reached the ranks too. They leave the group in good order, which takes a moment.
+        # The ranks got SIGINT too. They leave the group, which takes a moment.
         deadline = time.monotonic() + 5
         for rank in ranks:
             if rank.pid is not None:
@@ -286,64 +286,64 @@ def run(options: Options, words: list[list[Any]]) -> list[int | None]:
             if rank.is_alive():
                 rank.kill()
                 rank.join()
-    for (receiver, sender), said in zip(pipes, words, strict=True):
+    for (receiver, sender), received in zip(pipes, messages, strict=True):
         sender.close()
         try:
             while True:
-                said.append(receiver.recv())
+                received.append(receiver.recv())
         except EOFError:
             receiver.close()
     return [rank.exitcode for rank in ranks]
 
 
 def wait(ranks: list[Any]) -> None:
-    """Wait until every rank has ended, or until PATIENCE_S after the first that failed, as a launcher does."""
+    """Wait until every rank has ended, or until GRACE_S after the first failure, as a launcher does."""
     deadline = math.inf
     while running := [rank for rank in ranks if rank.is_alive()]:
         if time.monotonic() > deadline:
             return
         sentinels_ready([rank.sentinel for rank in running], timeout=1)
         if deadline == math.inf and any(rank.exitcode for rank in ranks):
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + GRACE_S
 
 
-def finished(words: list[list[Any]], codes: list[int | None], options: Options, seconds: float) -> int:
-    """Say how the training went; return the exit status."""
-    for rank, said in enumerate(words):
-        for kind, _, name, text in said:
+def finished(messages: list[list[Any]], codes: list[int | None], options: Options, seconds: float) -> int:
+    """Print the result of the training; return the exit status."""
+    for rank, received in enumerate(messages):
+        for kind, _, name, text in received:
             if kind == "error":
                 print(f"rank {rank}: {name}: {text}")
-    if any(codes) or not words[0]:
+    if any(codes) or not messages[0]:
         print(f"the ranks ended with {codes}")
         return 1
-    accuracy = words[0][-1][3]
+    accuracy = messages[0][-1][3]
     print(f"accuracy {accuracy:.1%} on points that were not trained on; {seconds:.1f} s in all, imports included")
     if options.epochs >= EPOCHS and accuracy < ENOUGH:
-        print(f"that is too little: at least {ENOUGH:.0%} was expected")
+        print(f"this is too low: at least {ENOUGH:.0%} was expected")
         return 1
     return 0
 
 
-def failed(words: list[list[Any]], codes: list[int | None]) -> int:
-    """Say what the other ranks were told, and after how long; return the exit status."""
-    culprit = next(rank for rank, said in enumerate(words) if said and said[0][0] == "fault")
-    at = words[culprit][0][1]
-    fate = "got a kill -9" if codes[culprit] == -signal.SIGKILL else f"raised {words[culprit][-1][2]}"
-    print(f"\nrank {culprit} {fate}\n")
-    slowest, told = 0.0, 0
-    for rank, said in enumerate(words):
+def failed(messages: list[list[Any]], codes: list[int | None]) -> int:
+    """Print the errors of the other ranks and their delays; return the exit status."""
+    culprit = next(rank for rank, received in enumerate(messages) if received and received[0][0] == "fault")
+    at = messages[culprit][0][1]
+    outcome = "got a kill -9" if codes[culprit] == -signal.SIGKILL else f"raised {messages[culprit][-1][2]}"
+    print(f"\nrank {culprit} {outcome}\n")
+    slowest, count = 0.0, 0
+    for rank, received in enumerate(messages):
         if rank == culprit:
             continue
-        for kind, when, name, text in said:
+        for kind, when, name, text in received:
             if kind != "error":
                 continue
-            slowest, told = max(slowest, when - at), told + 1
-            # All were told the same; once in full is enough.
-            print(f"rank {rank}, {when - at:.2f} s later: {name}: {text if told == 1 else text.splitlines()[0]}\n")
-        if not any(kind == "error" for kind, *_ in said):
-            print(f"rank {rank} was not told; it ended with {codes[rank]}\n")
-    print(f"{told} of {RANKS - 1} other ranks raised within {slowest:.2f} s; every rank has ended")
-    return 0 if told == RANKS - 1 else 1
+            slowest, count = max(slowest, when - at), count + 1
+            # All errors are the same; print one in full.
+            print(f"rank {rank}, {when - at:.2f} s later: {name}: {text if count == 1 else text.splitlines()[0]}\n")
+        if not any(kind == "error" for kind, *_ in received):
+            print(f"rank {rank} raised no error; it ended with {codes[rank]}\n")
+    print(f"{count} of {RANKS - 1} other ranks raised within {slowest:.2f} s; every rank has ended")
+    return 0 if count == RANKS - 1 else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Learn to read handwritten digits on several ranks: data parallel training as one would write it for a real job.
+"""Train a classifier of handwritten digits on several ranks: a complete data-parallel training job.
 
-    allhands run -n 4 examples/digits.py                            train, and show how far it is
-    allhands run -n 4 examples/digits.py --checkpoint digits.pt     ... and go on from there after a kill -9,
+    allhands run -n 4 examples/digits.py                            train, and show the progress
+    allhands run -n 4 examples/digits.py --checkpoint digits.pt     ... and resume from there after a kill -9,
     allhands run -n 3 examples/digits.py --checkpoint digits.pt         with any number of ranks that divides 60
     allhands run -n 4 examples/digits.py --against-gloo             ... and the same on torch's DDP over Gloo, in turn
 
@@ -27,15 +27,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allhands as dist
 
-# Images to train on; the other 357 are for the test. With batches of 60 in all, an epoch is even for many numbers of
-# ranks, so every sample counts exactly once and the losses do not depend on how many ranks there are.
+# Training images; the other 357 are for the test. A global batch of 60 divides evenly among many numbers of ranks, so
+# every sample counts exactly once and the losses do not depend on the number of ranks.
 TRAIN, BATCH = 1440, 60
 EPOCHS = 12
 
 
 @dataclass
 class Job:
-    """One training: a model, its data and how far it is."""
+    """One training: a model, its data and its progress."""
 
     name: str
     model: nn.Module
@@ -47,13 +47,13 @@ class Job:
     group: Any
     losses: list[float] = field(default_factory=list)  # one for each step, averaged over all ranks
     accuracies: list[float] = field(default_factory=list)  # one for each epoch
-    seen: dict[int, list[int]] = field(default_factory=dict)  # which samples each epoch had, with --trace
+    seen: dict[int, list[int]] = field(default_factory=dict)  # the samples of each epoch, with --trace
     seconds: float = 0.0
-    fresh: list[torch.Tensor] = field(default_factory=list)  # losses of this rank that are not in `losses` yet
+    fresh: list[torch.Tensor] = field(default_factory=list)  # local losses that are not in `losses` yet
 
 
 def network(group: Any) -> nn.Module:
-    """Return a small convolutional network whose normalisation is over the batches of all ranks."""
+    """Return a small convolutional network that normalises over the batches of all ranks."""
 
     def block(channels: int, out: int) -> list[nn.Module]:
         return [nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
@@ -66,20 +66,20 @@ def network(group: Any) -> nn.Module:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return the images and labels to train on, each with its number, and those to test with."""
+    """Return the training images with labels and indices, and those for the test."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
     images = torch.from_numpy(loaded.images).float().div(16).unsqueeze(1)
     labels = torch.from_numpy(loaded.target)
-    # In the file the writers stand together; a test should have all of them.
-    mixed = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    whole = images[mixed], labels[mixed], torch.arange(len(images))
-    return TensorDataset(*(each[:TRAIN] for each in whole)), TensorDataset(*(each[TRAIN:] for each in whole))
+    # The file is sorted by writer; the test should have all writers.
+    shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    tensors = images[shuffled], labels[shuffled], torch.arange(len(images))
+    return TensorDataset(*(each[:TRAIN] for each in tensors)), TensorDataset(*(each[TRAIN:] for each in tensors))
 
 
-def job(name: str, epochs: int, group: Any = None) -> Job:
-    """Return a training that has not begun: on allhands, or on torch's DDP over ``group``."""
+def make_job(name: str, epochs: int, group: Any = None) -> Job:
+    """Return a new training: on allhands, or on torch's DDP over ``group``."""
     torch.manual_seed(0)
     train, test = digits()
     wrap = dist.DistributedDataParallel if name == "allhands" else nn.parallel.DistributedDataParallel
@@ -87,23 +87,23 @@ def job(name: str, epochs: int, group: Any = None) -> Job:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=epochs * TRAIN // BATCH)
     sampler = dist.DistributedSampler(train)
-    each = BATCH // dist.get_world_size()
-    # pad=False: every test image counts once, also where the ranks' shares are uneven.
-    seeing = dist.DistributedSampler(test, shuffle=False, pad=False)
+    local_batch = BATCH // dist.get_world_size()
+    # pad=False: every test image counts once, even if the ranks' shares are uneven.
+    test_sampler = dist.DistributedSampler(test, shuffle=False, pad=False)
     return Job(
         name,
         model,
         optimizer,
         schedule,
         sampler,
-        DataLoader(train, each, sampler=sampler),
-        DataLoader(test, 100, sampler=seeing),
+        DataLoader(train, local_batch, sampler=sampler),
+        DataLoader(test, 100, sampler=test_sampler),
         group,
     )
 
 
 def train_epoch(job: Job, epoch: int, after: Callable[[Job], None], *, trace: bool = False) -> None:
-    """Train for an epoch, or what is left of it; call ``after`` behind each step."""
+    """Train for the rest of an epoch; call ``after`` after each step."""
     job.model.train()
     job.sampler.set_epoch(epoch)
     started = time.perf_counter()
@@ -118,11 +118,11 @@ def train_epoch(job: Job, epoch: int, after: Callable[[Job], None], *, trace: bo
             job.seen.setdefault(epoch, []).extend(dist.gather_metrics(numbers).tolist())
         after(job)
     job.seconds += time.perf_counter() - started
-    settle(job)
+    average_losses(job)
 
 
-def settle(job: Job) -> None:
-    """Average the losses of the steps since the last time over all ranks; every rank must call."""
+def average_losses(job: Job) -> None:
+    """Average the losses since the last call over all ranks; every rank must call."""
     if job.fresh:
         losses = torch.stack(job.fresh)
         dist.all_reduce(losses, group=job.group)
@@ -139,31 +139,31 @@ def evaluate(job: Job) -> float:
 
 
 def save(job: Job, path: Path) -> None:
-    """Write all that is needed to go on; every rank must call, rank 0 writes."""
-    settle(job)
+    """Write a checkpoint; every rank must call, rank 0 writes."""
+    average_losses(job)
     if dist.get_rank() == 0:
-        whole = {name: getattr(job, name).state_dict() for name in ("optimizer", "schedule", "sampler")}
-        whole |= {name: getattr(job, name) for name in ("losses", "accuracies", "seen")}
-        torch.save(whole | {"model": job.model.module.state_dict()}, path.with_suffix(".new"))
-        # In one step: a job that is killed here leaves the last checkpoint or this one, never half of one.
+        state = {name: getattr(job, name).state_dict() for name in ("optimizer", "schedule", "sampler")}
+        state |= {name: getattr(job, name) for name in ("losses", "accuracies", "seen")}
+        torch.save(state | {"model": job.model.module.state_dict()}, path.with_suffix(".new"))
+        # Atomic: a job that is killed here leaves a complete checkpoint.
         path.with_suffix(".new").replace(path)
 
 
 def load(job: Job, path: Path) -> None:
-    """Go on from a checkpoint, whatever the number of ranks that wrote it."""
-    whole = torch.load(path, weights_only=True)
-    job.model.module.load_state_dict(whole["model"])
+    """Resume from a checkpoint of any number of ranks."""
+    state = torch.load(path, weights_only=True)
+    job.model.module.load_state_dict(state["model"])
     for name in ("optimizer", "schedule", "sampler"):
-        getattr(job, name).load_state_dict(whole[name])
-    job.losses, job.accuracies, job.seen = whole["losses"], whole["accuracies"], whole["seen"]
+        getattr(job, name).load_state_dict(state[name])
+    job.losses, job.accuracies, job.seen = state["losses"], state["accuracies"], state["seen"]
 
 
-# What rank 0 shows ---------------------------------------------------------------------------------------------
+# The output of rank 0 ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def view(epochs: int, terminal: str) -> Iterator[Callable[[Job, int, list[float]], None]]:
-    """Give a function that shows an epoch: as a bar on a terminal, as lines elsewhere, not at all beyond rank 0."""
+    """Yield a function that shows an epoch: a bar on a terminal, a line elsewhere, nothing on other ranks than 0."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -171,7 +171,7 @@ def view(epochs: int, terminal: str) -> Iterator[Callable[[Job, int, list[float]
         yield lambda *_: None
         return
     with contextlib.ExitStack() as stack:
-        # Under a launcher the output is a pipe; it can name its terminal.
+        # Under a launcher the output is a pipe; --terminal names the terminal.
         file = stack.enter_context(Path(terminal).open("w", encoding="utf-8")) if terminal else None
         console = Console(file=file, force_terminal=True if file else None)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -182,11 +182,11 @@ def view(epochs: int, terminal: str) -> Iterator[Callable[[Job, int, list[float]
 
         def show(job: Job, epoch: int, speeds: list[float]) -> None:
             rates = " ".join(f"{speed:,.0f}" for speed in speeds)
-            words = f"loss {job.losses[-1]:.3f}, accuracy {job.accuracies[-1]:.1%}, images/s per rank: {rates}"
+            text = f"loss {job.losses[-1]:.3f}, accuracy {job.accuracies[-1]:.1%}, images/s per rank: {rates}"
             if bar is not None:
-                bar.update(task, completed=epoch + 1, description=words)
+                bar.update(task, completed=epoch + 1, description=text)
             else:
-                print(f"epoch {epoch + 1:2}/{epochs}  {words}", flush=True)
+                print(f"epoch {epoch + 1:2}/{epochs}  {text}", flush=True)
 
         yield show
 
@@ -215,33 +215,33 @@ def plot(jobs: list[Job], path: str) -> None:
 
 def options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Learn to read digits on several ranks.")
+    parser = argparse.ArgumentParser(description="Train a classifier of digits on several ranks.")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to write every few steps")
+    parser.add_argument("--checkpoint", type=Path, help="file to resume from, and to write every few steps")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--against-gloo", action="store_true", help="train on torch's DDP over Gloo too, in turn")
     parser.add_argument("--plot", default="", help="PNG of the curves")
     parser.add_argument("--report", default="", help="JSON of the curves")
     parser.add_argument("--terminal", default="", help="terminal that shows the progress bar")
-    parser.add_argument("--trace", action="store_true", help="note which samples each step had")
+    parser.add_argument("--trace", action="store_true", help="record the samples of each step")
     parser.add_argument("--kill-at", type=int, default=-1, help="the last rank kills itself after this many steps")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, evaluate, and say how it went."""
+    """Train, evaluate, and print the result."""
     given = options()
     torch.set_num_threads(1)
     with dist.process_group("allhands"):
         rank, size = dist.get_rank(), dist.get_world_size()
         if BATCH % size:
             raise SystemExit(f"{size} ranks do not divide the batch of {BATCH} evenly")
-        jobs = [job("allhands", given.epochs)]
+        jobs = [make_job("allhands", given.epochs)]
         if given.against_gloo:
-            jobs.append(job("torch DDP with Gloo", given.epochs, dist.new_group(backend="gloo")))
+            jobs.append(make_job("torch DDP with Gloo", given.epochs, dist.new_group(backend="gloo")))
         if given.checkpoint is not None and given.checkpoint.exists():
             load(jobs[0], given.checkpoint)
-        begun, steps = jobs[0].sampler.epoch, 0
+        first_epoch, steps = jobs[0].sampler.epoch, 0
 
         def after(job: Job) -> None:
             nonlocal steps
@@ -252,10 +252,10 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with view(given.epochs, given.terminal) as show:
-            for epoch in range(begun, given.epochs):
+            for epoch in range(first_epoch, given.epochs):
                 dist.barrier()
                 started, count = time.perf_counter(), len(jobs[0].sampler)
-                # Who goes first changes, so that neither is the one that warms the caches.
+                # Alternate which job is first, so that both profit from warm caches.
                 for each in jobs if epoch % 2 else reversed(jobs):
                     train_epoch(each, epoch, after, trace=given.trace)
                     if each is jobs[0]:
@@ -271,7 +271,7 @@ def main() -> None:
 
 
 def finish(given: argparse.Namespace, jobs: list[Job], seconds: list[float], size: int) -> None:
-    """Write what was asked for, and say how it went."""
+    """Write the plot and the report, and print the result."""
     if given.plot:
         plot(jobs, given.plot)
         print(f"the curves are in {given.plot}")

@@ -1,9 +1,9 @@
-"""Data parallel training from nothing, one step after the other; each prints what it did.
+"""Build data-parallel training step by step; each step prints its result.
 
     allhands run -n 2 examples/from_scratch.py
     python examples/from_scratch.py                 a world of one: the same program
 
-docs/tutorial.md tells the story to it.
+docs/tutorial.md explains the steps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import nn
 import allhands as dist
 
 
-def say(step: str, *found: object) -> None:
-    """Print on rank 0 what each rank found: one line for each value."""
+def report(step: str, *values: object) -> None:
+    """Print the ``values`` of each rank on rank 0."""
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, [str(each) for each in found])
+    dist.all_gather_object(rows, [str(each) for each in values])
     if dist.get_rank() == 0:
         print(f"\n{step}")
         for rank, row in enumerate(rows):
@@ -29,13 +29,13 @@ def say(step: str, *found: object) -> None:
 
 
 def model() -> nn.Module:
-    """Return the model that every rank begins with."""
+    """Return the initial model, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's own samples; every rank has others."""
+    """Return samples that differ between ranks."""
     source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     inputs = torch.randn(32, 8, generator=source)
     return inputs, inputs[:, :1] - inputs[:, 1:2].tanh()
@@ -48,7 +48,7 @@ def loss_of(network: nn.Module, step: int = 0) -> torch.Tensor:
 
 
 def first_gradient(network: nn.Module) -> str:
-    """Return the beginning of a gradient, to be compared by eye."""
+    """Return the first elements of a gradient, for comparison."""
     gradient = next(network.parameters()).grad
     return " ".join(f"{value:+.5f}" for value in gradient.flatten()[:4].tolist())
 
@@ -60,14 +60,14 @@ def average_one(parameter: torch.Tensor) -> None:
 
 
 def average(network: nn.Module) -> None:
-    """Do so with every gradient."""
+    """Replace every gradient by its average over all ranks."""
     for parameter in network.parameters():
         average_one(parameter)
 
 
 @contextlib.contextmanager
 def averaging(network: nn.Module) -> Iterator[None]:
-    """Average gradients as backward makes them, within a block."""
+    """Average gradients during backward, within a block."""
     hooks = [parameter.register_post_accumulate_grad_hook(average_one) for parameter in network.parameters()]
     try:
         yield
@@ -77,14 +77,14 @@ def averaging(network: nn.Module) -> Iterator[None]:
 
 
 class OwnDataParallel(nn.Module):
-    """Data parallel training in fifty lines: equal beginnings, buckets, and reductions while backward goes on."""
+    """Data-parallel training in fifty lines: broadcast of the model, buckets, and reductions during backward."""
 
     def __init__(self, module: nn.Module, bucket_bytes: int = 1 << 20) -> None:
         super().__init__()
         self.module = module
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-        # Backward comes to the last layer first, so buckets are filled from there.
+        # Backward starts with the last layer, so buckets are filled from there.
         self.buckets: list[list[nn.Parameter]] = [[]]
         for parameter in reversed([each for each in module.parameters() if each.requires_grad]):
             if sum(each.nbytes for each in self.buckets[-1]) >= bucket_bytes:
@@ -95,12 +95,12 @@ class OwnDataParallel(nn.Module):
         self.begin()
 
     def begin(self) -> None:
-        """Wait for the gradients of all parameters anew."""
+        """Prepare for a backward pass."""
         self.missing = [len(bucket) for bucket in self.buckets]
-        self.under_way: list[tuple[Any, torch.Tensor, list[nn.Parameter]]] = []
+        self.pending: list[tuple[Any, torch.Tensor, list[nn.Parameter]]] = []
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient; reduce its bucket once it is full; finish when all are."""
+        """Count a gradient; reduce its bucket when it is complete; finish when all are."""
         if not self.sync:
             return
         number = next(at for at, bucket in enumerate(self.buckets) if any(each is parameter for each in bucket))
@@ -108,9 +108,9 @@ class OwnDataParallel(nn.Module):
         if not self.missing[number]:
             bucket = self.buckets[number]
             flat = torch.cat([each.grad.flatten() for each in bucket])
-            self.under_way.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+            self.pending.append((dist.all_reduce(flat, async_op=True), flat, bucket))
         if not any(self.missing):
-            for work, flat, bucket in self.under_way:
+            for work, flat, bucket in self.pending:
                 work.wait()
                 parts = flat.div_(dist.get_world_size()).split([each.numel() for each in bucket])
                 for each, part in zip(bucket, parts, strict=True):
@@ -119,7 +119,7 @@ class OwnDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add gradients up, within a block: for accumulation over several batches."""
+        """Keep gradients local within a block, to accumulate them over several batches."""
         self.sync = False
         try:
             yield
@@ -146,57 +146,57 @@ def train(network: nn.Module, steps: int = 20) -> list[float]:
 
 
 def digest(network: nn.Module) -> str:
-    """Return a number that differs where parameters do."""
+    """Return a checksum of the parameters."""
     return f"{sum(parameter.double().abs().sum().item() for parameter in network.parameters()):.12f}"
 
 
 def main() -> None:
-    """Go through the steps."""
-    # 1. Join. Who this process is, is read from whatever started it.
+    """Run the steps."""
+    # 1. Initialize. Rank and size are read from the environment of the launcher.
     with dist.process_group():
         rank, size = dist.get_rank(), dist.get_world_size()
-        say("1. join: every rank is here", f"I am rank {rank} of {size}")
+        report("1. initialize: every rank has joined", f"rank {rank} of {size}")
 
-        # 2. The one operation that everything below is made of.
+        # 2. The one operation that everything below uses.
         numbers = torch.tensor([1.0, 10.0]) * (rank + 1)
         before = numbers.tolist()
         dist.all_reduce(numbers)
-        say("2. all_reduce adds up, and everyone has the sum", f"{before} became {numbers.tolist()}")
+        report("2. all_reduce: every rank gets the sum", f"{before} became {numbers.tolist()}")
 
-        # 3. Own data, own gradients; averaged by hand they are those of all data.
+        # 3. Local data, local gradients; their average is the gradient of all data.
         network = model()
         loss_of(network).backward()
         own = first_gradient(network)
         average(network)
-        say("3. gradients averaged by hand", f"{own} became {first_gradient(network)}")
+        report("3. gradients averaged explicitly", f"{own} became {first_gradient(network)}")
         expected = first_gradient(network)
 
-        # 4. A hook does the same in the middle of backward, as soon as a gradient is there.
+        # 4. A hook does the same during backward, as soon as a gradient is computed.
         network = model()
         for parameter in network.parameters():
             parameter.register_post_accumulate_grad_hook(average_one)
         loss_of(network).backward()
-        say(
-            "4. the same by hooks, while backward goes on",
+        report(
+            "4. the same with hooks, during backward",
             first_gradient(network),
-            f"as by hand: {first_gradient(network) == expected}",
+            f"equal to 3: {first_gradient(network) == expected}",
         )
 
-        # 5. Hooks that come and go with a block: two batches, of which only the second talks to the others.
+        # 5. Hooks within a block: two batches, of which only the second communicates.
         network = model()
         loss_of(network, 0).backward()
         with averaging(network):
             loss_of(network, 1).backward()
-        say("5. a context manager: accumulate first, average at the end", first_gradient(network))
+        report("5. a context manager: accumulate first, average at the end", first_gradient(network))
 
-        # 6. Put together: a DistributedDataParallel of one's own.
+        # 6. All together: a DistributedDataParallel of our own.
         ours, theirs = OwnDataParallel(model()), nn.parallel.DistributedDataParallel(model())
         losses = train(ours)
         train(theirs)
-        say("6. our own data parallel training", f"loss {losses[0]:.4f} became {losses[-1]:.4f}")
+        report("6. our own data-parallel training", f"loss {losses[0]:.4f} became {losses[-1]:.4f}")
         torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
-        say("   parameters: ours, and those of DistributedDataParallel", digest(ours), digest(theirs))
-        say("   and they are the same on every rank, bit for bit", digest(ours))
+        report("   parameters: ours, and those of torch's DistributedDataParallel", digest(ours), digest(theirs))
+        report("   the same on every rank, bit for bit", digest(ours))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ allhands run -n 2 examples/transformer.py             DistributedDataParallel
 allhands run -n 2 examples/transformer.py --fsdp      torch's fully_shard on allhands' backend
 allhands run -n 2 examples/transformer.py --bf16      with autocast to bfloat16
 
-Where --bf16 ends with an illegal instruction, the machine announces AMX and does not have it (some virtual ones):
-ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 leaves it out.
+If --bf16 ends with an illegal instruction, the (virtual) machine reports AMX and does not have it: set
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 import allhands as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-# Bytes that the model sees at once, and of which it says what comes next.
+# The context length in bytes.
 CONTEXT = 64
 
 
 class Text(Dataset[torch.Tensor]):
-    """Every stretch of the documents' bytes that is as long as the model sees, and one more."""
+    """The documents' bytes in sequences of the context length and one more byte."""
 
     def __init__(self) -> None:
         files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,53 +38,53 @@ class Text(Dataset[torch.Tensor]):
         ).long()
 
     def __len__(self) -> int:
-        """Return how many stretches there are."""
+        """Return the number of sequences."""
         return (len(self.bytes) - 1) // CONTEXT
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        """Return a stretch; the last byte is only to be predicted."""
+        """Return a sequence; the last byte is a target only."""
         return self.bytes[number * CONTEXT : (number + 1) * CONTEXT + 1]
 
 
 class Block(nn.Module):
-    """Attention and a perceptron."""
+    """Attention and a multilayer perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Look back, then think."""
+        """Apply causal attention, then the perceptron."""
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.mix(self.before(x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.think(self.between(x))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
-    """Bytes in, the next byte out."""
+    """A byte-level language model."""
 
     def __init__(self, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.byte, self.position = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores of each next byte."""
-        x = self.byte(x) + self.place.weight[: x.shape[1]]
+        """Return the logits of each next byte."""
+        x = self.byte(x) + self.position.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.last(x))
+        return self.head(self.norm(x))
 
 
-def spread(model: Model, *, fsdp: bool) -> nn.Module:
-    """Return the model for all ranks: a copy on each, or a part on each."""
+def distribute(model: Model, *, fsdp: bool) -> nn.Module:
+    """Return the model replicated with DDP or sharded with FSDP2."""
     if not fsdp:
         return dist.DistributedDataParallel(model)
     from torch.distributed.device_mesh import init_device_mesh
@@ -97,8 +97,8 @@ def spread(model: Model, *, fsdp: bool) -> nn.Module:
 
 
 @contextlib.contextmanager
-def quiet(model: Any, *, fsdp: bool, last: bool) -> Any:
-    """Within a block, only add gradients up, unless it is the last of several batches."""
+def gradient_sync(model: Any, *, fsdp: bool, last: bool) -> Any:
+    """Reduce gradients within a block only for the last of several batches."""
     if fsdp:
         model.set_requires_gradient_sync(last)
         yield
@@ -108,11 +108,11 @@ def quiet(model: Any, *, fsdp: bool, last: bool) -> Any:
 
 
 def main() -> None:
-    """Train for a while and say how well the text is predicted."""
+    """Train, and print the loss."""
     parser = argparse.ArgumentParser(description="A small language model on this repository's text.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--accumulate", type=int, default=2, help="batches for each step")
-    parser.add_argument("--batch", type=int, default=8, help="stretches of text for each rank and batch")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and batch")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
     given = parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> None:
         text = Text()
         sampler = dist.DistributedSampler(text, drop_last=True)
         loader = DataLoader(text, given.batch, sampler=sampler, drop_last=True)
-        model = spread(Model(), fsdp=given.fsdp)
+        model = distribute(Model(), fsdp=given.fsdp)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         if rank == 0:
             kind = "FSDP2" if given.fsdp else "DistributedDataParallel"
@@ -134,21 +134,21 @@ def main() -> None:
 
         def batches() -> Any:
             while True:
-                yield from loader  # each pass is an epoch of its own; the sampler sees to that
+                yield from loader  # the sampler starts a new epoch with each pass
 
         source = batches()
         started = time.perf_counter()
         for step in range(1, given.steps + 1):
             total = torch.zeros(())
             for number in range(given.accumulate):
-                stretch = next(source)
+                sequence = next(source)
                 last = number == given.accumulate - 1
                 with (
-                    quiet(model, fsdp=given.fsdp, last=last),
+                    gradient_sync(model, fsdp=given.fsdp, last=last),
                     torch.autocast("cpu", torch.bfloat16, enabled=given.bf16),
                 ):
-                    scores = model(stretch[:, :-1])
-                    loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), stretch[:, 1:].flatten())
+                    scores = model(sequence[:, :-1])
+                    loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), sequence[:, 1:].flatten())
                     (loss / given.accumulate).backward()
                 total += loss.detach() / given.accumulate
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Models that cannot be trained as they are, and ranks that fail in the middle: everyone is told, nobody hangs."""
+"""Invalid models, and ranks that fail during a pass: every rank raises an error, none hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# Deaths and errors are told in well under a second; an order wider, because others use the machine too.
+# Failures are reported in well under a second; an order of magnitude wider for loaded machines.
 MOST_S = 10.0
 
 BEGIN = """
@@ -45,7 +45,7 @@ def run(script: str, ranks: int = 2, backend: str = "allhands") -> list[harness.
 
 
 def check(results: list[harness.Result], slug: str, *words: str) -> list[dict[str, Any]]:
-    """Fail unless every rank was told ``slug`` with ``words`` in time, and never in torch's words."""
+    """Fail unless every rank raised ``slug`` with ``words`` in time, and not with torch's message."""
     found: list[dict[str, Any]] = []
     for result in results:
         outcome = result["found"]
@@ -61,7 +61,7 @@ def check(results: list[harness.Result], slug: str, *words: str) -> list[dict[st
 @pytest.mark.parametrize("backend", ["allhands", "gloo"])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_unused_parameters_are_named_with_their_ranks(backend: str, *, hooked: bool) -> None:
-    """Every rank is told which parameters had no gradient, and on which ranks; the group lives on."""
+    """Every rank names the parameters without a gradient and their ranks; the group is usable afterwards."""
     results = run(
         f"""
 ddp = dist.DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
@@ -84,8 +84,8 @@ dist.destroy_process_group()
     assert results[0]["after"] == results[1]["after"] == results[2]["after"]
 
 
-def test_a_static_graph_that_changes() -> None:
-    """A parameter that lost its gradient is named everywhere, one that got its first on the ranks that have it."""
+def test_static_graph_that_changes() -> None:
+    """A parameter without its gradient is named on every rank, one with a new gradient on the ranks that have it."""
     results = run("""
 ddp = dist.DistributedDataParallel(Net(), static_graph=True)
 step(ddp)
@@ -102,8 +102,8 @@ dist.destroy_process_group()
     check(results, "gradient-twice", "b.", "static_graph")
 
 
-def test_a_gradient_that_comes_again() -> None:
-    """Reentrant checkpoints that share a parameter are refused, with what to do."""
+def test_gradient_that_arrives_twice() -> None:
+    """Reentrant checkpoints that share a parameter raise an error with a fix."""
     results = run("""
 class Twice(nn.Module):
     def __init__(self):
@@ -122,7 +122,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("backend", ["allhands", "gloo"])
 def test_parameters_that_differ_are_named_with_their_hashes(backend: str) -> None:
-    """Without the initial sync, other values; with it, other shapes: named on every rank with who has what."""
+    """Different values without the initial sync, different shapes with it: every rank names them with their ranks."""
     results = run(
         """
 torch.manual_seed(0)
@@ -147,8 +147,8 @@ dist.destroy_process_group()
         assert "find_unused_parameters: False on ranks 0 and 2, True on rank 1" in result["options"]["text"]
 
 
-def test_a_module_that_was_changed_is_named() -> None:
-    """New, lost and replaced parameters, and another type, are named at the next pass."""
+def test_changed_module_is_named() -> None:
+    """New, removed and replaced parameters, and another dtype, are named in the next pass."""
     results = run("""
 net = Net()
 ddp = dist.DistributedDataParallel(net)
@@ -171,8 +171,8 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("backend", ["allhands", "gloo"])
 @pytest.mark.parametrize("place", ["forward", "backward", "killed"])
-def test_a_rank_that_fails_in_a_pass(backend: str, place: str) -> None:
-    """A rank that raises in forward or backward, or dies there, reaches the backward of all others."""
+def test_rank_that_fails_in_a_pass(backend: str, place: str) -> None:
+    """If a rank raises or dies in forward or backward, backward raises on all others."""
     results = run(
         f"""
 import os, signal, time
@@ -203,7 +203,7 @@ for _ in range(2):
 armed = True
 place_of = Path(__file__).with_name
 if rank == 1:
-    # Not while another is still in a step that went well: that one would be told in its middle.
+    # Not before the others have finished their successful steps, which would fail otherwise.
     while not (place_of("well-0").exists() and place_of("well-2").exists()):
         time.sleep(0.01)
     step(ddp)
@@ -219,8 +219,8 @@ else:
     assert results[1].returncode != 0
 
 
-def test_a_backward_that_was_cut_short_is_not_mixed_with_the_next() -> None:
-    """A rank that catches an exception in the middle of its reductions and goes on is stopped, and the others told."""
+def test_unfinished_backward_is_not_mixed_with_the_next() -> None:
+    """A rank that catches an exception between its reductions and continues raises an error, and so do the others."""
     results = run("""
 class Fails(torch.autograd.Function):
     @staticmethod
@@ -256,7 +256,7 @@ else:
 
 
 def test_uneven_inputs_without_join() -> None:
-    """A rank that runs out of inputs and leaves is named by those that wait for it."""
+    """A rank that has no more inputs and leaves is named by those that wait for it."""
     results = run("""
 import os
 os.environ["ALLHANDS_DESTROY_TIMEOUT"] = "0.5"
@@ -273,8 +273,8 @@ dist.destroy_process_group()
     assert results[1]["again"]["slug"] == "peer-lost"
 
 
-def test_join_ends_early_where_that_is_asked_for() -> None:
-    """With throw_on_early_termination every rank raises once one has no inputs left."""
+def test_join_with_early_termination() -> None:
+    """With throw_on_early_termination every rank raises when one has no inputs left."""
     results = run("""
 ddp = dist.DistributedDataParallel(Net())
 

@@ -32,7 +32,7 @@ def digits(ranks: int, epochs: int, folder: Path, *options: str) -> subprocess.C
 
 
 def history(folder: Path) -> dict[str, Any]:
-    """Return what the job reports of all its lives."""
+    """Return the report of the job over all its runs."""
     found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return found
 
@@ -51,7 +51,7 @@ def check(folder: Path, epochs: int, reference: list[float]) -> None:
 
 
 def killed_and_resumed(folder: Path, lives: list[tuple[int, int]], last: int, epochs: int) -> None:
-    """Live each life: ranks, and after how many steps one of them gets a kill -9. Then go to the end with ``last``."""
+    """Run the job with each number of ranks until one is killed after a number of steps; finish with ``last`` ranks."""
     for ranks, steps in lives:
         done = digits(ranks, epochs, folder, "--every", "5", "--kill-at", str(steps))
         assert done.returncode == 128 + signal.SIGKILL, done.stderr
@@ -59,8 +59,8 @@ def killed_and_resumed(folder: Path, lives: list[tuple[int, int]], last: int, ep
     assert done.returncode == 0, done.stderr
 
 
-def test_every_sample_once_though_killed(tmp_path: Path) -> None:
-    """Killed at a random step and resumed with another world size: each sample once an epoch; the losses go on."""
+def test_each_sample_once_after_a_kill(tmp_path: Path) -> None:
+    """Killed at a random step and resumed with another world size: each sample once per epoch, and the same losses."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
@@ -72,8 +72,8 @@ def test_every_sample_once_though_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_many_lives(tmp_path: Path) -> None:
-    """The same through several deaths and world sizes, of which some come before the first checkpoint of their life."""
+def test_several_failures(tmp_path: Path) -> None:
+    """The same with several failures and world sizes, some before the first checkpoint of a run."""
     whole = tmp_path / "whole"
     whole.mkdir()
     assert digits(1, 3, whole).returncode == 0

@@ -53,7 +53,7 @@ say(odd=attempt(layer, torch.ones(4, 3 + rank, device="cuda")))
 """
 
 
-def test_it_is_batchnorm_of_all_batches_in_one() -> None:
+def test_equals_batchnorm_of_all_batches() -> None:
     """Two ranks that share a GPU: outputs, gradients and statistics; uneven and empty batches, types, layouts."""
     for result in harness.launch(SOURCE, 2, fresh=True, timeout=180):
         assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

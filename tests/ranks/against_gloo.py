@@ -1,4 +1,4 @@
-"""The same trials on Gloo and on our backend in the same processes, and what came out differently."""
+"""Run the same cases on Gloo and on our backend in the same processes, and return the differences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ranks import harness
 
 __all__ = ["compare"]
 
-# A trial is a function of the script named `try_…`; what it returns is compared. With two ranks a sum has one order,
-# so that results agree bit for bit; with more, `close` is how far apart two roundings may be.
+# A case is a function named `try_…`, whose results are compared. With two ranks a sum has one order, so results agree
+# bit for bit; with more, `close` is the tolerance.
 DRIVER = """
 import os
 import traceback

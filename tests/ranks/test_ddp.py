@@ -19,13 +19,13 @@ def try_adam_and_many_buckets():
     ddp = DDP(Net(), bucket_cap_mb=0.0001, gradient_as_bucket_view=True)
     return train(ddp, steps=5, optimizer=torch.optim.Adam(ddp.parameters()))
 
-def try_views_that_stay():
+def try_views_with_zero_grad_in_place():
     return train(DDP(Net(), gradient_as_bucket_view=True), steps=4, keep=True)
 
 def try_unused_parameters():
     return train(DDP(Net(), find_unused_parameters=True), steps=4, spare=lambda step: (step + rank) % 2 == 0)
 
-def try_parameters_nobody_uses():
+def try_parameters_unused_on_all_ranks():
     ddp = DDP(Net(), find_unused_parameters=True, gradient_as_bucket_view=True)
     found = train(ddp, spare=lambda step: False)
     assert ddp.module.spare.weight.grad is None
@@ -171,7 +171,7 @@ def try_nested_outputs():
 )
 
 
-def test_training_gives_what_torchs_gives_on_gloo() -> None:
+def test_training_equals_torch_on_gloo() -> None:
     """Losses, parameters and gradients with each option, join and kind of model: the same bits with two ranks."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")
@@ -200,7 +200,7 @@ def try_uneven_inputs():
 )
 
 
-def test_training_on_three_ranks_is_torchs_within_rounding() -> None:
-    """Beyond two ranks a sum may be rounded in another order."""
+def test_training_on_three_ranks_equals_torch_within_rounding() -> None:
+    """With more than two ranks the order of a sum differs."""
     found = compare(MORE_RANKS, 3, close=1e-5)
     assert found == dict.fromkeys(found, "")

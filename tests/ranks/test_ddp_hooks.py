@@ -21,8 +21,8 @@ def try_hooks_of_torch():
 )
 
 
-def test_hooks_give_what_they_give_on_gloo() -> None:
-    """Hooks of torch's and of a user's, ZeroRedundancyOptimizer and local SGD: the same bits with two ranks."""
+def test_hooks_equal_gloo() -> None:
+    """Torch's hooks and a user's, ZeroRedundancyOptimizer and local SGD: the same bits with two ranks."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")
     assert len(found) == 5

@@ -77,7 +77,7 @@ def try_averaged_models():
 )
 
 
-def test_data_parallel_training_gives_what_gloo_gives() -> None:
+def test_data_parallel_training_equals_gloo() -> None:
     """DDP with each of its options and hooks, sharded optimisers, joins and averagers: bit for bit with two ranks."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")

@@ -1,4 +1,4 @@
-"""What our DistributedDataParallel does and torch's does not, on our backend and on torch's own."""
+"""Features of our DistributedDataParallel that torch's does not have, on our backend and on torch's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# What torch's class does not do, or does in silence; each returns nothing and asserts.
+# Cases that torch's class does not support, or that fail without an error there.
 OURS = """
 import copy, gc, io, warnings, weakref
 import torch
@@ -41,19 +41,19 @@ def step(model, optimizer=None):
     if optimizer:
         optimizer.step()
 
-def check_state_dicts_fit_both_ways():
+def check_state_dicts_are_interchangeable_with_torchs():
     ours, theirs = DDP(net()), torch.nn.parallel.DistributedDataParallel(net())
     theirs.load_state_dict(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert isinstance(ours, torch.nn.parallel.DistributedDataParallel)
 
-def check_rank_0_gives_its_parameters():
+def check_parameters_of_rank_0_are_broadcast():
     torch.manual_seed(rank)
     ddp = DDP(net())
     assert alike(ddp.parameters())
 
-def check_buckets_lie_in_the_segment_and_take_the_direct_way():
+def check_buckets_in_shared_memory_take_the_fast_path():
     ddp = DDP(nn.Sequential(*(nn.Linear(200, 200) for _ in range(3))), gradient_as_bucket_view=True)
     before = torch_dist.group.WORLD.segment.direct
     ddp(torch.randn(2, 200)).sum().backward()
@@ -75,7 +75,7 @@ def check_buckets_follow_the_order_of_use():
     order = [ddp.reducer.names[part.position] for bucket in ddp.reducer.buckets for part in bucket.parts]
     assert [name[0] for name in order] == list("aabbcc"), order
 
-def check_reduction_begins_while_backward_goes_on_where_there_is_a_core_for_it():
+def check_reductions_overlap_with_backward_if_a_core_is_free():
     seen = []
     class Look(torch.autograd.Function):
         @staticmethod
@@ -131,7 +131,7 @@ def check_frozen_and_unfrozen_parameters():
             assert model[2].weight.grad is None
             assert alike(p.grad for p in ddp.parameters() if p.requires_grad)
         model[2].requires_grad_(True)
-        # In the second pass the core knows again that there is one more to wait for.
+        # In the second pass the core counts the unfrozen parameter again.
         for _ in range(2):
             step(ddp)
             assert alike(p.grad for p in ddp.parameters())
@@ -145,7 +145,7 @@ def check_parameters_frozen_in_the_middle_of_a_pass():
     output = ddp(torch.randn(4, 6))
     model[2].requires_grad_(False)
     output.pow(2).mean().backward()
-    # Autograd has nothing for it any more, and nobody misses it.
+    # autograd computes no gradient for it any more, and none is missing.
     assert model[2].weight.grad is None
     assert alike(p.grad for p in ddp.parameters() if p.requires_grad)
     model[2].requires_grad_(True)
@@ -175,7 +175,7 @@ def check_post_accumulate_hooks_of_users():
     step(DDP(model))
     assert calls == [1]
 
-def check_gradients_that_nobody_announced():
+def check_gradients_without_a_watched_output():
     class Hidden:
         pass
     class Odd(nn.Module):
@@ -221,7 +221,7 @@ def check_sync_gradients():
     step(model)
     assert not alike([model[0].weight.grad])
 
-def check_a_pass_that_failed_before_anything_was_reduced():
+def check_pass_that_failed_before_the_first_reduction():
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -240,7 +240,7 @@ def check_a_pass_that_failed_before_anything_was_reduced():
         step(model)
         assert alike(p.grad for p in model.parameters())
 
-def check_functional_calls_and_gradients_of_nothing():
+def check_functional_calls_and_empty_gradients():
     ddp = DDP(nn.Linear(2, 2), find_unused_parameters=True)
     weight = torch.ones(2, 2, requires_grad=True)
     torch.func.functional_call(ddp, {"module.weight": weight}, torch.ones(1, 2)).sum().backward()
@@ -251,7 +251,7 @@ def check_functional_calls_and_gradients_of_nothing():
     ddp(torch.ones(1, 2)).sum().backward()
     assert alike(p.grad for p in ddp.parameters())
 
-# It has buffers of several types, one of which lies across.
+# Buffers of several dtypes, one of which is not contiguous.
 class Kept(nn.Module):
     def __init__(self):
         super().__init__()
@@ -281,7 +281,7 @@ def check_buffers_of_any_kind():
             step(ddp)
             assert alike(model.buffers())
             assert all(torch.equal(each, want) for each, want in zip(model.buffers(), expected))
-        # Autograd is told that what it may have saved was written.
+        # The version counters change, so that autograd detects writes to tensors that it saved.
         version = model.factor._version
         step(ddp)
         assert (model.factor._version > version) == (rank > 0)
@@ -297,7 +297,7 @@ def check_copies_and_pickles():
         step(other)
         assert alike(p.grad for p in other.parameters())
 
-def check_it_goes_when_nobody_holds_it():
+def check_hooks_are_removed_with_the_last_reference():
     model = net()
     ddp = DDP(model)
     step(ddp)
@@ -309,7 +309,7 @@ def check_it_goes_when_nobody_holds_it():
     step(model)
     assert not alike([model[0].weight.grad])
 
-def check_what_is_refused():
+def check_unsupported_arguments():
     for kw, words in (({"mixed_precision": object()}, "mixed_precision"), ({"device_ids": [0]}, "device_ids"),
                       ({"delay_all_reduce_named_params": []}, "delay_all_reduce_named_params")):
         found = attempt(DDP, net(), **kw)
@@ -342,7 +342,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("backend", "cores"), [("allhands", 1), ("allhands", 64), ("gloo", 64)])
-def test_what_torchs_does_not_do(backend: str, cores: int) -> None:
+def test_features_beyond_torchs_class(backend: str, cores: int) -> None:
     """Unfreezing, second passes, hidden outputs, unwrapped models and the rest, on our backend and on torch's own.
 
     With more cores than ranks buckets go while backward runs, otherwise when it is over.
@@ -353,15 +353,15 @@ def test_what_torchs_does_not_do(backend: str, cores: int) -> None:
         assert result["done"]
 
 
-def test_no_room_in_shared_memory() -> None:
-    """Where the segment has no room the buckets lie in ordinary memory, and all goes on."""
+def test_buckets_without_shared_memory() -> None:
+    """Without shared memory for them, buckets are in ordinary memory, and training continues."""
     script = """
     import resource
     import allhands as dist
     import torch
 
     dist.init_process_group("allhands", rank=rank, world_size=size, timeout=30)
-    # The kernel gives no file of this process more than 64 KiB now, as on a machine whose memory is full.
+    # The kernel limits files of this process to 64 KiB, as if /dev/shm were full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     ddp = dist.DistributedDataParallel(torch.nn.Linear(300, 300), gradient_as_bucket_view=True)
     torch.manual_seed(rank)
@@ -378,7 +378,7 @@ def test_no_room_in_shared_memory() -> None:
 
 
 def test_ranks_with_different_numbers_of_cores() -> None:
-    """They agree on when buckets go, also where SyncBatchNorm makes calls of its own in backward."""
+    """They agree on when buckets are reduced, also if SyncBatchNorm issues collectives in backward."""
     script = """
     import torch
     from torch import nn

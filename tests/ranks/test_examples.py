@@ -17,17 +17,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 # Each takes a few seconds, most of them for importing torch; this only ends a hang on a loaded machine.
 DEADLINE_S = 100
-# Rank 0 has the coordinator beside it; that its end is told is for tests/faults, and here for those with time.
+# Rank 0 has the coordinator process; its death is tested in tests/faults too.
 CULPRITS = [pytest.param(0, marks=pytest.mark.soak), 2]
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` to its end, as from a shell whose output goes into a file."""
+    """Run ``command`` to its end, with its output in a file."""
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def demo(*options: str) -> subprocess.CompletedProcess[str]:
-    """Run the demo. On a busy machine rank 0 says whom it still waits for; that is not what is looked at here."""
+    """Run the demo. On a loaded machine rank 0 logs which ranks it waits for; those lines are dropped."""
     done = run(sys.executable, "-W", "error::ResourceWarning", EXAMPLES / "demo.py", *options)
     done.stderr = harness.complaints(done.stderr)
     return done
@@ -44,7 +44,7 @@ def test_demo() -> None:
     )
     assert found is not None, last
     loss, accuracy, *speeds = (float(text.replace(",", "")) for text in found.groups())
-    # Three classes, guessed at random: 33 % and a loss of log 3. Two epochs are little, but more than nothing.
+    # By chance: 33 % and a loss of log 3. Two epochs reach slightly more.
     assert 0 < loss < math.log(3)
     assert 34 < accuracy < 100
     assert min(speeds) > 0
@@ -53,14 +53,14 @@ def test_demo() -> None:
 
 @pytest.mark.soak
 def test_demo_learns() -> None:
-    """The whole demo, as `make demo` runs it, reaches the accuracy that it asks of itself."""
+    """The whole demo, as in `make demo`, reaches its required accuracy."""
     done = demo()
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 @pytest.mark.parametrize("culprit", CULPRITS)
 def test_demo_with_a_rank_that_raises(culprit: int) -> None:
-    """Every other rank raises PeerFailed, with the traceback that leads to the line, and the demo ends."""
+    """Every other rank raises PeerFailed with the traceback of the failed rank, and the demo ends."""
     done = demo("--epochs", "1", "--break", str(culprit))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     what = rf"PeerFailed: rank {culprit} raised ShardError: shard {culprit} holds 7 points, not 1500   \[peer-failed\]"
@@ -68,13 +68,15 @@ def test_demo_with_a_rank_that_raises(culprit: int) -> None:
     assert [int(rank) for rank, _ in told] == [rank for rank in range(4) if rank != culprit]
     assert all(float(seconds) < 5 for _, seconds in told)
     assert f"\n  who:  rank {culprit} (" in done.stdout
-    assert re.search(r'    \|   File ".*demo\.py", line \d+, in misfortune\n    \|     raise ShardError\(', done.stdout)
+    assert re.search(
+        r'    \|   File ".*demo\.py", line \d+, in fail_if_selected\n    \|     raise ShardError\(', done.stdout
+    )
     assert "3 of 3 other ranks raised within" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("culprit", CULPRITS)
 def test_demo_with_a_rank_that_is_killed(culprit: int) -> None:
-    """Every other rank raises PeerLost, which names the rank that got `kill -9`, and the demo ends."""
+    """Every other rank raises PeerLost, which names the killed rank, and the demo ends."""
     done = demo("--epochs", "1", "--kill", str(culprit))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     told = re.findall(
@@ -88,7 +90,7 @@ def test_demo_with_a_rank_that_is_killed(culprit: int) -> None:
 
 
 def test_demo_interrupted() -> None:
-    """Ctrl-C in the middle of the training ends every rank, quietly; what is left is found after the test."""
+    """Ctrl-C during training ends every rank without a traceback and leaves nothing behind."""
     with subprocess.Popen(
         [sys.executable, EXAMPLES / "demo.py", "--epochs", "100000"],
         stdout=subprocess.PIPE,
@@ -98,11 +100,11 @@ def test_demo_interrupted() -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            # The first line stands before the imports, the second comes from the training.
+            # The first line is printed before the imports, the second during training.
             process.stdout.readline()
             assert process.stdout.readline().startswith("epoch  10/")
             asked = time.monotonic()
-            # A terminal sends it to everyone in the foreground.
+            # A terminal sends it to the foreground process group.
             os.killpg(process.pid, signal.SIGINT)
             out, err = process.communicate(timeout=DEADLINE_S)
             assert time.monotonic() - asked < 20
@@ -113,7 +115,7 @@ def test_demo_interrupted() -> None:
 
 
 def test_ten_lines_alone() -> None:
-    """The script of the README is a world of one where nothing says otherwise."""
+    """The script of the README is a world of one without a launcher."""
     done = run(sys.executable, EXAMPLES / "ten_lines.py")
     assert (done.returncode, done.stderr) == (0, "")
     pi, size = estimate(done.stdout)
@@ -121,7 +123,7 @@ def test_ten_lines_alone() -> None:
 
 
 def test_ten_lines_under_torchrun() -> None:
-    """The same script under torchrun is as many ranks as torchrun starts, of which one speaks."""
+    """The same script under torchrun has as many ranks as torchrun starts, of which one prints."""
     done = run(TORCHRUN, "--standalone", "--nproc-per-node", "2", EXAMPLES / "ten_lines.py")
     assert done.returncode == 0, done.stderr
     pi, size = estimate(done.stdout)
@@ -129,14 +131,14 @@ def test_ten_lines_under_torchrun() -> None:
 
 
 def estimate(output: str) -> tuple[float, int]:
-    """Read what the script printed: pi, and the world size."""
+    """Return pi and the world size from the output of the script."""
     found = re.fullmatch(r"pi is about (\d\.\d{4}); world size (\d+)\n", output)
     assert found is not None, output
     return float(found[1]), int(found[2])
 
 
 def test_digits_against_gloo(tmp_path: Path) -> None:
-    """The comparison that `make demo` shows: both jobs train, and the curves of both are drawn."""
+    """The comparison of `make demo`: both jobs train, and both curves are plotted."""
     pytest.importorskip("sklearn", reason="the digits example needs the extra 'examples'")
     pytest.importorskip("matplotlib", reason="the digits example needs the extra 'examples'")
     picture = tmp_path / "digits.png"

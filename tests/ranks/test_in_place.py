@@ -1,4 +1,4 @@
-"""Several tensors reduced as one, and gradients that are reduced where they lie."""
+"""Several tensors reduced as one, and gradients that are reduced in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for case in range(60):
     given = [[torch.randint(0, 5, (each,)).to(dtype) for each in sizes] for _ in range(size)]
     mine = given[rank]
     if case % 3 == 1:
-        # In memory with gaps, on one rank alone: what it calls is the same.
+        # With gaps in memory, on one rank only: the call is the same.
         mine = [torch.stack([each, each], 1)[:, 0] for each in mine] if rank == 0 else mine
     later = case % 3 == 2
     total = [sum(parts) for parts in zip(*[[each.clone() for each in rank_] for rank_ in given])]
@@ -36,15 +36,15 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_tensors_of_any_size(ranks: int) -> None:
-    """Each is the sum of everyone's, whatever the sizes, the type, the strides and whether the caller waits."""
+def test_tensor_lists_of_any_number_and_size(ranks: int) -> None:
+    """Each is the sum over ranks for any sizes, dtype and strides, synchronous or not."""
     for result in harness.launch(RANDOM, ranks, timeout=60):
         assert result.returncode == 0, result.stderr
         assert result["done"]
 
 
-def test_it_is_one_call_that_needs_no_bucket() -> None:
-    """The number of calls tells; tensors that share memory are reduced one after the other, as before."""
+def test_tensor_list_is_one_call_without_buckets() -> None:
+    """Counted by the sequence number of calls; tensors that share memory are reduced one after the other."""
     script = """
     import torch
     import allhands as dist
@@ -68,7 +68,7 @@ def test_it_is_one_call_that_needs_no_bucket() -> None:
         assert result["halves"] == [2.0] * 2 + [4.0] * 4 + [2.0] * 2
 
 
-def test_other_sizes_of_the_same_sum_are_a_mismatch() -> None:
+def test_sizes_with_the_same_sum_are_a_mismatch() -> None:
     """10 and 20 elements are not 20 and 10."""
     script = """
     import torch
@@ -84,7 +84,7 @@ def test_other_sizes_of_the_same_sum_are_a_mismatch() -> None:
         assert "float32 x 30" in result["text"]
 
 
-# Gradients that lie as usual on one rank and in some other way on the other, or on both.
+# Gradients with an unusual layout on one rank or on both.
 ODD = """
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ class Net(nn.Module):
         return self.b(self.a(x).mean((2, 3))) * self.bias + self.wide.float()
 
 def both(way, passes=3, net=Net):
-    "The gradients of passes reduced where they lie, and of the same passes in buckets."
+    "The gradients of passes reduced in place, and of the same passes in buckets."
     found = []
     for views in (False, True):
         ddp = dist.DistributedDataParallel(net(), gradient_as_bucket_view=views, bucket_cap_mb=0.004)
@@ -155,7 +155,7 @@ def check_gradients_that_share_memory():
     dist.all_reduce(shared[0], op=dist.ReduceOp.AVG)
     assert torch.equal(*shared)
 
-def check_a_frozen_parameter_keeps_its_gradient():
+def check_frozen_parameter_keeps_its_gradient():
     ddp = dist.DistributedDataParallel(Net())
     for _ in range(2):
         ddp.module.bias.grad = torch.full((300,), float(rank))
@@ -163,7 +163,7 @@ def check_a_frozen_parameter_keeps_its_gradient():
         plain(ddp, ddp(torch.randn(2, 3, 6, 6)))
         assert torch.equal(ddp.module.bias.grad, torch.full((300,), float(rank)))
 
-def check_a_hook_finds_buckets_in_the_segment():
+def check_hook_gets_buckets_in_shared_memory():
     ddp = dist.DistributedDataParallel(Net())
     def hook(state, bucket):
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -172,7 +172,7 @@ def check_a_hook_finds_buckets_in_the_segment():
         plain(ddp, ddp(torch.randn(2, 3, 6, 6)))
     assert ddp.reducer.in_segment
 
-def check_no_memory_is_taken_for_buckets():
+def check_buckets_use_no_memory():
     def held():
         lines = open("/proc/self/status").read().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) >> 10
@@ -196,7 +196,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("cores", [1, 64])
 def test_gradients_are_the_same_in_place_as_in_buckets(cores: int) -> None:
-    """Whatever their strides and types, on every rank or on one alone; at the end of backward, and while it goes on."""
+    """For any strides and dtypes, on every rank or on one; at the end of backward and during it."""
     for result in harness.launch(f"CORES = {cores}\n" + ODD, 2, timeout=60):
         assert result.returncode == 0, result.stderr
         assert result["done"]

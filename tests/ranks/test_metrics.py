@@ -32,7 +32,7 @@ for pad in (False, True):
         assert torch.equal(found["pair"][0][:, 1], -found["x"].bfloat16())
         assert torch.equal(found["pair"][1], found["x"] % 2 == 0)
         assert found["n"].tolist() == ([4, 4, 3] if not pad else [4, 4, 4]), found["n"]
-# Without a sampler: by ranks. Ranks may have nothing at all.
+# Without a sampler: in order of ranks. A rank may have no rows.
 assert dist.gather_metrics(torch.full((rank,), rank)).tolist() == [1, 2, 2]
 assert dist.gather_metrics(torch.ones(0, 3)).shape == (0, 3)
 assert dist.gather_metrics([0.5 * rank, torch.tensor(rank)])[0].tolist() == [0, 0.5, 1]
@@ -43,7 +43,7 @@ say(odd=attempt(dist.gather_metrics, torch.ones(2, 3 if rank == 1 else 4)))
 
 
 @pytest.mark.parametrize("backend", ["allhands", "gloo"])
-def test_evaluation_is_exact(backend: str) -> None:
+def test_each_sample_counts_once(backend: str) -> None:
     """Every sample counts once and in order, padded or not; ranks may differ in rows but not in structure."""
     for result in harness.launch(EXACT, 3, {"BACKEND": backend}):
         assert result.returncode == 0, result.stderr

@@ -30,7 +30,7 @@ def close(one, other, tolerance):
 
 """
 
-# One case after the other in one group: forming a group takes longer than all of them.
+# All cases run in one group: forming a group takes longer than all of them.
 AGAINST_BATCHNORM = """
 SHAPES = {1: (13, 5), 2: (13, 5, 7), 3: (13, 5, 4, 3), 4: (13, 5, 2, 3, 2)}
 CLASSES = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
@@ -93,7 +93,7 @@ GRADCHECK = """
 CUTS = [0, 4, 4, 9]
 
 class Dealt(torch.autograd.Function):
-    # The same tensor on every rank; its gradient is the sum of what each rank's part has.
+    # The same tensor on every rank; its gradient is the sum of the gradients of each rank's part.
     @staticmethod
     def forward(ctx, whole):
         return whole.clone()
@@ -105,7 +105,7 @@ class Dealt(torch.autograd.Function):
         return grad
 
 class Collected(torch.autograd.Function):
-    # The parts of all ranks in one tensor, which every rank has.
+    # The parts of all ranks concatenated, on every rank.
     @staticmethod
     def forward(ctx, part):
         rows = torch.zeros(9, *part.shape[1:], dtype=part.dtype)
@@ -139,7 +139,7 @@ batch = torch.arange(12.0).reshape(4, 3) * (rank + 1)
 layer.eval()
 close(layer(batch), nn.BatchNorm1d(3).eval()(batch), 0)
 
-# A group of two: the third rank goes on alone, and its statistics are its own.
+# A group of two: the third rank has local statistics.
 pair = dist.new_group([0, 2])
 layer = SyncBatchNorm(3, process_group=pair)
 found = layer(batch)
@@ -151,7 +151,7 @@ else:
     close(found.detach(), plain(batch).detach(), 1e-6)
 close(layer.running_var, plain.running_var, 1e-6)
 
-# Nobody has a value: the output is empty and nothing is learnt. One value in all is an error on every rank.
+# All batches empty: the output is empty and the running statistics do not change. One value in all is an error.
 layer = SyncBatchNorm(3)
 out = layer(torch.empty(0, 3, requires_grad=True))
 out.sum().backward()
@@ -159,7 +159,7 @@ assert out.shape == (0, 3) and layer.running_mean.tolist() == [0, 0, 0] and laye
 say(single=attempt(layer, torch.ones(int(rank == 1), 3)))
 close(layer(torch.full((1, 3), float(rank))).detach(), torch.full((1, 3), (rank - 1) * 1.2247), 1e-3)
 
-# torch's own DDP on a CPU takes it (torch's SyncBatchNorm it refuses), and parameters stay equal.
+# torch's DDP accepts it on a CPU (unlike torch's SyncBatchNorm), and parameters stay equal.
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 ddp = nn.parallel.DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(model))
@@ -184,7 +184,7 @@ for cuts in ([0, 3, 6, 9], [0, 2, 4, 9]):
     one.square().sum().backward()
     other.square().sum().backward()
     close(one.detach(), other.detach(), 1e-6)
-# An empty batch breaks the graph, and keeps step with the others.
+# An empty batch breaks the graph and issues the same collectives.
 compiled = torch.compile(twin, backend="aot_eager")
 own = mine(whole, [0, 5, 5, 9])
 one, other = model(own), compiled(own)
@@ -223,12 +223,12 @@ def run(source: str, ranks: int, timeout: float = harness.DEADLINE_S, **env: str
 
 
 @pytest.mark.parametrize("backend", ["allhands", pytest.param("gloo", marks=pytest.mark.soak)])
-def test_it_is_batchnorm_of_all_batches_in_one(backend: str) -> None:
+def test_equals_batchnorm_of_all_batches(backend: str) -> None:
     """Outputs, gradients, running statistics and eval mode, for dimensions, types, layouts, options, uneven batches."""
     assert all(result["done"] for result in run(AGAINST_BATCHNORM, 3, BACKEND=backend))
 
 
-def test_gradients_are_those_of_differences() -> None:
+def test_gradients_pass_gradcheck() -> None:
     """In float64 the gradients of input, weight and bias pass gradcheck, with uneven and empty batches."""
     assert all(result["done"] for result in run(GRADCHECK, 3))
 
@@ -243,9 +243,9 @@ def test_groups_modes_and_data_parallel_training() -> None:
 
 
 @pytest.mark.soak
-def test_compiled_models_keep_it_whole() -> None:
-    """A compiled model has no graph break in it and gives the same; an empty batch keeps step."""
-    # Each rank imports the compiler, and lets go of it at its end: most of the time, on a loaded machine.
+def test_compiled_model_has_no_graph_break() -> None:
+    """A compiled model has no graph break and the same result; an empty batch issues the same collectives."""
+    # Each rank imports the compiler, which takes most of the time on a loaded machine.
     assert all(result["done"] for result in run(COMPILED, 3, timeout=180))
 
 
@@ -259,7 +259,7 @@ def test_compiled_models_keep_it_whole() -> None:
         pytest.param("gloo", "later", "a batch of bfloat16", marks=pytest.mark.soak),
     ],
 )
-def test_layers_that_differ_are_named(backend: str, case: str, words: str) -> None:
+def test_different_layers_are_named(backend: str, case: str, words: str) -> None:
     """Every rank raises collective-mismatch, which names the rank that differs and both sides."""
     for result in harness.launch(BEGIN + DIFFERENT, 3, {"BACKEND": backend, "CASE": case}):
         said = result.lines[-1]

@@ -1,4 +1,4 @@
-"""Models and tensors spread over ranks, and their checkpoints, on our backend, compared with Gloo."""
+"""Sharded models and tensors, and their checkpoints, on our backend, compared with Gloo."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def try_fully_shard():
         found += [steps(model, torch.optim.Adam(model.parameters(), lr=0.01), rank), whole(model)]
     return found
 
-def try_fsdp_of_old():
+def try_fsdp1():
     found = []
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
         model = FSDP(net(), device_id=torch.device("cpu"), sharding_strategy=strategy)
@@ -119,7 +119,7 @@ def try_asynchronous_checkpoint():
     where = FOLDER / f"{torch_dist.get_backend()}-later"
     model, optimizer, state = trained()
     before = whole(model)
-    # A group of its own: it talks while the training does.
+    # A group of its own: it communicates during training.
     saving = dcp.async_save(state, checkpoint_id=where, process_group=torch_dist.new_group())
     steps(model, optimizer, rank)
     saving.result()
@@ -161,7 +161,7 @@ def try_mesh():
         spread.to_local(), spread.full_tensor(), (spread @ spread.t()).full_tensor(),
     ]
 
-def try_two_dimensions():
+def try_2d_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 6))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -189,7 +189,7 @@ def try_hybrid_shard():
 def try_gradients_divided_before_their_sum():
     model = fully_shard(nn.Linear(10, 6), mesh=init_device_mesh("cpu", (size,)))
     model.set_gradient_divide_factor(3.0)
-    # Gloo has no PREMUL_SUM, which ours is asked for.
+    # Gloo has no PREMUL_SUM.
     model.set_force_sum_reduction_for_comms(torch_dist.get_backend() == "gloo")
     return gradients(model)
 
@@ -246,7 +246,7 @@ def try_hierarchical_averages():
 """
 
 
-def test_sharded_models_and_tensors_give_what_gloo_gives() -> None:
+def test_sharded_models_and_tensors_equal_gloo() -> None:
     """FSDP of both kinds, DTensor, tensor parallelism and checkpoints: bit for bit with two ranks.
 
     A checkpoint of two ranks loads on one; one that is saved in the background has the values of when it was begun.
@@ -256,7 +256,7 @@ def test_sharded_models_and_tensors_give_what_gloo_gives() -> None:
     assert len(found) == 7
 
 
-def test_meshes_pipelines_and_overlapping_groups_give_what_gloo_gives() -> None:
+def test_meshes_pipelines_and_overlapping_groups_equal_gloo() -> None:
     """Four ranks as a mesh: its groups are on our backend too, and results differ from Gloo's by rounding at most."""
     found = compare(ON_A_MESH, 4, close=1e-5)
     assert found == dict.fromkeys(found, "")

@@ -1,4 +1,4 @@
-"""What comparisons of DistributedDataParallel begin with: the models, how they are trained, and trials with hooks."""
+"""Source of scripts that compare DistributedDataParallel with torch's: models, training loop, cases with hooks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def train(ddp, steps=3, spare=lambda step: True, optimizer=None, keep=False, los
     return losses, list(ddp.state_dict().values()), [p.grad for p in ddp.parameters() if p.grad is not None]
 """
 
-# torch's class where the driver runs on Gloo, ours where it runs on our backend.
+# torch's class on Gloo, ours on our backend.
 BEGIN = (
     _IMPORTS
     + """
 made = []
 
 def DDP(*args, **kw):
-    # In turn with cores to spare and without: buckets go while backward runs, or when it is over.
+    # In turn with free cores and without: buckets are reduced during backward or after it.
     made.append(64 if len(made) % 2 else 1)
     shm.cores = lambda: made[-1]
     library = torch.nn.parallel if torch_dist.get_backend() == "gloo" else dist
@@ -74,20 +74,20 @@ def hooked(hook, state=None, cap_mb=None, **kw):
     ddp.register_comm_hook(state, hook)
     return train(ddp, **kw)
 
-# Behind another name: torch's class refuses it without NCCL.
+# Wrapped: torch's class rejects bf16_compress_hook without NCCL.
 def bf16(state, bucket):
     return default_hooks.bf16_compress_hook(state, bucket)
 
 def try_powersgd_hook():
     if torch.cuda.is_available():
-        return ["where there is a GPU torch's hook waits for it, wherever its tensors are, and fails"]
+        return ["with a GPU torch's hook synchronizes it even for CPU tensors, and fails"]
     state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
-    # One bucket: callbacks of several call into Gloo in an order of their own on each rank, and it hangs.
+    # One bucket: with several, callbacks call Gloo in a different order on each rank, which hangs.
     found = hooked(powerSGD_hook.powerSGD_hook, state, steps=5)
     assert state.compression_stats()[0] > 1, "nothing was compressed"
     return found
 
-def try_a_hook_that_makes_another_tensor():
+def try_hook_that_returns_another_tensor():
     def hook(state, bucket):
         assert len(bucket.gradients()) == len(bucket.parameters()) and bucket.index() >= 0
         work = torch_dist.all_reduce(bucket.buffer(), async_op=True)

@@ -23,8 +23,8 @@ ABOUT = re.compile(
 )
 
 
-def test_torchs_tests_pass_with_our_class_or_say_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test that wraps a model passes, or stands in torch_ddp.toml with the reason; none there passes."""
+def test_torch_tests_pass_with_our_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test that wraps a model passes, or is listed in torch_ddp.toml with the reason; none listed there passes."""
     monkeypatch.setenv(OUR_DDP, "1")
     exempt = tomllib.loads((HERE / "torch_ddp.toml").read_text())
     names = [name for name in run([], tmp_path).split() if ABOUT.search(name)]
@@ -82,7 +82,7 @@ dist.destroy_process_group()
 """
 
 
-def test_compiled_models_train_alike() -> None:
+def test_compiled_models_train_the_same() -> None:
     """A compiled module that is wrapped, a wrapped one that is compiled, and one called in compiled code."""
     for result in harness.launch(COMPILED, 2, timeout=200):
         assert result.returncode == 0, result.stderr
@@ -92,7 +92,7 @@ def test_compiled_models_train_alike() -> None:
 
 
 def test_a_small_bench_of_training() -> None:
-    """The command trains with every contestant and says what memory each took."""
+    """The command trains with every implementation and reports the memory of each."""
     import json
     import subprocess
     import sys

@@ -36,7 +36,7 @@ def flat(lists: Iterable[list[Any]]) -> list[Any]:
 
 @given(st.integers(0, 80), st.integers(1, 5), st.integers(1, 4), st.integers(0, 20), st.integers(1, 5))
 def test_any_number_of_steps_is_a_prefix(count: int, world: int, size: int, steps: int, later: int) -> None:
-    """After k steps the ranks have had the first items of the stream, and any number of ranks can go on from there."""
+    """After k steps the ranks have had the first items of the stream; any number of ranks can continue from there."""
     taken: list[int] = []
     for rank in range(world):
         shard = shard_iterable(range(count), world, rank, batch_size=size)
@@ -49,13 +49,13 @@ def test_any_number_of_steps_is_a_prefix(count: int, world: int, size: int, step
 
 @given(st.integers(0, 80), st.integers(1, 5), st.integers(1, 4))
 def test_drop_last_makes_ranks_even(count: int, world: int, size: int) -> None:
-    """With drop_last every rank has as many items, in whole batches."""
+    """With drop_last every rank has the same number of items, in whole batches."""
     shards = [list(shard_iterable(range(count), world, rank, batch_size=size, drop_last=True)) for rank in range(world)]
     assert {len(items) for items in shards} == {count // (size * world) * size}
 
 
-def test_workers_give_the_batches_of_their_rank_in_turn() -> None:
-    """With workers the loader gives, batch by batch, what it gives without, in every epoch, also where they stay."""
+def test_workers_alternate_batches_of_their_rank() -> None:
+    """With workers, persistent or not, the loader returns the same batches as without, in every epoch."""
 
     def batches(rank: int, **kw: Any) -> list[list[list[int]]]:
         shard = shard_iterable(Numbers(23), 2, rank, batch_size=3)
@@ -72,8 +72,8 @@ def test_workers_give_the_batches_of_their_rank_in_turn() -> None:
 
 
 @given(st.integers(0, 60), st.integers(1, 4), st.integers(1, 4), st.integers(0, 12), st.integers(1, 4))
-def test_a_state_is_what_the_loop_has_had(count: int, world: int, size: int, steps: int, later: int) -> None:
-    """What a loader without workers handed out is not given again, by any number of ranks; the next epoch is whole."""
+def test_state_counts_items_the_loop_received(count: int, world: int, size: int, steps: int, later: int) -> None:
+    """Items that the loop received are not repeated with any number of ranks; the next epoch is whole."""
     taken: list[int] = []
     states = []
     for rank in range(world):
@@ -94,8 +94,8 @@ def test_a_state_is_what_the_loop_has_had(count: int, world: int, size: int, ste
     assert sorted(next_epoch) == list(range(2000, 2000 + count))
 
 
-def test_with_workers_the_loop_says_how_far_it_is() -> None:
-    """Workers draw ahead: the state needs `consumed`, and those that stay see what was loaded."""
+def test_state_with_workers_needs_consumed() -> None:
+    """Workers prefetch: the state needs `consumed`, and persistent workers continue from a loaded state."""
     shard = shard_iterable(Numbers(24), 2, 1, batch_size=3)
     assert shard.state_dict() == {"version": 1, "epoch": 0, "position": 0}
     loader = DataLoader(shard, batch_size=3, num_workers=2, persistent_workers=True)
@@ -112,8 +112,8 @@ def test_with_workers_the_loop_says_how_far_it_is() -> None:
         shard.load_state_dict({})
 
 
-def test_arguments_that_make_no_sense() -> None:
-    """A rank out of range, no group to ask, batches of nothing."""
+def test_invalid_arguments() -> None:
+    """A rank out of range, no group, a batch size of 0."""
     with pytest.raises(WorldError):
         shard_iterable([], 2, 2)
     with pytest.raises(GroupStateError):

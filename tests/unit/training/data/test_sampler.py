@@ -21,7 +21,7 @@ WORLDS = st.integers(1, 7)
 
 
 def step(samplers: list[Any], batch: int) -> list[Any]:
-    """Return what all ranks together get in one step of ``batch`` items each."""
+    """Return the items of all ranks in one step of ``batch`` items each."""
     return [item for iterator in samplers for item in [value for _, value in zip(range(batch), iterator, strict=False)]]
 
 
@@ -31,7 +31,7 @@ def flat(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 @given(st.integers(1, 60), WORLDS, st.booleans(), st.booleans(), st.integers(0, 5), st.integers(0, 3))
-def test_by_default_indices_are_those_of_torch(  # noqa: PLR0917  # what hypothesis draws
+def test_default_indices_are_those_of_torch(  # noqa: PLR0917  # what hypothesis draws
     length: int, world: int, shuffle: bool, drop_last: bool, seed: int, epoch: int
 ) -> None:
     """With torch's arguments, every rank has torch's indices, length and total size in every epoch."""
@@ -51,7 +51,7 @@ def test_by_default_indices_are_those_of_torch(  # noqa: PLR0917  # what hypothe
     st.booleans(),
     st.integers(1, 3),
 )
-def test_every_sample_once_whatever_happens(
+def test_each_sample_once_after_resuming(
     length: int, lives: list[tuple[int, int, int]], shuffle: bool, epochs: int
 ) -> None:
     """Killed after any number of steps and resumed by any number of ranks: each epoch has each sample exactly once."""
@@ -80,8 +80,8 @@ def test_every_sample_once_whatever_happens(
 
 
 @given(st.integers(1, 60), WORLDS, WORLDS, st.integers(0, 20))
-def test_padding_comes_at_the_end_only(length: int, world: int, later: int, steps: int) -> None:
-    """With padding, a resumed epoch has each sample once, and then what makes the ranks of its end even."""
+def test_padding_is_at_the_end(length: int, world: int, later: int, steps: int) -> None:
+    """With padding, a resumed epoch has each sample once, and then the padding for its number of ranks."""
     samplers = [DistributedSampler(range(length), world, rank) for rank in range(world)]
     taken = [item for _, *items in zip(range(steps), *samplers, strict=False) for item in items]
     state = samplers[0].state_dict()
@@ -99,8 +99,8 @@ def test_padding_comes_at_the_end_only(length: int, world: int, later: int, step
 
 
 @pytest.mark.parametrize("length", [0, 1, 10, 11])
-def test_without_padding_each_counts_once(length: int) -> None:
-    """pad=False gives each item to one rank; the first ranks have at most one more, and say so in their length."""
+def test_each_sample_once_without_padding(length: int) -> None:
+    """With pad=False each item is on one rank; the first ranks have at most one more, as their length says."""
     samplers = [DistributedSampler(range(length), 4, rank, pad=False) for rank in range(4)]
     sizes = [len(sampler) for sampler in samplers]
     given = [list(sampler) for sampler in samplers]
@@ -110,8 +110,8 @@ def test_without_padding_each_counts_once(length: int) -> None:
     assert sizes[0] - sizes[-1] <= 1
 
 
-def test_epochs_advance_by_themselves_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A forgotten set_epoch does not repeat the order; rank 0 says so once. advance=False is torch's way."""
+def test_epochs_advance_without_set_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """Without set_epoch the order is not repeated, and rank 0 logs this once. With advance=False it is, as in torch."""
     import allhands.training.data.sampler as module
 
     module._warned = False
@@ -132,8 +132,8 @@ def test_epochs_advance_by_themselves_and_say_so_once(caplog: pytest.LogCaptureF
     assert caplog.text == ""
 
 
-def test_epochs_before_a_loaded_state_give_nothing() -> None:
-    """A loop that counts its epochs from 0 comes to the moment of the state, and cannot fall behind it meanwhile."""
+def test_epochs_before_a_loaded_state_are_empty() -> None:
+    """A loop that counts epochs from 0 continues at the position of the state, which never decreases."""
     first = DistributedSampler(range(20), 2, 0, pad=False)
     first.set_epoch(2)
     for _, _ in zip(range(3), first, strict=False):
@@ -154,8 +154,8 @@ def test_epochs_before_a_loaded_state_give_nothing() -> None:
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_what_workers_fetched_ahead_is_not_consumed(workers: int, persistent: bool) -> None:
-    """The state counts the batches that the loop was given, with and without workers, and after a break."""
+def test_prefetched_items_are_not_consumed(workers: int, persistent: bool) -> None:
+    """The state counts the batches that the loop received, with and without workers, and after a break."""
     sampler = DistributedSampler(range(40), 2, 0)
     loader = DataLoader(
         torch.arange(40), batch_size=3, sampler=sampler, num_workers=workers, persistent_workers=persistent
@@ -174,8 +174,8 @@ def test_what_workers_fetched_ahead_is_not_consumed(workers: int, persistent: bo
     assert sampler.state_dict(consumed=5)["position"] == 10
 
 
-def test_a_last_batch_that_the_loader_drops_does_not_keep_the_epoch_open() -> None:
-    """With the loader's own drop_last the epoch is over when the loop is, though items were left."""
+def test_batch_dropped_by_the_loader_completes_the_epoch() -> None:
+    """With the loader's drop_last the epoch is complete when the loop ends, although items were left."""
     sampler = DistributedSampler(range(11), 1, 0)
     for _ in DataLoader(torch.arange(11), batch_size=4, sampler=sampler, drop_last=True):
         pass
@@ -183,7 +183,7 @@ def test_a_last_batch_that_the_loader_drops_does_not_keep_the_epoch_open() -> No
 
 
 class Own(Sampler[int]):
-    """A sampler with randomness of Python's, which nobody seeds."""
+    """A sampler that uses Python's unseeded random module."""
 
     def __iter__(self) -> Any:
         """Give ten indices in random order."""
@@ -200,7 +200,7 @@ class Own(Sampler[int]):
     ],
 )
 def test_any_sampler_can_be_wrapped(make: Any) -> None:
-    """Each rank's own copy of a sampler is dealt as one: each item once, another order each epoch, and it resumes."""
+    """The ranks' copies of a sampler are divided as one: each item once, another order each epoch, resumable."""
     state = random.getstate(), torch.get_rng_state()
     ranks = [DistributedSampler(make(), 3, rank, pad=False) for rank in range(3)]
     for _ in range(2):
@@ -222,8 +222,8 @@ def test_any_sampler_can_be_wrapped(make: Any) -> None:
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_a_batch_sampler_can_be_wrapped() -> None:
-    """Whole batches are dealt, to a DataLoader's batch_sampler; the state counts batches."""
+def test_batch_sampler_can_be_wrapped() -> None:
+    """Whole batches are divided, for a DataLoader's batch_sampler; the state counts batches."""
     batches = [
         DistributedSampler(BatchSampler(RandomSampler(range(20)), 3, False), 2, rank, pad=False) for rank in (0, 1)
     ]
@@ -237,7 +237,7 @@ def test_a_batch_sampler_can_be_wrapped() -> None:
 
 
 def test_weights() -> None:
-    """Items are drawn by their weights: never those of zero, more often those of more; alike on all ranks."""
+    """Items are drawn by weight: never with weight 0, more often with more weight, the same on all ranks."""
     weights = [0.0, 1.0, 3.0, 0.0]
     ranks = [DistributedSampler(range(4), 2, rank, weights=weights, draws=4000) for rank in range(2)]
     drawn = flat(list(sampler) for sampler in ranks)
@@ -264,14 +264,14 @@ def test_weights() -> None:
         {"weights": [1, float("nan"), 1]},
     ],
 )
-def test_weights_that_cannot_be_drawn_from(arguments: dict[str, Any]) -> None:
-    """Weights that are too few, negative, all zero or not finite are refused."""
+def test_invalid_weights(arguments: dict[str, Any]) -> None:
+    """Weights that are too few, negative, all zero or not finite raise an error."""
     with pytest.raises(ArgumentError):
         DistributedSampler(range(3), 1, 0, **arguments)
 
 
-def test_arguments_and_states_that_make_no_sense() -> None:
-    """A rank out of range, no group to ask, a state of other data or of another version: each says what is wrong."""
+def test_invalid_arguments_and_states() -> None:
+    """A rank out of range, no group, a state of other data or of another version raise an error."""
     with pytest.raises(WorldError):
         DistributedSampler(range(3), 2, 2)
     with pytest.raises(GroupStateError):
@@ -285,7 +285,7 @@ def test_arguments_and_states_that_make_no_sense() -> None:
 
 @given(st.lists(st.integers(1, 500), max_size=200), st.integers(1, 9), WORLDS, st.integers(0, 3))
 def test_length_grouped_batches_hold_each_item_once(lengths: list[int], size: int, world: int, epoch: int) -> None:
-    """Every item stands in one batch of at most the size; batches of similar length are neighbours, longest first."""
+    """Every item is in one batch of at most the size; adjacent batches have similar lengths, the longest first."""
     batches = LengthGroupedBatches(lengths, size)
     ranks = [DistributedSampler(batches, world, rank, pad=False) for rank in range(world)]
     for sampler in ranks:
@@ -300,7 +300,7 @@ def test_length_grouped_batches_hold_each_item_once(lengths: list[int], size: in
 
 
 def test_length_grouping_pads_little() -> None:
-    """Of lengths drawn at random, grouped batches pad a fraction of what batches at random do."""
+    """For random lengths, grouped batches have a fraction of the padding of random batches."""
     torch.manual_seed(0)
     lengths = torch.randint(1, 1000, (4000,)).tolist()
 

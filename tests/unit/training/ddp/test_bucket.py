@@ -19,20 +19,20 @@ items = st.lists(
 
 
 def test_buckets_are_closed_once_they_are_full() -> None:
-    """The first takes its small share, the others theirs, in the order given."""
+    """Each bucket has its own cap, and gradients are assigned in the given order."""
     sizes = [ItemSize(100, 4, "f")] * 6
     assert assign(sizes, [5, 4, 3, 2, 1, 0], [400, 800]) == [[5], [4, 3], [2, 1], [0]]
 
 
 def test_kinds_do_not_share_andsparse_ones_have_their_own() -> None:
-    """A bucket has one type and device; what is left open is complete in the order of its last gradient."""
+    """A bucket has one dtype and device; open buckets follow in the order of their last gradient."""
     sizes = [ItemSize(1, 4, "f"), ItemSize(1, 8, "d"), ItemSize(1, 4, "f", sparse=True), ItemSize(1, 4, "f")]
     assert assign(sizes, range(4), [1 << 20]) == [[2], [1], [0, 3]]
 
 
 @given(items, st.randoms(use_true_random=False), st.lists(st.integers(1, 30_000), min_size=1, max_size=3))
 def test_every_gradient_has_one_place(sizes: list[ItemSize], random: object, caps: list[int]) -> None:
-    """Each stands in one bucket, regions of a kind do not overlap, and each has room for its mark."""
+    """Each gradient is in one bucket, regions of a kind do not overlap, and each has space for its counter."""
     order = list(range(len(sizes)))
     random.shuffle(order)  # type: ignore[attr-defined]
     buckets = assign(sizes, order, caps)

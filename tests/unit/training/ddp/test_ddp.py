@@ -7,19 +7,19 @@ import torch
 
 from allhands.training.ddp.ddp import find_tensors, to_device
 
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024  # what models return
+Pair = namedtuple("Pair", "a b")  # noqa: PYI024  # as models return it
 
 
 @dataclass
 class Found:
-    """What a model may return."""
+    """A dataclass, as some models return."""
 
     value: torch.Tensor
     number: int = 0
 
 
-def test_tensors_are_found_wherever_they_are() -> None:
-    """In lists, tuples, mappings and dataclasses, in order; other things are passed over."""
+def test_find_tensors_in_containers() -> None:
+    """In lists, tuples, mappings and dataclasses, in order; other values are skipped."""
     a, b, c, d = torch.ones(4).unbind()
     assert list(find_tensors({"x": [a, None], "y": Pair(b, "text"), "z": OrderedDict(q=Found(c)), "w": (d,)})) == [
         a,
@@ -30,8 +30,8 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert list(find_tensors(Found)) == []
 
 
-def test_what_is_moved_keeps_its_form() -> None:
-    """Tensors go to the device; types of containers and all else stay."""
+def test_to_device_keeps_containers() -> None:
+    """Tensors are moved to the device; container types and other values stay the same."""
     value = {"x": [torch.ones(1)], "y": Pair(torch.ones(1), "text")}
     found = to_device(value, torch.device("meta"))
     assert found["x"][0].is_meta

@@ -10,7 +10,7 @@ from allhands.training.norm.sync_batch_norm import AnyBatchNorm, combine, pack
 
 
 def model() -> nn.Module:
-    """Return a model with every kind of BatchNorm, one of them in two places."""
+    """Return a model with every kind of BatchNorm, one of them shared."""
     twice = nn.BatchNorm1d(3, momentum=None)
     inner = nn.Sequential(twice, nn.BatchNorm2d(4, affine=False), nn.SyncBatchNorm(2, eps=0.5))
     return nn.ModuleDict(
@@ -19,7 +19,7 @@ def model() -> nn.Module:
 
 
 def test_conversion_keeps_tensors_names_and_settings() -> None:
-    """State dict, parameters and buffers are the same objects as before; so is what they were, after the way back."""
+    """State dict, parameters and buffers are the same objects; reverting restores the classes."""
     plain = model()
     kinds = [type(module) for module in plain.modules()]
     before = {name: value.data_ptr() for name, value in plain.state_dict(keep_vars=True).items()}
@@ -38,8 +38,8 @@ def test_conversion_keeps_tensors_names_and_settings() -> None:
     ]
 
 
-def test_state_dicts_fit_both_ways() -> None:
-    """Ours loads what torch's BatchNorm and SyncBatchNorm wrote, and they load ours; the modes of a layer stay too."""
+def test_state_dicts_are_interchangeable_with_torchs() -> None:
+    """Ours and torch's BatchNorm and SyncBatchNorm load each other's state; conversion keeps the mode."""
     ours = SyncBatchNorm(3)
     for theirs in (nn.BatchNorm2d(3), nn.SyncBatchNorm(3)):
         nn.init.uniform_(theirs.weight)
@@ -49,8 +49,8 @@ def test_state_dicts_fit_both_ways() -> None:
     assert not SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3).eval()).training
 
 
-def test_a_process_without_a_group_has_batchnorm() -> None:
-    """Alone it gives, in training and in eval mode, bit for bit what BatchNorm gives."""
+def test_without_a_group_it_is_batchnorm() -> None:
+    """Without a group the result is that of BatchNorm bit for bit, in training and in eval mode."""
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3, momentum=None)
     sync = SyncBatchNorm(3, momentum=None)
@@ -64,19 +64,19 @@ def test_a_process_without_a_group_has_batchnorm() -> None:
 
 @pytest.mark.parametrize("batch", [torch.ones(3), torch.ones(2, 4), torch.ones(2, 3, dtype=torch.int64)])
 def test_batches_that_cannot_be_normalised(batch: torch.Tensor) -> None:
-    """Dimensions, channels and types that do not fit are refused before any other rank is asked."""
+    """Invalid dimensions, channels and dtypes raise an error before any communication."""
     with pytest.raises(ArgumentError):
         SyncBatchNorm(3)(batch)
 
 
-def test_a_layer_that_does_not_know_its_channels_is_not_converted() -> None:
-    """A lazy BatchNorm has nothing to take over yet."""
+def test_lazy_layers_are_not_converted() -> None:
+    """A lazy BatchNorm has no parameters to reuse."""
     with pytest.raises(ArgumentError, match="number of channels"):
         SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
-def test_counts_weigh_the_moments() -> None:
-    """Moments of uneven and empty batches put together are those of all values, also far from zero."""
+def test_moments_are_weighted_by_counts() -> None:
+    """Combined moments of uneven and empty batches are those of all values, also far from zero."""
     torch.manual_seed(0)
     whole = torch.randn(100, 3) + 1e4
     records = torch.stack([pack(part) for part in (whole[:1], whole[1:1], whole[1:90], whole[90:])])
