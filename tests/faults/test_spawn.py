@@ -117,21 +117,21 @@ def test_the_culprit_is_named(how: str, kind: str, words: str, more: dict[str, A
     assert said["seconds"] < 20
 
 
-def test_a_rank_that_ends_well_but_too_early() -> None:
+def test_rank_exits_too_early() -> None:
     """The rank that left is to blame, not those that waited for it."""
     said = failures()["early"]
     assert said["ranks"] == [1]
     assert "rank 1 ended well, but before the others were done" in said["text"]
 
 
-def test_a_rank_that_gives_no_result() -> None:
+def test_rank_without_result() -> None:
     """A process that ends by os._exit(0) has returned nothing, which is not None."""
     said = failures()["nothing"]
     assert (said["slug"], said["ranks"]) == ("invalid-argument", [1])
     assert "there is no result of rank 1" in said["text"]
 
 
-def test_ranks_that_do_not_listen_are_killed() -> None:
+def test_ranks_that_ignore_sigterm() -> None:
     """SIGTERM first, SIGKILL after the grace; the rank that raised is still the one to blame."""
     said = failures()["deaf"]
     assert said["ranks"] == [0]
@@ -194,7 +194,7 @@ def test_ctrl_c(how: str, *, group: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork", "forkserver", "thread"])
-def test_the_parent_is_killed(how: str) -> None:
+def test_killed_parent(how: str) -> None:
     """Kill -9 of the parent ends every rank, whoever forked it, and a thread that ended before does not."""
     with program(SLEEPERS, how) as running:
         ranks = [pids[0] for pids in running.wait_for("pids", 2)]
@@ -209,7 +209,7 @@ def test_the_parent_is_killed(how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [("leaves", 0), ("killed", 1)])
-def test_what_the_ranks_leave_is_ended(how: str, code: int) -> None:
+def test_leftover_processes(how: str, code: int) -> None:
     """Processes that a rank started or forked do not outlive spawn, though the rank is gone."""
     with program(SLEEPERS, how) as running:
         pids = [pid for pids in running.wait_for("pids", 2) for pid in pids]
@@ -218,7 +218,7 @@ def test_what_the_ranks_leave_is_ended(how: str, code: int) -> None:
         assert "left behind: pid" in running.err
 
 
-def test_a_fork_of_a_rank_is_refused() -> None:
+def test_fork_of_a_rank() -> None:
     """start_method="fork" in a process that has a group, or that serves another spawn, is an error with its fix."""
     source = """
     import json, time
@@ -249,7 +249,7 @@ def test_a_fork_of_a_rank_is_refused() -> None:
     assert "in a process that has a process group" in second
 
 
-def test_ranks_that_nobody_joined() -> None:
+def test_ranks_not_joined() -> None:
     """A program that ends without join waits for its ranks, and says which of them failed."""
     source = """
     import allhands
@@ -266,7 +266,7 @@ def test_ranks_that_nobody_joined() -> None:
     assert time.monotonic() - begun < 60
 
 
-def test_a_script_that_cannot_be_imported_again() -> None:
+def test_script_that_cannot_be_imported() -> None:
     """The rank that fails before the function is called is said to, with what to do."""
     source = """
     import sys

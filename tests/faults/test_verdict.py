@@ -37,8 +37,8 @@ def blame(ran: Ran, cause: str, culprits: list[int], code: int) -> None:
     assert ran.verdict.rstrip().endswith(f"exit status {code}")
 
 
-def test_an_exception() -> None:
-    """The rank that raised is to blame, with its traceback once and none of our frames; the other only followed."""
+def test_exception() -> None:
+    """The rank that raised is to blame, with its traceback once and without frames of allhands; the other was ended."""
     ran = run(ONE + "def work():\n    raise ValueError('boom')\nif rank == 1:\n    work()" + OTHERS)
     blame(ran, "exception", [1], 1)
     assert ran.report["what"] == "rank 1 raised ValueError: boom"
@@ -50,8 +50,8 @@ def test_an_exception() -> None:
     assert f"pid {pid}), exit status 1" in ran.verdict
 
 
-def test_an_exception_in_a_group() -> None:
-    """The others' pending collective raises, they say whose fault it is, and they are not the culprits."""
+def test_exception_in_a_group() -> None:
+    """The pending collectives of the others raise PeerFailed, and these ranks are not the culprits."""
     ran = run(GROUP + "if rank == 1:\n    raise KeyError('x')\ndist.all_reduce(x)\ntime.sleep(60)", ranks=3)
     blame(ran, "exception", [1], 1)
     assert "after: ranks 0 and 2: raised PeerFailed" in ran.verdict
@@ -59,8 +59,8 @@ def test_an_exception_in_a_group() -> None:
     assert "[0,2] all_reduce SUM of float32[4] at train.py:9: " in ran.verdict
 
 
-def test_an_exception_under_init() -> None:
-    """A group that --init formed is ended by an exception in the script, and the others are told."""
+def test_exception_with_init() -> None:
+    """An exception in the script fails a group that --init formed, also on the other ranks."""
     source = """
     import time, torch, torch.distributed as dist
     if dist.get_rank() == 1:
@@ -80,14 +80,14 @@ def test_a_rank_killed_in_a_group() -> None:
     assert "after: ranks 1 and 2: raised PeerLost" in ran.verdict
 
 
-def test_a_rank_that_ends_too_early() -> None:
+def test_rank_exits_too_early() -> None:
     """A rank that ends well while the others still need it is to blame, and the job fails."""
     ran = run(GROUP + "if rank == 1:\n    sys.exit()\nfor _ in range(3):\n    dist.all_reduce(x)\ntime.sleep(60)")
     assert (ran.report["culprits"], ran.code) == ([1], 1), ran.err
     assert "rank 1 ended well, but before the others were done" in ran.verdict
 
 
-def test_ranks_that_disagree() -> None:
+def test_mismatch() -> None:
     """Different calls are a diagnosis that every rank raises; the odd one is to blame."""
     ran = run(GROUP + "dist.all_reduce(torch.ones(3 if rank == 2 else 4))", ranks=3)
     assert ran.report["culprits"] == [2], ran.err
@@ -96,8 +96,8 @@ def test_ranks_that_disagree() -> None:
 
 
 @pytest.mark.soak
-def test_a_rank_that_never_comes() -> None:
-    """A rank that does not answer the roll call is to blame, not those that waited for it."""
+def test_missing_rank() -> None:
+    """A rank that does not join the roll call is to blame, not the ranks that waited for it."""
     source = """
     import os, time
     if os.environ["RANK"] == "1":
@@ -110,7 +110,7 @@ def test_a_rank_that_never_comes() -> None:
     assert {rank["diagnosis"] for rank in ran.report["ranks"]} == {"missing-ranks", ""}
 
 
-def test_torch_without_us() -> None:
+def test_gloo_group_of_torch() -> None:
     """Where torch's own Gloo group breaks, its 'connection closed' only follows the rank that died."""
     source = """
     import os, torch, torch.distributed as dist
@@ -133,13 +133,13 @@ def test_sys_exit() -> None:
 
 
 def test_os_exit() -> None:
-    """os._exit(4) leaves no word, and is told as that."""
+    """os._exit(4) leaves no exit record, and the verdict says so."""
     ran = run(ONE + "if rank == 1:\n    os._exit(4)" + OTHERS)
     blame(ran, "exit", [1], 4)
     assert "os._exit" in ran.report["why"]
 
 
-def test_a_segmentation_fault() -> None:
+def test_segmentation_fault() -> None:
     """A crash in native code is shown with the Python stack that led there."""
     ran = run(ONE + "import ctypes\ndef crash():\n    ctypes.string_at(0)\nif rank == 1:\n    crash()" + OTHERS)
     blame(ran, "signal", [1], 139)
@@ -148,7 +148,7 @@ def test_a_segmentation_fault() -> None:
 
 
 def test_killed_from_outside() -> None:
-    """SIGKILL from someone else is told apart from the launcher's own."""
+    """SIGKILL of another process is distinguished from the launcher's own."""
     ran = run(ONE + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)" + OTHERS)
     blame(ran, "signal", [1], 137)
     assert "not allhands" in ran.report["why"]
@@ -208,7 +208,7 @@ def test_out_of_memory(memory_group: Path) -> None:
     assert ran.report["what"] == "rank 1 was killed because memory ran out"
 
 
-def test_a_syntax_error() -> None:
+def test_syntax_error() -> None:
     """A script that cannot be compiled is shown as Python shows it, once for all ranks."""
     ran = run("def broken(:\n    pass\n", ranks=3)
     blame(ran, "exception", [0, 1, 2], 1)
@@ -218,7 +218,7 @@ def test_a_syntax_error() -> None:
     assert "worker.py" not in ran.err
 
 
-def test_two_at_once() -> None:
+def test_two_culprits() -> None:
     """Two ranks that fail by themselves are both to blame; equal tracebacks are shown once."""
     ran = run(ONE + "if rank in (1, 2):\n    raise ValueError('both')" + OTHERS, ranks=3)
     blame(ran, "exception", [1, 2], 1)
@@ -226,7 +226,7 @@ def test_two_at_once() -> None:
     assert ran.verdict.count("Traceback") == 1
 
 
-def test_two_that_differ() -> None:
+def test_two_different_culprits() -> None:
     """Two ranks that fail differently are both named with what they did, and both tracebacks are shown."""
     ran = run(
         ONE + "if rank == 1:\n    raise ValueError('one')\nif rank == 2:\n    raise KeyError('two')" + OTHERS, ranks=3
@@ -235,8 +235,8 @@ def test_two_that_differ() -> None:
     assert ran.verdict.count("Traceback") == 2
 
 
-def test_an_exception_in_a_child() -> None:
-    """An exception that a pool brought back is told as a child's."""
+def test_exception_in_a_child() -> None:
+    """An exception that a pool returned is attributed to the child process."""
     source = """
     import multiprocessing
     def bad(_):
@@ -250,7 +250,7 @@ def test_an_exception_in_a_child() -> None:
     assert "a process that this rank had started" in ran.report["why"]
 
 
-def test_a_hang() -> None:
+def test_stall() -> None:
     """A rank that does not come to a collective is found by --hang-timeout, with its stack, and the job ends."""
     source = GROUP + "def elsewhere():\n    time.sleep(100)\nif rank == 1:\n    elsewhere()\ndist.all_reduce(x)"
     ran = run(source, "--hang-timeout", "2", ranks=3)
@@ -260,7 +260,7 @@ def test_a_hang() -> None:
     assert "in elsewhere" in ran.report["stacks"]["1"]
 
 
-def test_a_stopped_rank() -> None:
+def test_stopped_rank() -> None:
     """A rank that is stopped is behind, gives no stack, and is killed with the rest."""
     source = GROUP + "if rank == 1:\n    os.kill(os.getpid(), 19)\ndist.all_reduce(x)"
     ran = run(source, "--hang-timeout", "2", "--grace", "1")
@@ -299,8 +299,8 @@ def gone(numbers: list[int], within_s: float = 10.0) -> bool:
     return True
 
 
-def test_grandchildren_left_behind() -> None:
-    """What a rank leaves behind when all went well is ended and named, also in a session of its own."""
+def test_leftover_processes() -> None:
+    """Processes that a rank of a successful job leaves, in sessions of their own too, are ended and named."""
     ran = run(CHILDREN + "time.sleep(1)", "--grace", "1")
     assert ran.code == 0, ran.err
     assert len(ran.report["left_behind"]) == 4
@@ -320,7 +320,7 @@ def test_signals_end_everything(number: signal.Signals) -> None:
     blame(ran, "stopped", [], 128 + number)
 
 
-def test_a_second_ctrl_c_kills() -> None:
+def test_second_ctrl_c() -> None:
     """Workers that ignore the first Ctrl-C are killed at the second, without waiting for --grace."""
     source = (
         "import signal, time\nsignal.signal(signal.SIGINT, lambda *_: print('deaf'))\nprint('ready')\ntime.sleep(100)"
@@ -335,7 +335,7 @@ def test_a_second_ctrl_c_kills() -> None:
     assert ran.seconds < 30
 
 
-def test_a_killed_agent() -> None:
+def test_killed_agent() -> None:
     """Kill -9 of the agent ends its workers, and what they started."""
     with running(CHILDREN + "time.sleep(100)") as job:
         found = pids(job.wait_for(" stay ", 4))
@@ -345,8 +345,8 @@ def test_a_killed_agent() -> None:
         assert gone(found)
 
 
-def test_a_reader_that_goes_away() -> None:
-    """Where nobody reads the output any more (`| head -1`), the job ends."""
+def test_broken_output() -> None:
+    """Where the reader of the output is gone (`| head -1`), the job ends."""
     source = "import time\nfor n in range(10000):\n    print(n)\n    time.sleep(0.01)"
     ran = run(source, "--grace", "2", ranks=1, before=("sh", "-c", '"$@" | head -1; echo over', "sh"))
     assert ran.out == "[0] 0\nover\n"
@@ -354,7 +354,7 @@ def test_a_reader_that_goes_away() -> None:
 
 
 def test_missing_script() -> None:
-    """A script that is not there is said once, before anything is started."""
+    """A missing script is reported once, before anything is started."""
     ran = run("", script=False, arguments=("tain.py",))
     assert ran.code == 2
     assert "there is no script 'tain.py'. Did you mean 'train.py'?" in ran.err

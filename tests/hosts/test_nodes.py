@@ -67,7 +67,7 @@ def _connections(host: Host, port: int) -> int:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("token", ["", "secret"])
-def test_a_script_of_torchs_own(network: Making, token: str) -> None:
+def test_torch_script(network: Making, token: str) -> None:
     """A script that knows only torch meets at node 0, at a port that its agent chose; with and without a token."""
     made = network()
     source = """
@@ -87,7 +87,7 @@ def test_a_script_of_torchs_own(network: Making, token: str) -> None:
     assert ("without a token" in first.err) is not bool(token)
 
 
-def test_numbers_by_arrival(network: Making) -> None:
+def test_node_ranks_by_arrival(network: Making) -> None:
     """Without --node-rank, as with torchrun's c10d: who owns the address is node 0, wherever it is started."""
     made = network()
     endpoint = f"{made.hosts[1].ipv4}:{PORT}"
@@ -104,7 +104,7 @@ def test_numbers_by_arrival(network: Making) -> None:
 
 
 @pytest.mark.soak
-def test_large_values_through_the_agents(network: Making) -> None:
+def test_large_store_values(network: Making) -> None:
     """Large values of the store pass the agents' one connection in both directions."""
     made = network()
     source = """
@@ -160,7 +160,7 @@ SERVED = 29600
     ("faults", "timeout"),
     [pytest.param(AT_ONCE, "60", id="at-once"), pytest.param(AT_THE_DEADLINE, "8", id="late", marks=pytest.mark.soak)],
 )
-def test_faults_of_the_roll_call(network: Making, tmp_path: Path, faults: dict[str, Fault], timeout: str) -> None:
+def test_roll_call_faults(network: Making, tmp_path: Path, faults: dict[str, Fault], timeout: str) -> None:
     """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes; no rank starts."""
     made = network(3)
     # What the package index of an installation with another torch says; the agent imports none.
@@ -229,7 +229,7 @@ def _service(host: Host, port: int) -> socket.socket:
 
 
 @pytest.mark.soak
-def test_a_node_behind_a_firewall(network: Making) -> None:
+def test_firewall(network: Making) -> None:
     """Packets to node 0 vanish: filtered on the node behind that, missing on node 0."""
     made = network()
     made.hosts[1].lose(made.hosts[0])
@@ -240,7 +240,7 @@ def test_a_node_behind_a_firewall(network: Making) -> None:
 
 
 @pytest.mark.soak
-def test_ctrl_c_before_all_are_there(network: Making) -> None:
+def test_ctrl_c_during_the_roll_call(network: Making) -> None:
     """SIGINT to an agent that waits in the roll call ends the others that wait, and says who was asked."""
     made = network(3)
     with agents(made, WAITS, nodes=3, ranks=(1, 1)) as jobs:
@@ -253,7 +253,7 @@ def test_ctrl_c_before_all_are_there(network: Making) -> None:
 
 
 @pytest.mark.soak
-def test_a_name_that_comes_late(network: Making) -> None:
+def test_host_name_that_resolves_late(network: Making) -> None:
     """A name that does not exist yet is asked for again, the wait is shown, and the job runs once it is there."""
     made = network()
     late = ("--node-rank", "1", "--coordinator", f"late-name:{PORT}")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.hosts
 # Failures --------------------------------------------------------------------------------------------------------
 
 
-def test_one_verdict(network: Making, tmp_path: Path) -> None:
+def test_verdict_on_all_nodes(network: Making, tmp_path: Path) -> None:
     """A rank of node 1 is killed, started again with all others, and exits with 7: both agents name it and exit so."""
     made = network()
     # Rank 3 fails once all have spoken, and the first time once they have been counted.
@@ -67,7 +67,7 @@ def test_ctrl_c_on_one_node(network: Making) -> None:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_an_agent_that_is_killed(network: Making, victim: int) -> None:
+def test_killed_agent(network: Making, victim: int) -> None:
     """With kill -9 of one agent, the other names the node, with host, address and what was seen; nobody survives."""
     made = network()
     with agents(made, WAITS, "--grace", "2") as jobs:
@@ -88,7 +88,7 @@ def test_an_agent_that_is_killed(network: Making, victim: int) -> None:
 
 
 @pytest.mark.soak
-def test_a_node_whose_cable_is_pulled(network: Making) -> None:
+def test_link_down(network: Making) -> None:
     """The link of node 1 goes down: both sides give the other up and end their ranks, and say what they saw."""
     made = network()
     source = TRAINS.replace("range(40)", "range(10**9)").replace("loss.backward()", "loss.backward(); print('here')")
@@ -108,7 +108,7 @@ def test_a_node_whose_cable_is_pulled(network: Making) -> None:
 
 
 @pytest.mark.soak
-def test_restarts_count_for_the_job(network: Making) -> None:
+def test_restarts(network: Making) -> None:
     """All nodes start again together with the same number, as often as node 0 says, whoever failed."""
     made = network()
     source = WAITS.replace(
@@ -128,7 +128,7 @@ def test_restarts_count_for_the_job(network: Making) -> None:
 
 
 @pytest.mark.soak
-def test_a_lost_node_that_comes_back(network: Making) -> None:
+def test_lost_node_rejoins(network: Making) -> None:
     """With restarts left, node 0 holds a lost node's seat open: the job goes on once its agent is started again."""
     made = network()
     source = WAITS.replace("time.sleep(600)", "n = os.environ['ALLHANDS_RESTART']\nif n == '0': time.sleep(600)")
@@ -146,7 +146,7 @@ def test_a_lost_node_that_comes_back(network: Making) -> None:
 
 
 @pytest.mark.soak
-def test_a_hang_over_nodes(network: Making) -> None:
+def test_stall_across_nodes(network: Making) -> None:
     """Rank 3 does not come to a collective: node 0 says so, with the stacks of all ranks of all nodes."""
     made = network()
     source = """

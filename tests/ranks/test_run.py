@@ -24,7 +24,7 @@ dist.destroy_process_group()
 
 
 def test_environment() -> None:
-    """Workers find what torchrun sets and what allhands reads, and see themselves as a script that was run."""
+    """Workers have torchrun's and allhands' variables, and the script runs as if the interpreter had started it."""
     ran = run(
         SHOW, arguments=("--lr", "1", "-x"), ranks=2, env={"PET_RDZV_ID": "night", "TORCHELASTIC_USE_AGENT_STORE": "1"}
     )
@@ -66,7 +66,7 @@ def test_environment() -> None:
         assert said["name"] == "__main__"
 
 
-def test_a_torchrun_line_works_with_the_name_changed() -> None:
+def test_torchrun_command_line() -> None:
     """Torchrun's spellings, older ones too, start a script that knows only torch, with rank 0's own store."""
     ran = run(
         GLOO,
@@ -83,15 +83,15 @@ def test_a_torchrun_line_works_with_the_name_changed() -> None:
     assert [ran.lines(rank) for rank in range(2)] == [["sum [3.0, 3.0]"]] * 2
 
 
-def test_a_script_of_ours() -> None:
-    """A bare init_process_group() meets at the launcher, again and again."""
+def test_allhands_script() -> None:
+    """A bare init_process_group() connects to the launcher's coordinator, for each of two groups."""
     ran = run(TWO_GROUPS)
     assert ran.code == 0, ran.err
     assert [ran.lines(rank) for rank in range(2)] == [["sum [3.0, 3.0] 2"] * 2] * 2
     assert ran.report["ranks"][0]["last_call"] == "all_reduce SUM of float32[2] at train.py:5: done"
 
 
-def test_init_forms_the_group_before_the_script() -> None:
+def test_init() -> None:
     """With --init the script only asks for its rank; the group is ended after it."""
     ran = run(
         "import torch, torch.distributed as d; x = torch.ones(1); d.all_reduce(x); print(d.get_rank(), x.item())",
@@ -113,8 +113,8 @@ def test_module_and_program() -> None:
     assert (ran.code, ran.lines(0), ran.lines(1)) == (5, ["0 of 2"], ["1 of 2"])
 
 
-def test_a_folder_with_a_main() -> None:
-    """A folder (or an archive) with a __main__.py is run as python runs it."""
+def test_directory_with_main() -> None:
+    """A directory (or an archive) with a __main__.py is run as the interpreter runs it."""
     with running("", ranks=1) as job:
         job.result()
         folder = job.folder / "app"
@@ -125,7 +125,7 @@ def test_a_folder_with_a_main() -> None:
     assert (ran.code, ran.lines(0)) == (0, ["part ['x'] __main__"]), ran.err
 
 
-def test_hooks_of_the_script_are_its_own() -> None:
+def test_hooks_of_the_script() -> None:
     """An excepthook that the script set is called with its exception, then exit handlers, then the exit status is 1."""
     source = """
     import atexit, sys
@@ -137,7 +137,7 @@ def test_hooks_of_the_script_are_its_own() -> None:
     assert (ran.code, ran.lines(0)) == (1, ["hook ValueError <module>", "at exit"]), ran.err
 
 
-def test_spawn_and_pickle_inside() -> None:
+def test_multiprocessing_and_pickle() -> None:
     """Classes and functions of the script can be pickled, and multiprocessing's spawn finds them in a child."""
     source = """
     import multiprocessing, pickle
@@ -157,8 +157,8 @@ def test_spawn_and_pickle_inside() -> None:
     assert (ran.code, ran.lines(0)) == (0, ["[2, 4]"]), ran.err
 
 
-def test_a_child_of_a_worker_has_a_board_of_its_own() -> None:
-    """What a worker forks or starts does not write into the flight recorder that the launcher reads for the worker."""
+def test_children_of_a_worker_do_not_inherit_its_recorder() -> None:
+    """Processes that a worker forks or starts do not write to the flight recorder that the launcher reads."""
     source = """
     import os, subprocess, sys
     from allhands.observe import flight_recorder
@@ -175,8 +175,8 @@ def test_a_child_of_a_worker_has_a_board_of_its_own() -> None:
     assert sorted(ran.lines(0)) == ["exec None", "fork None", "given True"], ran.err
 
 
-def test_a_port_that_is_taken() -> None:
-    """Where node 0 cannot listen, that is said by name, and no worker stays."""
+def test_port_in_use() -> None:
+    """Where node 0 cannot listen, the error names the port, and no worker is left."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -202,13 +202,13 @@ def test_restart() -> None:
     assert ran.report["attempt"] == 1
 
 
-def test_code_errors_burn_no_restarts() -> None:
+def test_restart_if() -> None:
     """With --restart-if signal an exception ends the job at once."""
     ran = run("raise ValueError('no')", "--max-restarts", "3", "--restart-if", "signal", ranks=1)
     assert (ran.code, ran.err.count("restart"), ran.report["attempt"]) == (1, 0, 0)
 
 
-def test_restarts_are_used_up() -> None:
+def test_max_restarts() -> None:
     """A job that fails every time fails with the last verdict."""
     ran = run("import sys; sys.exit(7)", "--max-restarts", "1", ranks=1)
     assert (ran.code, ran.report["attempt"]) == (7, 1)

@@ -59,7 +59,7 @@ def test_four_agents(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_agent_that_is_stopped(victim: int) -> None:
+def test_stopped_agent(victim: int) -> None:
     """The other agent says that it does not answer, and where a rank fails it ends without it and names it."""
     source = """
     import os, pathlib, sys, time
@@ -89,8 +89,8 @@ def test_an_agent_that_is_stopped(victim: int) -> None:
 
 
 @pytest.mark.soak
-def test_an_agent_that_is_stopped_for_a_while() -> None:
-    """Nothing failed: whoever waits says for whom, and the job ends well once the agent goes on."""
+def test_agent_stopped_for_a_while() -> None:
+    """Where nothing failed, the silent agent is named, and the job succeeds once it continues."""
     source = """
     import os, pathlib, time
     print("here", flush=True)

@@ -38,14 +38,14 @@ def test_many_lines() -> None:
 
 
 @pytest.mark.soak
-def test_a_million_lines() -> None:
+def test_million_lines() -> None:
     """The same with 4 x 250,000 lines."""
     ran = run(FLOOD, ranks=4, arguments=("250000",))
     assert ran.code == 0, ran.err
     check_flood(ran.out, 250_000)
 
 
-def test_a_slow_reader_holds_the_workers_back() -> None:
+def test_back_pressure() -> None:
     """Where nobody reads, the launcher's memory stays bounded and the workers wait; then nothing is missing."""
     source = r"""
 import sys
@@ -78,7 +78,7 @@ def ranks_of(line: str) -> list[int]:
     return found
 
 
-def test_equal_lines_are_folded() -> None:
+def test_fold() -> None:
     """With --fold a line that all ranks print is shown once, with their ranks; lines of a rank stay in order."""
     source = """
     import os, time
@@ -143,7 +143,7 @@ def test_logs(tmp_path: Path) -> None:
     assert "[0] err 0" not in ran.err
 
 
-def test_logs_without_a_folder(tmp_path: Path) -> None:
+def test_logs_without_log_dir(tmp_path: Path) -> None:
     """--redirects alone keeps logs in a folder for temporary files, and says where; a filter hides ranks."""
     source = "import os; print('out', os.environ['RANK'])"
     ran = run(source, "--redirects", "0:1", "--local-ranks-filter", "0", env={"TMPDIR": str(tmp_path)})
@@ -153,7 +153,7 @@ def test_logs_without_a_folder(tmp_path: Path) -> None:
     assert f"the ranks' logs are in {log.parents[2]}" in ran.err
 
 
-def test_a_folder_for_logs_that_is_a_file(tmp_path: Path) -> None:
+def test_log_dir_is_a_file(tmp_path: Path) -> None:
     """A folder that cannot be made is a mistake in the command, said before any rank starts."""
     (tmp_path / "file").touch()
     ran = run("print('started')", "--log-dir", str(tmp_path / "file"))

@@ -57,7 +57,7 @@ def seen(master: int, *texts: bytes) -> bytes:
     return found
 
 
-def test_a_terminal() -> None:
+def test_terminal() -> None:
     """On a terminal prefixes are coloured, a question is shown before its line ends, and rank 0 hears the answer."""
     source = "import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))"
     with terminal(source) as (master, process, _):
@@ -101,7 +101,7 @@ def test_closing_the_terminal() -> None:
             time.sleep(0.05)
 
 
-def test_sigusr1_shows_what_everyone_does() -> None:
+def test_sigusr1() -> None:
     """SIGUSR1 to the agent prints every rank's stack, and the job goes on."""
     source = """
     import os, time
@@ -121,7 +121,7 @@ def test_sigusr1_shows_what_everyone_does() -> None:
     assert "stack of ranks 0 and 1" in ran.err
 
 
-def test_asking_a_program_does_not_end_it() -> None:
+def test_sigusr1_with_a_program() -> None:
     """A program that does not know the signal for stacks is not sent it."""
     line = ("sh", "-c", "echo ready; while [ ! -e go ]; do sleep 0.05; done; echo done")
     with running("", "--no-python", ranks=1, script=False, arguments=line) as job:
@@ -133,7 +133,7 @@ def test_asking_a_program_does_not_end_it() -> None:
     assert (ran.code, ran.lines(0)) == (0, ["ready", "done"]), ran.err
 
 
-def test_children_of_the_shell_are_not_the_jobs() -> None:
+def test_children_of_the_shell_are_left_alone() -> None:
     """What ran below the launcher before it was the launcher (`daemon & exec allhands run`) is left alone."""
     before = ("sh", "-c", 'sleep 100 & echo "daemon $!"; exec "$@"', "sh")
     ran = run("print('hello')", ranks=1, before=before)
@@ -143,7 +143,7 @@ def test_children_of_the_shell_are_not_the_jobs() -> None:
     os.kill(daemon, signal.SIGKILL)
 
 
-def test_ctrl_z_stops_the_workers_too() -> None:
+def test_ctrl_z() -> None:
     """SIGTSTP stops every worker; SIGCONT lets them go on, and the time in between is no hang."""
     source = """
     import os, time
@@ -167,7 +167,7 @@ def test_ctrl_z_stops_the_workers_too() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_at_once(number: int) -> None:
+def test_signal_at_start(number: int) -> None:
     """One that comes when workers have just been started, before the agent is ready, ends the job as any does."""
     with running("import time; time.sleep(600)", "--grace", "2") as job:
         children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")

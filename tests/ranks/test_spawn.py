@@ -118,12 +118,12 @@ if __name__ == "__main__":
 """
 
 
-def test_what_torchs_spawn_returns_and_what_the_ranks_return() -> None:
+def test_return_values() -> None:
     """None, or a context with torch's methods, or the values by rank; classes of the script and large values too."""
     assert finish(PLAIN) == [{"done": True}]
 
 
-def test_a_function_that_was_typed_at_a_prompt() -> None:
+def test_interactive_function() -> None:
     """It runs with fork; with spawn the error says so before anything is started."""
     code = """
     import allhands, os, sys
@@ -152,7 +152,7 @@ def test_a_function_that_was_typed_at_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_without_the_main_guard(method: str) -> None:
+def test_script_without_main_guard(method: str) -> None:
     """One clear error in the parent, and not a wall of text from each child."""
     source = f"""
     import allhands
@@ -187,7 +187,7 @@ def local() -> object:
         ("method", {"start_method": "thread"}, "start_method='thread'"),
     ],
 )
-def test_what_cannot_be_started(what: str, given: dict[str, object], words: str) -> None:
+def test_arguments_that_cannot_be_spawned(what: str, given: dict[str, object], words: str) -> None:
     """It is refused with the reason, and no rank is started."""
     functions = {"local": local(), "lambda": lambda rank: rank}
     with pytest.raises(allhands.ArgumentError) as caught:
@@ -195,7 +195,7 @@ def test_what_cannot_be_started(what: str, given: dict[str, object], words: str)
     assert words in str(caught.value)
 
 
-def test_something_that_is_no_function() -> None:
+def test_not_a_function() -> None:
     """It is named."""
     with pytest.raises(allhands.ArgumentError, match="is not a function"):
         allhands.spawn(3)

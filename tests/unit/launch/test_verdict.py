@@ -48,29 +48,29 @@ def judged(*outcomes: Outcome, **more: Any) -> Verdict:
     return verdict
 
 
-def test_all_went_well() -> None:
+def test_success() -> None:
     """There is no verdict on a job whose ranks all end with 0, also if it was asked to end."""
     assert judge([outcome(0), outcome(1)]) is None
     assert judge([outcome(0), outcome(1)], stopped=signal.SIGTERM) is None
 
 
-def test_by_cause_not_by_clock() -> None:
-    """Followers that were faster do not take the blame."""
+def test_consequences_are_not_blamed() -> None:
+    """Consequential failures that were faster than the root cause are not blamed."""
     found = judged(follower(0, 0.5), outcome(1, 1, record=raised("ValueError", "x", at_s=0.9)), follower(2, 0.4))
     assert (found.culprits, found.cause, found.exit_code) == ((1,), "exception", 1)
     assert found.others == (((0, 2), "raised PeerFailed"),)
 
 
-def test_the_coordinators_word_comes_before_the_clock() -> None:
-    """Of two that failed by themselves, the one that the coordinator saw first comes first."""
+def test_coordinator_finding_precedes_the_clock() -> None:
+    """Of two primary failures, the one that the coordinator named is first."""
     one, two = outcome(0, 1, record=raised("KeyError", at_s=1.0)), outcome(1, -9, ended_s=2.0)
     assert judged(one, two).culprits == (0, 1)
     found = judged(one, two, findings=[Diagnosis("peer-lost", "rank 1 is gone", ranks=(1,))])
     assert (found.culprits, found.exit_code) == ((1, 0), 137)
 
 
-def test_whom_the_agent_ended() -> None:
-    """A rank that got SIGTERM from the agent follows; one that had raised before it does not."""
+def test_ended_by_agent() -> None:
+    """A rank that got SIGTERM from the agent is a consequence; one that had raised before it is not."""
     first = outcome(0, 1, record=raised("ValueError", at_s=1.0))
     after = outcome(1, -15, sent=15, sent_s=3.0, ended_s=3.1)
     slow = outcome(2, 1, sent=15, sent_s=3.0, ended_s=5.0, record=raised("KeyError", at_s=2.0))
@@ -99,8 +99,8 @@ def test_causes(status: int, parts: dict[str, Any], cause: str, code: int, what:
     assert (found.cause, found.exit_code, found.what, found.culprits) == (cause, code, f"rank 1 {what}", (1,))
 
 
-def test_an_engine_that_lost_its_peer_follows() -> None:
-    """Gloo's 'connection closed by peer' is no cause of its own."""
+def test_transport_errors_are_consequences() -> None:
+    """Gloo's 'connection closed by peer' is a consequence."""
     gloo = raised(
         "RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", at_s=0.1, bases=["RuntimeError"]
     )
@@ -109,7 +109,7 @@ def test_an_engine_that_lost_its_peer_follows() -> None:
     assert judged(outcome(0, 1, record=gloo), outcome(1)).culprits == (0,)
 
 
-def test_all_point_at_one_that_ended_well() -> None:
+def test_rank_exits_too_early() -> None:
     """A rank that ended with 0 too early is to blame, and the job still fails."""
     lost = Diagnosis("peer-lost", "all_reduce cannot finish: rank 1 left the group", ranks=(1,))
     found = judged(follower(0), outcome(1), findings=[lost])
@@ -117,7 +117,7 @@ def test_all_point_at_one_that_ended_well() -> None:
     assert "ended well, but before the others were done" in found.what
 
 
-def test_the_last_group_counts() -> None:
+def test_last_finding_counts() -> None:
     """A script may go on after a group failed: what ended the last one is what ended the job."""
     early = Diagnosis("missing-ranks", "rank 3 did not come", ranks=(3,))
     late = Diagnosis("peer-silent", "rank 2 does not answer", ranks=(2,))
@@ -126,14 +126,14 @@ def test_the_last_group_counts() -> None:
     ).culprits == (2,)
 
 
-def test_a_diagnosis_that_all_raise() -> None:
-    """Where every rank raises the same diagnosis, whoever it names is to blame."""
+def test_diagnosis_on_all_ranks() -> None:
+    """Where every rank raises the same diagnosis, the rank that it names is to blame."""
     record = raised("CollectiveMismatch", "ranks differ   [collective-mismatch]", slug="collective-mismatch", ranks=[2])
     found = judged(*(outcome(rank, 1, record=record) for rank in range(3)))
     assert (found.culprits, found.cause) == ((2,), "exception")
 
 
-def test_equal_tracebacks_are_shown_once() -> None:
+def test_equal_tracebacks() -> None:
     """Ranks that failed alike share their words and their traceback."""
     found = judged(*(outcome(rank, 1, record=raised("ValueError", "x")) for rank in range(3)))
     assert found.what == "ranks 0-2 raised ValueError: x"
@@ -141,7 +141,7 @@ def test_equal_tracebacks_are_shown_once() -> None:
 
 
 def test_stopped() -> None:
-    """Who was interrupted is not to blame; whoever failed by itself before still is."""
+    """Interrupted ranks are not to blame; one that failed by itself before is."""
     hit = outcome(0, -2, sent=2, sent_s=1.0, ended_s=1.1)
     found = judged(
         hit, outcome(1, 1, sent=2, sent_s=1.0, record=raised("KeyboardInterrupt", at_s=1.1)), stopped=signal.SIGINT
@@ -237,8 +237,8 @@ def test_should_restart(cause: str, number: int, restart_if: str, expected: bool
     assert not should_restart(job, None, number)
 
 
-def test_a_lost_node_is_to_blame() -> None:
-    """Those who only follow, or were ended, are not; the node is told with host, address, ranks and what was seen."""
+def test_lost_node() -> None:
+    """A lost node is to blame, with host, address, ranks and what was observed; other failures are consequences."""
     follower = outcome(
         0,
         1,
@@ -259,7 +259,7 @@ def test_a_lost_node_is_to_blame() -> None:
     assert "dmesg" in found.fix
 
 
-def test_a_rank_that_failed_before_is_to_blame() -> None:
+def test_rank_failed_before_the_node_was_lost() -> None:
     """A node that is lost in the course of the end is not the cause; one lost before a rank's own error is."""
     own = outcome(0, 3, record={"end": "exit", "message": "3", "at_s": 4.0})
     earlier, later = judge([own], lost=[lost(heard_s=5.0)]), judge([own], lost=[lost(heard_s=3.0)])
@@ -269,8 +269,8 @@ def test_a_rank_that_failed_before_is_to_blame() -> None:
     assert later.cause == "lost"
 
 
-def test_silence_is_not_death() -> None:
-    """An agent that does not tell its story is not called lost, and comes after one whose end was seen."""
+def test_silent_node() -> None:
+    """A silent agent is not called lost, and is blamed after one whose end was observed."""
     silent, seen = lost(2, heard_s=1.0, observed=False), lost(1, heard_s=5.0)
     found = judge([outcome(0)], lost=[silent])
     assert found is not None
@@ -281,7 +281,7 @@ def test_silence_is_not_death() -> None:
     assert both.what.startswith("node 1 (host-b, 10.0.0.1) was lost")
 
 
-def test_a_node_that_is_cut_off() -> None:
+def test_node_cut_off() -> None:
     """It says that it ended its own ranks, and what to look at where the network gave up."""
     found = judge([outcome(2)], lost=[lost(0, how="it broke ([Errno 110] Connection timed out)", cut_off=True)])
     assert found is not None
@@ -289,7 +289,7 @@ def test_a_node_that_is_cut_off() -> None:
     assert "its network is (ping, ip link)" in found.fix
 
 
-def test_who_asked_for_the_end() -> None:
+def test_stopped_on_a_node() -> None:
     """With several nodes the verdict says at which of them."""
     found = judge([outcome(0, -2, sent=2)], stopped=signal.SIGINT, stopped_by="node 1 (host-b)")
     assert found is not None
@@ -297,7 +297,7 @@ def test_who_asked_for_the_end() -> None:
 
 
 def test_brief_text() -> None:
-    """Other nodes' screens show who and why, without the traceback, and name the node."""
+    """The terminals of other nodes show culprit and cause with the node, without the traceback."""
     record = {"end": "raised", "kind": "ValueError", "message": "x", "at_s": 1.0, "bases": [], "traceback": "Trace!"}
     found = judge([on_node(0), on_node(3, 1, node=1, record=record)])
     assert found is not None
