@@ -37,9 +37,9 @@ def segments(
     finally:
         os.close(descriptor)
     for view in views:
-        view.patience(0, 50)
+        view.set_wait_policy(0, 50)
         if pids:
-            view.reach(pids)
+            view.enable_single_copy(pids)
     yield views
 
 

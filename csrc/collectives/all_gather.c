@@ -1,5 +1,5 @@
-/* all_gather and gather: a rank copies in its own, whoever wants it copies everyone's out; or reads it where it is. What
- * fits beside the call stands there. */
+/* all_gather and gather: a rank copies in its own, whoever has_result it copies everyone's out; or uses_single_copy it where it is. What
+ * payload_bytes from_payloads the call stands there. */
 #include "shm/fingerprint.h"
 #include "shm/copy.h"
 #include "shm/single_copy.h"
@@ -22,26 +22,26 @@ static const struct ah_part *stated(const struct task *task)
     return task->root >= 0 ? task->out : NULL;
 }
 
-static int give(const struct task *task, size_t index)
+static int copy_in(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
-    size_t bytes = ah_span(task->in.bytes, task->chunk, index);
-    int code = ah_await_slot(group, ticket), read = 0;
+    size_t bytes = ah_chunk_bytes(task->in.bytes, task->chunk, index);
+    int code = ah_wait_slot(group, ticket), read = 0;
 
     if (code != AH_OK)
         return code;
     if (index == 0 && !task->staged) {
-        ah_state_parts(group, ticket, stated(task), task->in);
-        read = ah_reaches(group, ah_largest_part(group, stated(task), task->in));
+        ah_write_part_table(group, ticket, stated(task), task->in);
+        read = ah_uses_single_copy(group, ah_largest_part(group, stated(task), task->in));
     }
     if (!read)
-        ah_fill(&group->store, ah_parts_at(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
-    ah_post(group, AH_ARRIVED, ticket + 1);
+        ah_nt_store_copy(&group->store, ah_slot_after_table(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
+    ah_counter_set(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
 
-static int take(const struct task *task, size_t index)
+static int copy_out(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
@@ -49,21 +49,21 @@ static int take(const struct task *task, size_t index)
     for (uint32_t step = 0; task->out && step < group->ranks; step++) {
         uint32_t rank = (group->rank + step) % group->ranks;
         const struct ah_part *out = &task->out[rank];
-        size_t at = index * task->chunk, bytes = ah_span(out->bytes, task->chunk, index);
-        const unsigned char *from = rank == group->rank ? task->in.data + at : ah_parts_at(group, rank, ticket);
-        int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
+        size_t at = index * task->chunk, bytes = ah_chunk_bytes(out->bytes, task->chunk, index);
+        const unsigned char *from = rank == group->rank ? task->in.data + at : ah_slot_after_table(group, rank, ticket);
+        int code = rank == group->rank ? AH_OK : ah_wait_counter(group, rank, AH_ARRIVED, ticket + 1);
 
         if (code != AH_OK)
             return code;
         if (from != out->data + at)
-            ah_copy(out->data + at, from, bytes, out->bytes >= AH_STREAM_BYTES);
+            ah_copy(out->data + at, from, bytes, out->bytes >= AH_BYPASS_BYTES);
     }
-    ah_post(group, AH_TAKEN, ticket + 1);
+    ah_counter_set(group, AH_CONSUMED, ticket + 1);
     return AH_OK;
 }
 
 /* Read everyone's where it is. */
-static int fetch(const struct task *task)
+static int single_copy(const struct task *task)
 {
     struct ah_group *group = task->group;
     int code = AH_OK;
@@ -73,71 +73,71 @@ static int fetch(const struct task *task)
         const struct ah_part *out = &task->out[rank];
 
         if (rank != group->rank)
-            code = ah_reach(group, rank, out->data, ah_stated_address(group, task->first, rank), out->bytes);
+            code = ah_single_copy_read(group, rank, out->data, ah_part_address(group, task->first, rank), out->bytes);
         else if (out->data != task->in.data)
-            ah_copy(out->data, task->in.data, out->bytes, out->bytes >= AH_STREAM_BYTES);
+            ah_copy(out->data, task->in.data, out->bytes, out->bytes >= AH_BYPASS_BYTES);
     }
     return code;
 }
 
-/* Whether all that this rank knows of fits beside a call. */
-static int fits(const struct task *task)
+/* Whether all that this rank knows of payload_bytes from_payloads a call. */
+static int payload_bytes(const struct task *task)
 {
     for (uint32_t rank = 0; task->out && rank < task->group->ranks; rank++) {
-        if (task->out[rank].bytes > AH_SHEET_BYTES)
+        if (task->out[rank].bytes > AH_PAYLOAD_BYTES)
             return 0;
     }
-    return task->in.bytes <= AH_SHEET_BYTES;
+    return task->in.bytes <= AH_PAYLOAD_BYTES;
 }
 
-/* Everyone's is beside the call. */
-static int beside(const struct task *task)
+/* Everyone's is from_payloads the call. */
+static int from_payloads(const struct task *task)
 {
     struct ah_group *group = task->group;
 
     for (uint32_t rank = 0; task->out && rank < group->ranks; rank++) {
-        if (task->out[rank].bytes != ah_card_of(group, rank)->bytes)
-            return ah_differ(group, rank);
+        if (task->out[rank].bytes != ah_fingerprint_of(group, rank)->bytes)
+            return ah_call_mismatch(group, rank);
     }
     for (uint32_t rank = 0; task->out && rank < group->ranks; rank++) {
         const struct ah_part *out = &task->out[rank];
 
         if (rank != group->rank || out->data != task->in.data)
-            ah_copy(out->data, ah_beside(group, rank, out->bytes), out->bytes, 0);
+            ah_copy(out->data, ah_payload_of(group, rank, out->bytes), out->bytes, 0);
     }
-    ah_close(group);
+    ah_call_end(group);
     return AH_OK;
 }
 
-/* Everyone has met, and the first chunk of all stands in the slots. */
+/* Everyone has compared, and the first chunk of all stands in the slots. */
 static int through_slots(struct task *task)
 {
     struct ah_group *group = task->group;
     size_t chunks;
-    int code = task->root < 0 ? ah_check_sizes(group, task->first, task->out)
-                              : ah_check_root(group, task->first, (uint32_t)task->root, task->in.bytes);
+    int code = task->root < 0 ? ah_compare_part_sizes(group, task->first, task->out)
+                              : ah_compare_root_sizes(group, task->first, (uint32_t)task->root, task->in.bytes);
 
     if (code != AH_OK)
         return code;
-    chunks = ah_chunks(ah_largest(group), task->chunk);
-    if (ah_someone_reaches(group)) {
+    chunks = ah_chunk_count(ah_largest_of_all(group), task->chunk);
+    if (ah_any_single_copy(group)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        code = ah_uses_single_copy(group, ah_largest_of_all(group)) ? ah_single_copy_finish(group, task->first, single_copy(task)) : AH_NOT_READ;
         task->first++;
         task->staged = 1;
-        if (code == AH_UNREACHED)
-            code = give(task, 0);
+        if (code == AH_NOT_READ)
+            code = copy_in(task, 0);
         else
             chunks = 0;
     }
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)
-            code = give(task, index + 1);
+            code = copy_in(task, index + 1);
         if (code == AH_OK)
-            code = take(task, index);
+            code = copy_out(task, index);
     }
     if (code == AH_OK)
-        ah_finish(group, task->first + (uint32_t)chunks);
+        ah_call_end_chunks(group, task->first + (uint32_t)chunks);
     return code;
 }
 
@@ -145,29 +145,29 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
                int64_t timeout_ns)
 {
     struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket};
-    size_t slot = group->slot_bytes, table = ah_table_bytes(group);
+    size_t slot = group->slot_bytes, table = ah_part_table_bytes(group);
     size_t largest = ah_largest_part(group, stated(&task), in);
-    int small = fits(&task), code;
+    int small = payload_bytes(&task), code;
 
     if (slot <= table)
         return AH_INVALID;
     /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
     task.chunk = ah_min(slot - table, AH_CHUNK_BYTES / 2);
-    if ((code = ah_begin(group, call, small ? (uint32_t)in.bytes : AH_LONG, largest, timeout_ns)) != AH_OK)
+    if ((code = ah_call_begin(group, call, small ? (uint32_t)in.bytes : AH_NO_PAYLOAD, largest, timeout_ns)) != AH_OK)
         return code;
     if (small)
-        ah_copy(ah_beside(group, group->rank, in.bytes), in.data, in.bytes, 0);
-    else if ((code = give(&task, 0)) != AH_OK)
+        ah_copy(ah_payload_of(group, group->rank, in.bytes), in.data, in.bytes, 0);
+    else if ((code = copy_in(&task, 0)) != AH_OK)
         return code;
-    ah_publish(group);
-    if ((code = ah_meet(group)) != AH_OK)
+    ah_call_publish(group);
+    if ((code = ah_call_compare_all(group)) != AH_OK)
         return code;
-    if (!ah_someone_long(group))
-        return beside(&task);
+    if (!ah_any_without_payload(group))
+        return from_payloads(&task);
     if (small)
-        code = give(&task, 0);
-    if (code == AH_OK && ah_someone_beside(group))
-        code = ah_await_all(group, AH_ARRIVED, task.first + 1);
+        code = copy_in(&task, 0);
+    if (code == AH_OK && ah_any_payload(group))
+        code = ah_wait_all(group, AH_ARRIVED, task.first + 1);
     return code == AH_OK ? through_slots(&task) : code;
 }
 

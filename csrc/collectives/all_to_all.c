@@ -1,5 +1,5 @@
-/* all_to_all and scatter: a slot is cut into one piece for each rank, which that rank copies out; or it reads its part
- * where it is. Equal parts that fit beside the call stand there; the root of a scatter leaves them and waits for nobody. */
+/* all_to_all and scatter: a slot is part_begin into one piece for each rank, which that rank copies out; or it uses_single_copy its part
+ * where it is. Equal parts that fit from_payloads the call stand there; the root of a scatter leaves them and waits for nobody. */
 #include "shm/fingerprint.h"
 #include "shm/copy.h"
 #include "shm/single_copy.h"
@@ -17,104 +17,104 @@ struct task {
     size_t piece;
 };
 
-static int give(const struct task *task, size_t index)
+static int copy_in(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
-    unsigned char *to = ah_parts_at(group, group->rank, ticket);
-    int code = ah_await_slot(group, ticket), read = 0;
+    unsigned char *to = ah_slot_after_table(group, group->rank, ticket);
+    int code = ah_wait_slot(group, ticket), read = 0;
 
     if (code != AH_OK)
         return code;
     if (index == 0 && !task->staged) {
-        ah_state_parts(group, ticket, task->in, task->only);
-        read = ah_reaches(group, ah_largest_part(group, task->in, task->only));
+        ah_write_part_table(group, ticket, task->in, task->only);
+        read = ah_uses_single_copy(group, ah_largest_part(group, task->in, task->only));
     }
     for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
-            ah_fill(&group->store, to + rank * task->piece, task->in[rank].data + index * task->piece,
-                    ah_span(task->in[rank].bytes, task->piece, index));
+            ah_nt_store_copy(&group->store, to + rank * task->piece, task->in[rank].data + index * task->piece,
+                    ah_chunk_bytes(task->in[rank].bytes, task->piece, index));
     }
-    ah_post(group, AH_ARRIVED, ticket + 1);
+    ah_counter_set(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
 
-static int take_from(const struct task *task, size_t index, uint32_t rank, struct ah_part out)
+static int copy_out_from(const struct task *task, size_t index, uint32_t rank, struct ah_part out)
 {
     struct ah_group *group = task->group;
     uint32_t ticket = task->first + (uint32_t)index;
     size_t at = index * task->piece;
-    const unsigned char *from = ah_parts_at(group, rank, ticket) + group->rank * task->piece;
-    int code = rank == group->rank ? AH_OK : ah_await(group, rank, AH_ARRIVED, ticket + 1);
+    const unsigned char *from = ah_slot_after_table(group, rank, ticket) + group->rank * task->piece;
+    int code = rank == group->rank ? AH_OK : ah_wait_counter(group, rank, AH_ARRIVED, ticket + 1);
 
     if (code != AH_OK)
         return code;
     if (rank == group->rank)
         from = task->in[rank].data + at;
     if (from != out.data + at)
-        ah_copy(out.data + at, from, ah_span(out.bytes, task->piece, index), out.bytes >= AH_STREAM_BYTES);
+        ah_copy(out.data + at, from, ah_chunk_bytes(out.bytes, task->piece, index), out.bytes >= AH_BYPASS_BYTES);
     return AH_OK;
 }
 
-static int take(const struct task *task, size_t index)
+static int copy_out(const struct task *task, size_t index)
 {
     struct ah_group *group = task->group;
     int code = AH_OK;
 
     if (task->root >= 0)
-        code = take_from(task, index, (uint32_t)task->root, task->only);
+        code = copy_out_from(task, index, (uint32_t)task->root, task->only);
     for (uint32_t step = 0; code == AH_OK && task->out && step < group->ranks; step++) {
         uint32_t rank = (group->rank + step) % group->ranks;
 
-        code = take_from(task, index, rank, task->out[rank]);
+        code = copy_out_from(task, index, rank, task->out[rank]);
     }
     if (code == AH_OK)
-        ah_post(group, AH_TAKEN, task->first + (uint32_t)index + 1);
+        ah_counter_set(group, AH_CONSUMED, task->first + (uint32_t)index + 1);
     return code;
 }
 
-static int fetch_from(const struct task *task, uint32_t rank, struct ah_part out)
+static int read_from(const struct task *task, uint32_t rank, struct ah_part out)
 {
     struct ah_group *group = task->group;
 
     if (rank != group->rank)
-        return ah_reach(group, rank, out.data, ah_stated_address(group, task->first, rank), out.bytes);
+        return ah_single_copy_read(group, rank, out.data, ah_part_address(group, task->first, rank), out.bytes);
     if (out.data != task->in[rank].data)
-        ah_copy(out.data, task->in[rank].data, out.bytes, out.bytes >= AH_STREAM_BYTES);
+        ah_copy(out.data, task->in[rank].data, out.bytes, out.bytes >= AH_BYPASS_BYTES);
     return AH_OK;
 }
 
 /* Read everyone's part for us where it is. */
-static int fetch(const struct task *task)
+static int single_copy(const struct task *task)
 {
     uint32_t self = task->group->rank, ranks = task->group->ranks;
     int code = AH_OK;
 
     if (task->root >= 0)
-        return fetch_from(task, (uint32_t)task->root, task->only);
+        return read_from(task, (uint32_t)task->root, task->only);
     for (uint32_t step = 0; code == AH_OK && step < ranks; step++)
-        code = fetch_from(task, (self + step) % ranks, task->out[(self + step) % ranks]);
+        code = read_from(task, (self + step) % ranks, task->out[(self + step) % ranks]);
     return code;
 }
 
-/* The bytes of each part where all are equal and fit beside a call, else AH_LONG. */
-static uint32_t fits(const struct task *task)
+/* The bytes of each part where all are equal and fit from_payloads a call, else AH_NO_PAYLOAD. */
+static uint32_t payload_bytes(const struct task *task)
 {
     size_t bytes = task->root < 0 ? task->out[0].bytes : task->only.bytes;
 
-    if (bytes * task->group->ranks > AH_SHEET_BYTES)
-        return AH_LONG;
+    if (bytes * task->group->ranks > AH_PAYLOAD_BYTES)
+        return AH_NO_PAYLOAD;
     for (uint32_t rank = 0; rank < task->group->ranks; rank++) {
         if ((task->in && task->in[rank].bytes != bytes) || (task->out && task->out[rank].bytes != bytes))
-            return AH_LONG;
+            return AH_NO_PAYLOAD;
     }
     return (uint32_t)bytes;
 }
 
-static void copy_beside(const struct task *task, size_t bytes)
+static void copy_in_payload(const struct task *task, size_t bytes)
 {
     struct ah_group *group = task->group;
-    unsigned char *to = ah_beside(group, group->rank, bytes * group->ranks);
+    unsigned char *to = ah_payload_of(group, group->rank, bytes * group->ranks);
 
     /* Our own part is read where it is. */
     for (uint32_t rank = 0; task->in && rank < group->ranks; rank++) {
@@ -123,123 +123,123 @@ static void copy_beside(const struct task *task, size_t bytes)
     }
 }
 
-/* Copy our part out of what `rank` has beside the call. */
-static void take_beside(const struct task *task, uint32_t rank, struct ah_part out)
+/* Copy our part out of what `rank` has from_payloads the call. */
+static void copy_out_payload(const struct task *task, uint32_t rank, struct ah_part out)
 {
     struct ah_group *group = task->group;
 
     if (rank != group->rank)
-        ah_copy(out.data, ah_beside(group, rank, out.bytes * group->ranks) + group->rank * out.bytes, out.bytes, 0);
+        ah_copy(out.data, ah_payload_of(group, rank, out.bytes * group->ranks) + group->rank * out.bytes, out.bytes, 0);
     else if (out.data != task->in[rank].data)
         ah_copy(out.data, task->in[rank].data, out.bytes, 0);
 }
 
-/* Everyone's is beside the call. */
+/* Everyone's is from_payloads the call. */
 static int exchange(const struct task *task)
 {
     struct ah_group *group = task->group;
 
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        if (task->out[rank].bytes != ah_card_of(group, rank)->bytes)
-            return ah_differ(group, rank);
+        if (task->out[rank].bytes != ah_fingerprint_of(group, rank)->bytes)
+            return ah_call_mismatch(group, rank);
     }
     /* Our own first: the results of others may go where it is. */
     for (uint32_t step = 0; step < group->ranks; step++) {
         uint32_t rank = (group->rank + step) % group->ranks;
 
-        take_beside(task, rank, task->out[rank]);
+        copy_out_payload(task, rank, task->out[rank]);
     }
-    ah_close(group);
+    ah_call_end(group);
     return AH_OK;
 }
 
-/* The root's is beside the call, or the root says that it is not: AH_LONG in `bytes`. */
-static int take_scattered(const struct task *task, uint32_t *bytes)
+/* The root's is from_payloads the call, or the root says that it is not: AH_NO_PAYLOAD in `bytes`. */
+static int copy_out_scattered(const struct task *task, uint32_t *bytes)
 {
     struct ah_group *group = task->group;
     uint32_t root = (uint32_t)task->root;
     int code = AH_OK;
 
     if (group->rank != root)
-        code = ah_meet_one(group, root);
+        code = ah_call_compare_one(group, root);
     if (code != AH_OK)
         return code;
-    *bytes = ah_card_of(group, root)->bytes;
-    if (*bytes == AH_LONG)
+    *bytes = ah_fingerprint_of(group, root)->bytes;
+    if (*bytes == AH_NO_PAYLOAD)
         return AH_OK;
     if (*bytes != task->only.bytes)
-        return ah_differ(group, group->rank);
-    take_beside(task, root, task->only);
+        return ah_call_mismatch(group, group->rank);
+    copy_out_payload(task, root, task->only);
     if (group->rank == root)
-        ah_leave(group);
+        ah_call_end_uncompared(group);
     else
-        ah_close(group);
+        ah_call_end(group);
     return AH_OK;
 }
 
-/* Everyone has met, and the first chunk of all stands in the slots. */
+/* Everyone has compared, and the first chunk of all stands in the slots. */
 static int through_slots(struct task *task)
 {
     struct ah_group *group = task->group;
     size_t chunks;
-    int code = task->root < 0 ? ah_check_sizes(group, task->first, task->out)
-                              : ah_check_root(group, task->first, (uint32_t)task->root, task->only.bytes);
+    int code = task->root < 0 ? ah_compare_part_sizes(group, task->first, task->out)
+                              : ah_compare_root_sizes(group, task->first, (uint32_t)task->root, task->only.bytes);
 
     if (code != AH_OK)
         return code;
-    chunks = ah_chunks(ah_largest(group), task->piece);
-    if (ah_someone_reaches(group)) {
+    chunks = ah_chunk_count(ah_largest_of_all(group), task->piece);
+    if (ah_any_single_copy(group)) {
         /* Where another's part is too large for it, all goes through the slots. */
-        code = ah_reaches(group, ah_largest(group)) ? ah_reached(group, task->first, fetch(task)) : AH_UNREACHED;
+        code = ah_uses_single_copy(group, ah_largest_of_all(group)) ? ah_single_copy_finish(group, task->first, single_copy(task)) : AH_NOT_READ;
         task->first++;
         task->staged = 1;
-        if (code == AH_UNREACHED)
-            code = give(task, 0);
+        if (code == AH_NOT_READ)
+            code = copy_in(task, 0);
         else
             chunks = 0;
     }
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         if (index + 1 < chunks)
-            code = give(task, index + 1);
+            code = copy_in(task, index + 1);
         if (code == AH_OK)
-            code = take(task, index);
+            code = copy_out(task, index);
     }
     if (code == AH_OK)
-        ah_finish(group, task->first + (uint32_t)chunks);
+        ah_call_end_chunks(group, task->first + (uint32_t)chunks);
     return code;
 }
 
 static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns)
 {
     struct ah_group *group = task->group;
-    size_t slot = group->slot_bytes, table = ah_table_bytes(group);
-    uint32_t bytes = fits(task), theirs = AH_LONG;
+    size_t slot = group->slot_bytes, table = ah_part_table_bytes(group);
+    uint32_t bytes = payload_bytes(task), theirs = AH_NO_PAYLOAD;
     int code;
 
     task->first = group->ticket;
-    if (slot < table + group->ranks * AH_LINE)
+    if (slot < table + group->ranks * AH_ALIGN)
         return AH_INVALID;
-    task->piece = ah_min(slot - table, AH_CHUNK_BYTES) / group->ranks / AH_LINE * AH_LINE;
-    if ((code = ah_begin(group, call, bytes, ah_largest_part(group, task->in, task->only), timeout_ns)) != AH_OK)
+    task->piece = ah_min(slot - table, AH_CHUNK_BYTES) / group->ranks / AH_ALIGN * AH_ALIGN;
+    if ((code = ah_call_begin(group, call, bytes, ah_largest_part(group, task->in, task->only), timeout_ns)) != AH_OK)
         return code;
-    if (bytes != AH_LONG)
-        copy_beside(task, bytes);
-    else if ((code = give(task, 0)) != AH_OK)
+    if (bytes != AH_NO_PAYLOAD)
+        copy_in_payload(task, bytes);
+    else if ((code = copy_in(task, 0)) != AH_OK)
         return code;
-    ah_publish(group);
-    if (bytes != AH_LONG && task->root >= 0 && ((code = take_scattered(task, &theirs)) != AH_OK || theirs != AH_LONG))
+    ah_call_publish(group);
+    if (bytes != AH_NO_PAYLOAD && task->root >= 0 && ((code = copy_out_scattered(task, &theirs)) != AH_OK || theirs != AH_NO_PAYLOAD))
         return code;
-    if ((code = ah_meet(group)) != AH_OK)
+    if ((code = ah_call_compare_all(group)) != AH_OK)
         return code;
-    if (task->root < 0 && !ah_someone_long(group))
+    if (task->root < 0 && !ah_any_without_payload(group))
         return exchange(task);
     /* A root that left its parts does not come through the slots: its parts are smaller than ours. */
-    if (task->root >= 0 && ah_card_of(group, (uint32_t)task->root)->bytes != AH_LONG)
-        return ah_differ(group, group->rank);
-    if (bytes != AH_LONG)
-        code = give(task, 0);
-    if (code == AH_OK && ah_someone_beside(group))
-        code = ah_await_all(group, AH_ARRIVED, task->first + 1);
+    if (task->root >= 0 && ah_fingerprint_of(group, (uint32_t)task->root)->bytes != AH_NO_PAYLOAD)
+        return ah_call_mismatch(group, group->rank);
+    if (bytes != AH_NO_PAYLOAD)
+        code = copy_in(task, 0);
+    if (code == AH_OK && ah_any_payload(group))
+        code = ah_wait_all(group, AH_ARRIVED, task->first + 1);
     return code == AH_OK ? through_slots(task) : code;
 }
 

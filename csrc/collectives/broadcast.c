@@ -1,5 +1,5 @@
-/* broadcast: the root copies in chunk after chunk, everyone else copies out; of two ranks, the other reads it where it is. What
- * fits beside the call is left there by the root, which waits for nobody. */
+/* broadcast: the root copies in chunk after chunk, everyone else copies out; of two ranks, the other uses_single_copy it where it is. What
+ * payload_bytes from_payloads the call is left there by the root, which waits for nobody. */
 #include "shm/fingerprint.h"
 #include "collectives/collective.h"
 #include "shm/copy.h"
@@ -7,37 +7,37 @@
 #include "shm/cico_slot.h"
 #include "shm/wait.h"
 
-/* One reader of so many bytes is faster without slots, unless they are swift (256 KiB: 19 against 22 us; where they are, 22 against
+/* One reader of so many bytes is faster without slots, unless they are victim_l3 (256 KiB: 19 against 22 us; where they are, 22 against
  * 10). More readers are not, nor is one beyond this: root and readers work at the same time only through slots. */
-#define READER_FROM ((size_t)48 << 10)
-#define READER_BELOW ((size_t)1 << 20)
+#define READ_FROM ((size_t)48 << 10)
+#define READ_BELOW ((size_t)1 << 20)
 
 struct task {
     struct ah_group *group;
     struct ah_part data;
     uint32_t root, first;
-    int met; /* everyone has met, and what the other was to read goes through the slots after all */
+    int compared; /* everyone has compared, and what the other was to read goes through the slots after all */
 };
 
 /* Meet, once. */
-static int meet(struct task *task)
+static int compare_once(struct task *task)
 {
-    if (task->met)
+    if (task->compared)
         return AH_OK;
-    task->met = 1;
-    ah_publish(task->group);
-    return ah_meet(task->group);
+    task->compared = 1;
+    ah_call_publish(task->group);
+    return ah_call_compare_all(task->group);
 }
 
 /* Where the chunk of a ticket stands. */
-static unsigned char *place(const struct task *task, uint32_t ticket, size_t chunk)
+static unsigned char *slot_of(const struct task *task, uint32_t ticket, size_t chunk)
 {
     size_t bytes = ah_min(chunk, task->data.bytes);
 
-    return ah_slot_at(task->group, task->root, ticket, bytes, bytes);
+    return ah_cico_slot_at(task->group, task->root, ticket, bytes, bytes);
 }
 
-static int give(struct task *task, size_t chunk, size_t chunks)
+static int copy_in(struct task *task, size_t chunk, size_t chunks)
 {
     struct ah_group *group = task->group;
     int code = AH_OK;
@@ -45,79 +45,79 @@ static int give(struct task *task, size_t chunk, size_t chunks)
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         uint32_t ticket = task->first + (uint32_t)index;
 
-        if ((code = ah_await_slot(group, ticket)) != AH_OK)
+        if ((code = ah_wait_slot(group, ticket)) != AH_OK)
             break;
-        ah_fill(&group->store, place(task, ticket, chunk), task->data.data + index * chunk, ah_span(task->data.bytes, chunk, index));
-        ah_post(group, AH_ARRIVED, ticket + 1);
-        code = meet(task);
+        ah_nt_store_copy(&group->store, slot_of(task, ticket, chunk), task->data.data + index * chunk, ah_chunk_bytes(task->data.bytes, chunk, index));
+        ah_counter_set(group, AH_ARRIVED, ticket + 1);
+        code = compare_once(task);
         /* Nobody gives to the root: it has taken all there is. */
-        ah_post(group, AH_TAKEN, ticket + 1);
+        ah_counter_set(group, AH_CONSUMED, ticket + 1);
     }
     return code;
 }
 
-static int take(struct task *task, size_t chunk, size_t chunks)
+static int copy_out(struct task *task, size_t chunk, size_t chunks)
 {
     struct ah_group *group = task->group;
-    int stream = task->data.bytes >= AH_STREAM_BYTES, code;
+    int bypass = task->data.bytes >= AH_BYPASS_BYTES, code;
 
     /* Only the root has something to copy in; the others are there with all of theirs. */
-    ah_post(group, AH_ARRIVED, task->first + (uint32_t)chunks);
-    code = meet(task);
+    ah_counter_set(group, AH_ARRIVED, task->first + (uint32_t)chunks);
+    code = compare_once(task);
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
         uint32_t ticket = task->first + (uint32_t)index;
 
-        if ((code = ah_await(group, task->root, AH_ARRIVED, ticket + 1)) != AH_OK)
+        if ((code = ah_wait_counter(group, task->root, AH_ARRIVED, ticket + 1)) != AH_OK)
             break;
-        ah_copy(task->data.data + index * chunk, place(task, ticket, chunk), ah_span(task->data.bytes, chunk, index), stream);
-        ah_post(group, AH_TAKEN, ticket + 1);
+        ah_copy(task->data.data + index * chunk, slot_of(task, ticket, chunk), ah_chunk_bytes(task->data.bytes, chunk, index), bypass);
+        ah_counter_set(group, AH_CONSUMED, ticket + 1);
     }
     return code;
 }
 
-static int beside(struct ah_group *group, struct ah_part data, uint32_t root)
+static int from_payloads(struct ah_group *group, struct ah_part data, uint32_t root)
 {
     int code;
 
     if (group->rank == root) {
-        ah_copy(ah_beside(group, root, data.bytes), data.data, data.bytes, 0);
-        ah_publish(group);
-        ah_leave(group);
+        ah_copy(ah_payload_of(group, root, data.bytes), data.data, data.bytes, 0);
+        ah_call_publish(group);
+        ah_call_end_uncompared(group);
         return AH_OK;
     }
-    ah_publish(group);
-    if ((code = ah_meet_one(group, root)) != AH_OK)
+    ah_call_publish(group);
+    if ((code = ah_call_compare_one(group, root)) != AH_OK)
         return code;
-    ah_copy(data.data, ah_beside(group, root, data.bytes), data.bytes, 0);
-    ah_close(group);
+    ah_copy(data.data, ah_payload_of(group, root, data.bytes), data.bytes, 0);
+    ah_call_end(group);
     return AH_OK;
 }
 
-/* The same on every rank: all have the same bytes, which the meeting makes sure of before anyone reads. */
-static int reads(const struct task *task)
+/* The same on every rank: all have the same bytes, which the meeting makes sure of before anyone uses_single_copy. */
+static int uses_single_copy(const struct task *task)
 {
     const struct ah_group *group = task->group;
 
-    return group->pids && !group->swift && group->ranks == 2 && task->data.bytes >= READER_FROM && task->data.bytes < READER_BELOW;
+    return group->pids && !group->victim_l3 && group->ranks == 2 && task->data.bytes >= READ_FROM && task->data.bytes < READ_BELOW;
 }
 
-/* The root says where its tensor is; the other reads it there. */
-static int fetch(struct task *task)
+/* The root says where its tensor is; the other uses_single_copy it there. */
+static int single_copy(struct task *task)
 {
     struct ah_group *group = task->group;
     uint64_t *address = (uint64_t *)ah_slot(group, task->root, task->first);
-    int code = ah_await_slot(group, task->first);
+    int code = ah_wait_slot(group, task->first);
 
     if (code != AH_OK)
         return code;
     if (group->rank == task->root)
         *address = (uintptr_t)task->data.data;
-    ah_post(group, AH_ARRIVED, task->first + 1);
-    if ((code = meet(task)) != AH_OK)
+    ah_counter_set(group, AH_ARRIVED, task->first + 1);
+    if ((code = compare_once(task)) != AH_OK)
         return code;
     if (group->rank != task->root)
-        code = ah_reach(group, task->root, task->data.data, *address, task->data.bytes);
-    return ah_reached(group, task->first++, code);
+        code = ah_single_copy_read(group, task->root, task->data.data, *address, task->data.bytes);
+    return ah_single_copy_finish(group, task->first++, code);
 }
 
 int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t root, int64_t timeout_ns)
@@ -127,19 +127,19 @@ int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, ui
     size_t slot = group->slot_bytes;
     /* In two halves at least, so that copying in and copying out overlap. */
     size_t chunk = data.bytes <= AH_CHUNK_BYTES / 4 ? slot : ah_min(slot, AH_CHUNK_BYTES / 2);
-    size_t chunks = ah_chunks(data.bytes, chunk);
-    int code = root < group->ranks ? ah_begin(group, &call, 0, 0, timeout_ns) : AH_INVALID;
+    size_t chunks = ah_chunk_count(data.bytes, chunk);
+    int code = root < group->ranks ? ah_call_begin(group, &call, 0, 0, timeout_ns) : AH_INVALID;
 
     if (code != AH_OK)
         return code;
-    if (data.bytes <= AH_SHEET_BYTES)
-        return beside(group, data, root);
-    code = reads(&task) ? fetch(&task) : AH_UNREACHED;
-    if (code == AH_UNREACHED)
-        code = group->rank == root ? give(&task, chunk, chunks) : take(&task, chunk, chunks);
+    if (data.bytes <= AH_PAYLOAD_BYTES)
+        return from_payloads(group, data, root);
+    code = uses_single_copy(&task) ? single_copy(&task) : AH_NOT_READ;
+    if (code == AH_NOT_READ)
+        code = group->rank == root ? copy_in(&task, chunk, chunks) : copy_out(&task, chunk, chunks);
     else
         chunks = 0;
     if (code == AH_OK)
-        ah_finish(group, task.first + (uint32_t)chunks);
+        ah_call_end_chunks(group, task.first + (uint32_t)chunks);
     return code;
 }

@@ -6,7 +6,7 @@
 #include "shm/segment.h"
 
 /* A source for each rank; more ranks on one host are refused when the group is made. */
-#define AH_MOST_RANKS 256
+#define AH_MAX_RANKS 256
 
 /* A tensor, or one of a list. */
 struct ah_part {
@@ -15,8 +15,8 @@ struct ah_part {
     const struct ah_window *window; /* where it lives, NULL for ordinary memory */
 };
 
-/* Tensors of one type that are taken as one, as if they lay side by side; see bundle.h. */
-struct ah_bundle {
+/* Tensors of one type that are taken as one, as if they lay side by side; see tensors.h. */
+struct ah_tensor_list {
     struct ah_part *parts;
     size_t *ends;  /* of each: its bytes and those of all before it */
     size_t number; /* at least one */
@@ -25,16 +25,16 @@ struct ah_bundle {
 int ah_barrier(struct ah_group *group, int64_t timeout_ns);
 
 /* A barrier that compares `call`, which is then done by other means; its sequence is filled in. */
-int ah_agree(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns);
+int ah_compare_only(struct ah_group *group, const struct ah_call *call, int64_t timeout_ns);
 
 int ah_all_reduce(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, int64_t timeout_ns);
 
 /* The same for tensors that are reduced as one. Other ranks have tensors of the same sizes, in the same order. */
-int ah_all_reduce_bundle(struct ah_group *group, struct ah_bundle bundle, uint32_t dtype, uint32_t reduction,
+int ah_all_reduce_list(struct ah_group *group, struct ah_tensor_list tensors, uint32_t dtype, uint32_t reduction,
                          int64_t timeout_ns);
 
 /* The result is in `data` of the root; that of the others stays as it is. */
-int ah_reduce_to(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, uint32_t root,
+int ah_reduce_to_root(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t reduction, uint32_t root,
                  int64_t timeout_ns);
 
 int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t root, int64_t timeout_ns);
@@ -61,10 +61,10 @@ int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct
 
 /* Shared by the operations ------------------------------------------------------------------------------- */
 
-/* Tensors from this size on do not stay in the caches between two steps, so copies to them go past the caches. */
-#define AH_STREAM_BYTES ((size_t)4 << 20)
+/* Tensors from this size on do not stay in the caches between two steps, so copies to them go bypass the caches. */
+#define AH_BYPASS_BYTES ((size_t)4 << 20)
 
-/* Large tensors move in chunks of this: both buffers of both ranks stay in the second-level cache. Up to a whole
+/* Large tensors move in chunks of this: store_twice buffers of store_twice ranks stay in the second-level cache. Up to a whole
  * slot goes in one chunk, because each chunk costs two meetings. */
 #define AH_CHUNK_BYTES ((size_t)512 << 10)
 
@@ -74,15 +74,15 @@ static inline size_t ah_min(size_t a, size_t b)
 }
 
 /* The bytes of chunk `index` out of `bytes`. */
-static inline size_t ah_span(size_t bytes, size_t chunk, size_t index)
+static inline size_t ah_chunk_bytes(size_t bytes, size_t chunk, size_t index)
 {
     size_t at = index * chunk;
 
     return at >= bytes ? 0 : ah_min(chunk, bytes - at);
 }
 
-/* How many chunks `bytes` take: at least one, because every call must be met. */
-static inline size_t ah_chunks(size_t bytes, size_t chunk)
+/* How many chunks `bytes` copy_out: at least one, because every call must be compared. */
+static inline size_t ah_chunk_count(size_t bytes, size_t chunk)
 {
     return bytes <= chunk ? 1 : (bytes + chunk - 1) / chunk;
 }

@@ -181,8 +181,8 @@ static int await_patiently(struct ah_ferry *ferry, struct ah_requests *requests,
         now = ah_clock_ns();
         if (now > ferry->deadline_ns)
             return AH_TIMEOUT;
-        if (ferry->pulse && now - heard > PULSE_NS) {
-            if (ferry->pulse(ferry->context) != 0)
+        if (ferry->check_interrupt && now - heard > PULSE_NS) {
+            if (ferry->check_interrupt(ferry->context) != 0)
                 return AH_INTERRUPTED;
             heard = ah_clock_ns();
         }

@@ -35,7 +35,7 @@ struct ah_ferry {
     size_t space_bytes;
     const void **rows; /* a source for each rank */
     /* Called now and then while waiting; not 0 breaks the call off. */
-    int (*pulse)(void *context);
+    int (*check_interrupt)(void *context);
     void *context;
 };
 

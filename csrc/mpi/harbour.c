@@ -11,7 +11,7 @@
 #include "mpi/port.h"
 #include "mpi/voyage.h"
 
-static int voyage(struct ah_ferry *ferry, const struct ah_move *move)
+static int voyage(struct ah_ferry *ferry, const struct ah_operation *move)
 {
     switch (move->kind) {
     case AH_BARRIER:
@@ -37,15 +37,15 @@ static int voyage(struct ah_ferry *ferry, const struct ah_move *move)
     }
 }
 
-/* A ferry's move, see struct ah_gate. */
-static int move(void *mover, struct ah_move *move)
+/* A ferry's move, see struct ah_call_lock. */
+static int move(void *mover, struct ah_operation *move)
 {
     struct ah_harbour *self = mover;
     int code;
 
-    if (move->note && self->ferry.sheets)
-        ah_record_quote(&self->ferry.sheets[self->ferry.rank].record, move->note);
-    AH_RUN(self, code, voyage(&self->ferry, move));
+    if (move->entry && self->ferry.sheets)
+        ah_record_quote(&self->ferry.sheets[self->ferry.rank].record, move->entry);
+    AH_WITHOUT_GIL(self, code, voyage(&self->ferry, move));
     return code;
 }
 
@@ -55,16 +55,16 @@ static PyObject *agree(struct ah_harbour *self, PyObject *const *args, Py_ssize_
     int64_t limit;
     int code;
 
-    if (ah_count(n, 7) != 0 || ah_as_number(args[0], &trip.kind) != 0 || ah_as_number(args[1], &trip.reduction) != 0 ||
-        ah_as_number(args[2], &trip.dtype) != 0 || ah_as_number(args[5], &trip.flags) != 0 ||
-        ah_as_time(args[6], &limit) != 0)
+    if (ah_check_argument_count(n, 7) != 0 || ah_as_uint32(args[0], &trip.kind) != 0 || ah_as_uint32(args[1], &trip.reduction) != 0 ||
+        ah_as_uint32(args[2], &trip.dtype) != 0 || ah_as_uint32(args[5], &trip.flags) != 0 ||
+        ah_as_int64(args[6], &limit) != 0)
         return NULL;
     trip.bytes = PyLong_AsSize_t(args[3]);
     trip.root = (int32_t)PyLong_AsLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    AH_RUN(self, code, ah_voyage_agree(&self->ferry, &trip, limit));
-    return ah_gate_ended(code);
+    AH_WITHOUT_GIL(self, code, ah_voyage_agree(&self->ferry, &trip, limit));
+    return ah_outcome_to_python(code);
 }
 
 /* About the calls ----------------------------------------------------------------------------------------- */
@@ -73,7 +73,7 @@ static PyObject *say(struct ah_harbour *self, PyObject *const *args, Py_ssize_t 
 {
     const char *words[3];
 
-    if (ah_count(n, 3) != 0)
+    if (ah_check_argument_count(n, 3) != 0)
         return NULL;
     for (int word = 0; word < 3; word++) {
         words[word] = PyUnicode_AsUTF8AndSize(args[word], NULL);
@@ -135,7 +135,7 @@ static PyObject *end(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 
 static PyObject *close_it(struct ah_harbour *self, PyObject *Py_UNUSED(none))
 {
-    self->gate.shut = 1;
+    self->lock.fast_path_closed = 1;
     Py_BEGIN_ALLOW_THREADS
     ah_ferry_close(&self->ferry);
     Py_END_ALLOW_THREADS
@@ -169,7 +169,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     *ferry = (struct ah_ferry){.rank = rank, .ranks = ranks, .spins = spins, .burst = burst};
     ferry->mpi = ah_as_mpi(port);
     ferry->comm = (struct ah_mpi_comm){.comm = (uintptr_t)comm, .byte = (uintptr_t)byte};
-    ferry->pulse = ah_gate_pulse;
+    ferry->check_interrupt = ah_call_lock_check_signals;
     ferry->context = self;
     self->port = Py_NewRef(port);
     if (wall >= 0 && ah_wall_open(&ferry->wall, wall, ranks) != 0) {
@@ -185,7 +185,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
         PyErr_SetString(PyExc_RuntimeError, "MPI prepares no messages for a group, or there is no memory");
         return NULL;
     }
-    ah_gate_open(&self->gate, rank, ranks, &ferry->sequence, move);
+    ah_call_lock_init(&self->lock, rank, ranks, &ferry->sequence, move);
     return made;
 }
 
@@ -196,7 +196,7 @@ static void unmake(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-    ah_gate_close(&self->gate);
+    ah_call_lock_clear(&self->lock);
     ah_wall_close(&self->ferry.wall);
     Py_XDECREF(self->port);
     release(object);
@@ -207,33 +207,33 @@ static void unmake(PyObject *object)
 #define PLAIN(name, function, text) {name, (PyCFunction)(void (*)(void))(function), METH_NOARGS, text}
 
 static PyMethodDef METHODS[] = {
-    AH_MOVE(barrier, "barrier(timeout_ns) -> code"),
+    AH_OPERATION_METHOD(barrier, "barrier(timeout_ns) -> code"),
     METHOD(agree, "agree(kind, reduction, dtype, bytes, root, flags, timeout_ns) -> code"),
-    AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
-    AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
-    AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_MOVE(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
-    AH_MOVE(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
-    AH_MOVE(scatter, "scatter(given, address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_MOVE(reduce_scatter, "reduce_scatter(given, address, bytes, dtype, reduction, timeout_ns) -> code"),
-    AH_MOVE(all_to_all, "all_to_all(given, out, dtype, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(scatter, "scatter(given, address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(reduce_scatter, "reduce_scatter(given, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_to_all, "all_to_all(given, out, dtype, timeout_ns) -> code"),
     METHOD(say, "say(shape, site, refused): the words of the next call"),
     PLAIN("records", records, "records() -> everyone's records of the last call, as bytes"),
     PLAIN("tables", tables, "tables() -> what each rank gives to and takes from each in the last call; [] if all alike"),
     PLAIN("problem", problem, "problem() -> what MPI said of the last call, '' for nothing"),
-    PLAIN("sequence", ah_gate_sequence, "sequence() -> number of the last call"),
+    PLAIN("sequence", ah_call_lock_sequence, "sequence() -> number of the last call"),
     PLAIN("end", end, "end(): the group is over: whoever waits stops"),
     PLAIN("close", close_it, "close(): make no further call, and let go of what MPI has for this group"),
-    PLAIN("__enter__", ah_gate_enter, "Wait for our turn."),
-    {"__exit__", (PyCFunction)(void (*)(void))ah_gate_leave, METH_FASTCALL, "Let the next one have it."},
-    {"introduce", (PyCFunction)(void (*)(void))ah_gate_introduce, METH_FASTCALL,
-     "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"},
+    PLAIN("__enter__", ah_call_lock_enter, "Wait for our turn."),
+    {"__exit__", (PyCFunction)(void (*)(void))ah_call_lock_exit, METH_FASTCALL, "Let the next one have it."},
+    {"configure_fast_path", (PyCFunction)(void (*)(void))ah_call_lock_configure, METH_FASTCALL,
+     "configure_fast_path(limit_ns, name, ranks, board): what the short way has to know of the group"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef MEMBERS[] = {
-    {"queued", T_UINT, offsetof(struct ah_harbour, gate.queued), 0, "calls that wait for their turn"},
-    {"shut", T_INT, offsetof(struct ah_harbour, gate.shut), 0, "not 0: no more calls of the short way"},
+    {"queued", T_UINT, offsetof(struct ah_harbour, lock.queued), 0, "calls that wait for their turn"},
+    {"fast_path_closed", T_INT, offsetof(struct ah_harbour, lock.fast_path_closed), 0, "not 0: no more calls of the short way"},
     {"under_way", T_INT, offsetof(struct ah_harbour, ferry.under_way), 0, "not 0: a call is not over, or ended badly"},
     {"left", T_INT, offsetof(struct ah_harbour, ferry.left), READONLY, "not 0: a call was left in the middle"},
     {NULL, 0, 0, 0, NULL},

@@ -9,7 +9,7 @@
 
 struct ah_harbour {
     PyObject_HEAD
-    struct ah_gate gate; /* first: see struct ah_gated */
+    struct ah_call_lock lock; /* first: see struct ah_locked */
     struct ah_ferry ferry;
     PyObject *port;
 };

@@ -51,9 +51,9 @@ static size_t put_number(struct ah_record *record, size_t at, uint64_t number)
     return put(record, at, digits + first, sizeof digits - first);
 }
 
-void ah_record_quote(struct ah_record *record, const struct ah_note *note)
+void ah_record_quote(struct ah_record *record, const struct ah_entry *note)
 {
-    uint32_t known = note->dims < AH_BOARD_DIMS ? note->dims : AH_BOARD_DIMS;
+    uint32_t known = note->dims < AH_ENTRY_DIMS ? note->dims : AH_ENTRY_DIMS;
     size_t at = 0;
 
     if (note->dtype[0] != '\0') { /* a call with a tensor */

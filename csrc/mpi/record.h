@@ -42,7 +42,7 @@ enum ah_likeness { AH_ALIKE, AH_ALIKE_BUT_SIZES, AH_UNLIKE };
 void ah_record_say(struct ah_record *record, const char *shape, const char *site, const char *refused);
 
 /* The same from the note of a call. */
-void ah_record_quote(struct ah_record *record, const struct ah_note *note);
+void ah_record_quote(struct ah_record *record, const struct ah_entry *note);
 
 /* Compare everyone's: sizes are left out where someone's parts differ in size. */
 enum ah_likeness ah_records_compare(const struct ah_sheet *sheets, uint32_t ranks, uint32_t rank);

@@ -13,7 +13,7 @@
 #include "shm/segment.h"
 
 struct ah_pin {
-    alignas(AH_LINE) _Atomic uint64_t stamp; /* the sequence of the call, once the sheet stands there */
+    alignas(AH_ALIGN) _Atomic uint64_t stamp; /* the sequence of the call, once the sheet stands there */
     uint32_t bytes;                          /* of the sheet, from its beginning */
     struct ah_sheet sheet;
 };

@@ -1,4 +1,4 @@
-/* Matching messages and receives, and one pass over all that is under way. */
+/* Matching messages and posted_receives, and one pass complete all that is under facts. */
 #define _GNU_SOURCE
 #include "p2p/matching.h"
 
@@ -11,138 +11,138 @@
 
 /* Receiving ----------------------------------------------------------------------------------------------- */
 
-/* End the group because a message does not fit its receive, and note both for whoever writes the sentence. */
-static void misfit(struct ah_mail *mail, struct ah_letter *letter, const struct ah_cover *came)
+/* End the group because a message does not fit its receive, and entry both for whoever writes the sentence. */
+static void mismatch(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header)
 {
-    struct ah_odd *odd = ah_odd_of(mail->group);
+    struct ah_message_mismatch *found = ah_message_mismatch_of(p2p->group);
     uint32_t nobody = 0;
 
-    if (atomic_compare_exchange_strong(&odd->claimed, &nobody, 1)) {
-        odd->source = came->source;
-        odd->target = mail->group->rank;
-        odd->tag = came->tag;
-        odd->sent_bytes = came->bytes;
-        odd->sent_dtype = came->dtype;
-        odd->wanted_bytes = letter->message.bytes;
-        odd->wanted_dtype = letter->message.dtype;
-        atomic_store(&odd->whole, 1);
+    if (atomic_compare_exchange_strong(&found->claimed, &nobody, 1)) {
+        found->source = header->source;
+        found->target = p2p->group->rank;
+        found->tag = header->tag;
+        found->sent_bytes = header->bytes;
+        found->sent_dtype = header->dtype;
+        found->wanted_bytes = request->message.bytes;
+        found->wanted_dtype = request->message.dtype;
+        atomic_store(&found->whole, 1);
     }
-    ah_end(mail->group, AH_MISMATCH, came->source);
-    ah_letter_end(mail, letter, AH_MISMATCH, came->source);
-    ah_ring_all(mail->group);
+    ah_group_end(p2p->group, AH_MISMATCH, header->source);
+    ah_request_complete(p2p, request, AH_MISMATCH, header->source);
+    ah_mailbox_wake_all(p2p->group);
 }
 
 /* A receive has met its message. */
-static void meet(struct ah_mail *mail, struct ah_letter *letter, const struct ah_cover *came, const void *payload)
+static void match(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header, const void *payload)
 {
-    if (came->bytes != letter->message.bytes || came->dtype != letter->message.dtype) {
-        misfit(mail, letter, came);
+    if (header->bytes != request->message.bytes || header->dtype != request->message.dtype) {
+        mismatch(p2p, request, header);
         return;
     }
-    if (came->kind == AH_WHOLE) {
-        if (came->bytes != 0)
-            memcpy(letter->message.data, payload, came->bytes);
-        ah_letter_end(mail, letter, AH_OK, came->source);
+    if (header->kind == AH_EAGER) {
+        if (header->bytes != 0)
+            memcpy(request->message.data, payload, header->bytes);
+        ah_request_complete(p2p, request, AH_OK, header->source);
         return;
     }
-    letter->state = AH_MATCHED;
-    letter->message.peer = came->source;
-    letter->id = came->id;
-    ah_list_move(&mail->matched, letter);
+    request->state = AH_MATCHED;
+    request->message.peer = header->source;
+    request->id = header->id;
+    ah_request_move(&p2p->matched, request);
 }
 
-static struct ah_letter *first_with(const struct ah_list *list, uint64_t tag)
+static struct ah_request *find_tag(const struct ah_request_list *list, uint64_t tag)
 {
-    struct ah_letter *letter = list->first;
+    struct ah_request *request = list->first;
 
-    while (letter && letter->message.tag != tag)
-        letter = letter->next;
-    return letter;
+    while (request && request->message.tag != tag)
+        request = request->next;
+    return request;
 }
 
 /* Keep a message that nobody has asked for yet. */
-static int store(struct ah_mail *mail, const struct ah_cover *came, const void *payload)
+static int keep_unexpected(struct ah_p2p *p2p, const struct ah_envelope_header *header, const void *payload)
 {
-    size_t bytes = came->kind == AH_WHOLE ? came->bytes : 0;
-    struct ah_letter *stray = malloc(sizeof *stray + bytes);
+    size_t bytes = header->kind == AH_EAGER ? header->bytes : 0;
+    struct ah_request *unexpected = malloc(sizeof *unexpected + bytes);
 
-    if (!stray)
+    if (!unexpected)
         return 0;
-    memset(stray, 0, sizeof *stray);
-    stray->message = (struct ah_message){
-        .bytes = came->bytes, .tag = came->tag, .dtype = came->dtype, .peer = came->source};
-    stray->kind = came->kind;
-    stray->id = came->id;
-    stray->order = mail->order++;
+    memset(unexpected, 0, sizeof *unexpected);
+    unexpected->message = (struct ah_message){
+        .bytes = header->bytes, .tag = header->tag, .dtype = header->dtype, .peer = header->source};
+    unexpected->kind = header->kind;
+    unexpected->id = header->id;
+    unexpected->order = p2p->order++;
     if (bytes != 0)
-        memcpy(stray->stored, payload, bytes);
-    ah_list_append(&mail->strays[came->source], stray);
+        memcpy(unexpected->payload, payload, bytes);
+    ah_request_append(&p2p->unexpected[header->source], unexpected);
     return 1;
 }
 
-/* A grant came: stream. */
-static void granted(struct ah_mail *mail, const struct ah_cover *came)
+/* A grant header: stream. */
+static void begin_transfer(struct ah_p2p *p2p, const struct ah_envelope_header *header)
 {
-    for (struct ah_letter *letter = mail->offered.first; letter; letter = letter->next) {
-        if (letter->id == came->id && letter->message.peer == came->source) {
-            letter->lane = (uint32_t)came->tag;
-            letter->blocks = (uint32_t)came->bytes;
-            letter->state = AH_STREAMS;
-            ah_list_move(&mail->outgoing, letter);
+    for (struct ah_request *request = p2p->awaiting_cts.first; request; request = request->next) {
+        if (request->id == header->id && request->message.peer == header->source) {
+            request->channel = (uint32_t)header->tag;
+            request->blocks = (uint32_t)header->bytes;
+            request->state = AH_TRANSFERRING;
+            ah_request_move(&p2p->outgoing, request);
             return;
         }
     }
 }
 
-static int accept(struct ah_mail *mail, const struct ah_cover *came, const void *payload)
+static int receive_envelope(struct ah_p2p *p2p, const struct ah_envelope_header *header, const void *payload)
 {
-    struct ah_letter *one, *any;
+    struct ah_request *one, *any;
 
-    if (came->kind == AH_GRANT) {
-        granted(mail, came);
+    if (header->kind == AH_CTS) {
+        begin_transfer(p2p, header);
         return 1;
     }
-    one = first_with(&mail->receives[came->source], came->tag);
-    any = first_with(&mail->receives[mail->group->ranks], came->tag);
+    one = find_tag(&p2p->posted_receives[header->source], header->tag);
+    any = find_tag(&p2p->posted_receives[p2p->group->ranks], header->tag);
     if (any && (!one || any->order < one->order))
         one = any;
     if (!one)
-        return store(mail, came, payload);
-    meet(mail, one, came, payload);
+        return keep_unexpected(p2p, header, payload);
+    match(p2p, one, header, payload);
     return 1;
 }
 
-/* Empty our box, whoever may want what is in it: what is wanted may stand behind it. */
-static size_t drain(struct ah_mail *mail)
+/* Empty our mailbox, whoever may want what is in it: what is wanted may stand behind it. */
+static size_t drain_mailbox(struct ah_p2p *p2p)
 {
-    const struct ah_envelope *came;
+    const struct ah_envelope *header;
     size_t taken = 0;
 
-    while ((came = ah_inbox_look(mail->group, mail->head)) != NULL &&
-           accept(mail, &came->cover, came->payload)) {
-        ah_inbox_free(mail->group, mail->head++);
+    while ((header = ah_mailbox_peek(p2p->group, p2p->head)) != NULL &&
+           receive_envelope(p2p, &header->header, header->payload)) {
+        ah_mailbox_release(p2p->group, p2p->head++);
         taken++;
     }
     if (taken != 0) {
         /* Pairs with the fence of whoever found the ring full. */
         atomic_thread_fence(memory_order_seq_cst);
-        if (atomic_load_explicit(&mail->box->starving, memory_order_relaxed) != 0) {
-            atomic_store(&mail->box->starving, 0);
-            ah_ring_all(mail->group);
+        if (atomic_load_explicit(&p2p->mailbox->senders_waiting, memory_order_relaxed) != 0) {
+            atomic_store(&p2p->mailbox->senders_waiting, 0);
+            ah_mailbox_wake_all(p2p->group);
         }
     }
     return taken;
 }
 
-/* The stray that a new receive takes, NULL where none fits. */
-static struct ah_letter *stray_for(const struct ah_mail *mail, const struct ah_message *message)
+/* The unexpected that a new receive takes, NULL where none fits. */
+static struct ah_request *find_unexpected(const struct ah_p2p *p2p, const struct ah_message *message)
 {
-    struct ah_letter *best = NULL;
+    struct ah_request *best = NULL;
 
-    if (message->peer != AH_ANYONE)
-        return first_with(&mail->strays[message->peer], message->tag);
-    for (uint32_t source = 0; source < mail->group->ranks; source++) {
-        struct ah_letter *found = first_with(&mail->strays[source], message->tag);
+    if (message->peer != AH_ANY_SOURCE)
+        return find_tag(&p2p->unexpected[message->peer], message->tag);
+    for (uint32_t source = 0; source < p2p->group->ranks; source++) {
+        struct ah_request *found = find_tag(&p2p->unexpected[source], message->tag);
 
         if (found && (!best || found->order < best->order))
             best = found;
@@ -150,85 +150,85 @@ static struct ah_letter *stray_for(const struct ah_mail *mail, const struct ah_m
     return best;
 }
 
-static void add_receive(struct ah_mail *mail, struct ah_letter *letter)
+static void add_receive(struct ah_p2p *p2p, struct ah_request *request)
 {
-    const struct ah_message *message = &letter->message;
-    struct ah_letter *stray = stray_for(mail, message);
+    const struct ah_message *message = &request->message;
+    struct ah_request *unexpected = find_unexpected(p2p, message);
 
-    if (stray) {
-        const struct ah_cover came = {.tag = stray->message.tag,
-                                      .bytes = stray->message.bytes,
-                                      .source = stray->message.peer,
-                                      .dtype = stray->message.dtype,
-                                      .kind = stray->kind,
-                                      .id = stray->id};
+    if (unexpected) {
+        const struct ah_envelope_header header = {.tag = unexpected->message.tag,
+                                      .bytes = unexpected->message.bytes,
+                                      .source = unexpected->message.peer,
+                                      .dtype = unexpected->message.dtype,
+                                      .kind = unexpected->kind,
+                                      .id = unexpected->id};
 
-        ah_list_take_out(stray);
-        meet(mail, letter, &came, stray->stored);
-        free(stray);
+        ah_request_unlink(unexpected);
+        match(p2p, request, &header, unexpected->payload);
+        free(unexpected);
         return;
     }
-    ah_list_append(&mail->receives[message->peer == AH_ANYONE ? mail->group->ranks : message->peer], letter);
+    ah_request_append(&p2p->posted_receives[message->peer == AH_ANY_SOURCE ? p2p->group->ranks : message->peer], request);
 }
 
 /* Sending ------------------------------------------------------------------------------------------------- */
 
-/* Put the envelope of a send into the target's box; 0 where there is no room. */
-static int offer(struct ah_mail *mail, struct ah_letter *letter)
+/* Put the envelope of a send into the target's mailbox; 0 where there is no room. */
+static int send_envelope(struct ah_p2p *p2p, struct ah_request *request)
 {
-    const struct ah_message *message = &letter->message;
-    const struct ah_cover cover = {.tag = message->tag,
+    const struct ah_message *message = &request->message;
+    const struct ah_envelope_header header = {.tag = message->tag,
                                    .bytes = message->bytes,
-                                   .source = mail->group->rank,
+                                   .source = p2p->group->rank,
                                    .dtype = message->dtype,
-                                   .kind = message->bytes <= AH_EAGER_BYTES ? AH_WHOLE : AH_OFFER,
-                                   .id = letter->id};
+                                   .kind = message->bytes <= AH_EAGER_BYTES ? AH_EAGER : AH_RTS,
+                                   .id = request->id};
 
-    if (!ah_inbox_put(mail->group, message->peer, &cover, message->data))
+    if (!ah_mailbox_put(p2p->group, message->peer, &header, message->data))
         return 0;
-    if (cover.kind == AH_WHOLE) {
-        ah_letter_end(mail, letter, AH_OK, message->peer);
+    if (header.kind == AH_EAGER) {
+        ah_request_complete(p2p, request, AH_OK, message->peer);
         return 1;
     }
-    letter->state = AH_OFFERED;
-    ah_list_move(&mail->offered, letter);
+    request->state = AH_RTS_SENT;
+    ah_request_move(&p2p->awaiting_cts, request);
     return 1;
 }
 
-static void add_send(struct ah_mail *mail, struct ah_letter *letter)
+static void add_send(struct ah_p2p *p2p, struct ah_request *request)
 {
-    struct ah_list *before = &mail->unsent[letter->message.peer];
+    struct ah_request_list *before = &p2p->unsent[request->message.peer];
 
-    letter->id = mail->id++;
-    if (before->first || !offer(mail, letter)) {
-        ah_list_append(before, letter);
-        mail->waiting_sends++;
+    request->id = p2p->id++;
+    if (before->first || !send_envelope(p2p, request)) {
+        ah_request_append(before, request);
+        p2p->waiting_sends++;
     }
 }
 
-static size_t retry(struct ah_mail *mail)
+static size_t retry_sends(struct ah_p2p *p2p)
 {
     size_t moved = 0;
 
-    for (uint32_t rank = 0; mail->waiting_sends != 0 && rank < mail->group->ranks; rank++) {
-        struct ah_letter *letter;
+    for (uint32_t rank = 0; p2p->waiting_sends != 0 && rank < p2p->group->ranks; rank++) {
+        struct ah_request *request;
 
-        while ((letter = mail->unsent[rank].first) != NULL) {
-            /* What `offer` does with it takes it out of the list; it is counted there only while it waits. */
-            ah_list_take_out(letter);
-            mail->waiting_sends--;
-            if (!offer(mail, letter)) {
-                struct ah_list *list = &mail->unsent[rank];
+        while ((request = p2p->unsent[rank].first) != NULL) {
+            /* What `send_envelope` does with it takes it out of the list; it is counted there only while it waits. */
+            ah_request_unlink(request);
+            p2p->waiting_sends--;
+            if (!send_envelope(p2p, request)) {
+                struct ah_request_list *list = &p2p->unsent[rank];
 
-                letter->list = list;
-                letter->previous = NULL;
-                letter->next = list->first;
+                request->list = list;
+                request->previous = NULL;
+                request->next = list->first;
                 if (list->first)
-                    list->first->previous = letter;
+                    list->first->previous = request;
                 else
-                    list->last = letter;
-                list->first = letter;
-                mail->waiting_sends++;
+                    list->last = request;
+                list->first = request;
+                p2p->waiting_sends++;
                 break;
             }
             moved++;
@@ -239,73 +239,73 @@ static size_t retry(struct ah_mail *mail)
 
 /* Both ---------------------------------------------------------------------------------------------------- */
 
-void ah_letter_add(struct ah_mail *mail, struct ah_letter *letter)
+void ah_request_start(struct ah_p2p *p2p, struct ah_request *request)
 {
-    letter->order = mail->order++;
-    letter->earlier = mail->latest;
-    if (mail->latest)
-        mail->latest->later = letter;
-    mail->latest = letter;
-    if (letter->message.sends)
-        add_send(mail, letter);
+    request->order = p2p->order++;
+    request->previous_active = p2p->last_active;
+    if (p2p->last_active)
+        p2p->last_active->next_active = request;
+    p2p->last_active = request;
+    if (request->message.sends)
+        add_send(p2p, request);
     else
-        add_receive(mail, letter);
+        add_receive(p2p, request);
 }
 
-size_t ah_mail_pass(struct ah_mail *mail)
+size_t ah_p2p_poll(struct ah_p2p *p2p)
 {
-    size_t moved = drain(mail);
+    size_t moved = drain_mailbox(p2p);
 
-    if (mail->waiting_sends != 0)
-        moved += retry(mail);
-    if (mail->matched.first)
-        moved += ah_mail_grant(mail);
-    if (mail->outgoing.first)
-        moved += ah_mail_give(mail);
-    if (mail->incoming.first)
-        moved += ah_mail_take(mail);
+    if (p2p->waiting_sends != 0)
+        moved += retry_sends(p2p);
+    if (p2p->matched.first)
+        moved += ah_p2p_grant(p2p);
+    if (p2p->outgoing.first)
+        moved += ah_p2p_copy_in(p2p);
+    if (p2p->incoming.first)
+        moved += ah_p2p_copy_out(p2p);
     return moved;
 }
 
-struct ah_mail *ah_mail_open(struct ah_group *group)
+struct ah_p2p *ah_p2p_open(struct ah_group *group)
 {
-    struct ah_mail *mail = calloc(1, sizeof *mail);
+    struct ah_p2p *p2p = calloc(1, sizeof *p2p);
     pthread_condattr_t clock;
 
-    if (!mail)
+    if (!p2p)
         return NULL;
-    mail->group = group;
-    mail->box = ah_box_of(group, group->rank);
-    mail->receives = calloc(group->ranks + 1, sizeof *mail->receives);
-    mail->strays = calloc(group->ranks, sizeof *mail->strays);
-    mail->unsent = calloc(group->ranks, sizeof *mail->unsent);
-    mail->looks = calloc(group->ranks, sizeof *mail->looks);
-    pthread_mutex_init(&mail->lock, NULL);
+    p2p->group = group;
+    p2p->mailbox = ah_mailbox_of(group, group->rank);
+    p2p->posted_receives = calloc(group->ranks + 1, sizeof *p2p->posted_receives);
+    p2p->unexpected = calloc(group->ranks, sizeof *p2p->unexpected);
+    p2p->unsent = calloc(group->ranks, sizeof *p2p->unsent);
+    p2p->pollfds = calloc(group->ranks, sizeof *p2p->pollfds);
+    pthread_mutex_init(&p2p->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&mail->work, &clock);
+    pthread_cond_init(&p2p->work, &clock);
     pthread_condattr_destroy(&clock);
-    if (mail->receives && mail->strays && mail->unsent && mail->looks)
-        return mail;
-    ah_mail_free(mail);
+    if (p2p->posted_receives && p2p->unexpected && p2p->unsent && p2p->pollfds)
+        return p2p;
+    ah_p2p_free(p2p);
     return NULL;
 }
 
-void ah_mail_free(struct ah_mail *mail)
+void ah_p2p_free(struct ah_p2p *p2p)
 {
-    for (uint32_t rank = 0; mail->strays && rank < mail->group->ranks; rank++) {
-        struct ah_letter *stray;
+    for (uint32_t rank = 0; p2p->unexpected && rank < p2p->group->ranks; rank++) {
+        struct ah_request *unexpected;
 
-        while ((stray = mail->strays[rank].first) != NULL) {
-            ah_list_take_out(stray);
-            free(stray);
+        while ((unexpected = p2p->unexpected[rank].first) != NULL) {
+            ah_request_unlink(unexpected);
+            free(unexpected);
         }
     }
-    free(mail->receives);
-    free(mail->strays);
-    free(mail->unsent);
-    free(mail->looks);
-    pthread_cond_destroy(&mail->work);
-    pthread_mutex_destroy(&mail->lock);
-    free(mail);
+    free(p2p->posted_receives);
+    free(p2p->unexpected);
+    free(p2p->unsent);
+    free(p2p->pollfds);
+    pthread_cond_destroy(&p2p->work);
+    pthread_mutex_destroy(&p2p->lock);
+    free(p2p);
 }

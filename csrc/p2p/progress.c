@@ -1,347 +1,567 @@
-/* Waiting for messages: whoever waits moves all of this rank's messages on, and sleeps when nothing moves. */
+/* Progress of messages: waiting threads poll all messages of this rank and sleep when nothing moves; a progress thread polls those
+ * that were posted and that no thread waits for; deadlines, dead peers and the end of the group complete the others. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "p2p/request.h"
 #include "shm/wait.h"
 
-/* A pass stands for this many looks at a counter of a collective: it costs a few of them, and where the other rank
+/* Failures ------------------------------------------------------------------------------------------------- */
+
+/* How often to look at processes and signals while bells ring or things move. */
+#define CHECK_NS 10000000L
+
+void ah_p2p_complete_all(struct ah_p2p *p2p, int code, uint32_t culprit)
+{
+    while (p2p->last_active)
+        ah_request_complete(p2p, p2p->last_active, code, culprit);
+}
+
+/* Deadlines ----------------------------------------------------------------------------------------------- */
+
+static void expire_requests(struct ah_p2p *p2p, int64_t now)
+{
+    for (struct ah_request *request = p2p->last_active, *next; request; request = next) {
+        uint32_t peer = request->message.peer == AH_ANY_SOURCE ? p2p->group->rank : request->message.peer;
+
+        next = request->previous_active;
+        if (now < request->deadline_ns)
+            continue;
+        if (!ah_request_is_local(request)) {
+            ah_group_end(p2p->group, AH_TIMEOUT, peer);
+            ah_mailbox_wake_all(p2p->group);
+        }
+        ah_request_complete(p2p, request, AH_TIMEOUT, peer);
+    }
+}
+
+/* Deaths -------------------------------------------------------------------------------------------------- */
+
+/* Look at the processes that letters wait for; how many of them are gone. */
+static int poll_peers(struct ah_p2p *p2p)
+{
+    const struct ah_group *group = p2p->group;
+    int anyone = 0;
+
+    for (uint32_t rank = 0; rank < group->ranks; rank++)
+        p2p->pollfds[rank] = (struct pollfd){.fd = -1, .events = POLLIN};
+    for (struct ah_request *request = p2p->last_active; request; request = request->previous_active) {
+        if (request->message.peer == AH_ANY_SOURCE)
+            anyone = 1;
+        else
+            p2p->pollfds[request->message.peer].fd = group->pidfds[request->message.peer];
+    }
+    for (uint32_t rank = 0; anyone && rank < group->ranks; rank++)
+        p2p->pollfds[rank].fd = group->pidfds[rank];
+    return poll(p2p->pollfds, group->ranks, 0);
+}
+
+/* A receive from anyone waits in vain only where everyone else is gone: a rank may leave in good order. */
+static int all_peers_dead(const struct ah_p2p *p2p)
+{
+    for (uint32_t rank = 0; rank < p2p->group->ranks; rank++) {
+        if (rank != p2p->group->rank && p2p->pollfds[rank].revents == 0)
+            return 0;
+    }
+    return p2p->group->ranks > 1;
+}
+
+static void fail_dead_peers(struct ah_p2p *p2p)
+{
+    int core_is_free = all_peers_dead(p2p);
+
+    /* What they had sent before they went still counts. */
+    while (ah_p2p_poll(p2p) != 0)
+        continue;
+    for (struct ah_request *request = p2p->last_active, *next; request; request = next) {
+        uint32_t peer = request->message.peer;
+
+        next = request->previous_active;
+        if (peer == AH_ANY_SOURCE ? !core_is_free : p2p->pollfds[peer].revents == 0)
+            continue;
+        if (peer == AH_ANY_SOURCE)
+            peer = p2p->group->rank == 0 ? 1 : 0;
+        ah_group_end(p2p->group, AH_DEAD, peer);
+        ah_mailbox_wake_all(p2p->group);
+        ah_request_complete(p2p, request, AH_DEAD, peer);
+    }
+}
+
+/* Look at all that may end letters from outside. */
+void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now)
+{
+    uint32_t culprit;
+    int code;
+
+    if (!p2p->last_active)
+        return;
+    if ((code = ah_p2p_group_status(p2p, &culprit)) != 0) {
+        while (ah_p2p_poll(p2p) != 0)
+            continue;
+        ah_p2p_complete_all(p2p, code, culprit);
+        return;
+    }
+    expire_requests(p2p, now);
+    if (now - p2p->checked_ns < CHECK_NS)
+        return;
+    p2p->checked_ns = now;
+    if (poll_peers(p2p) > 0)
+        fail_dead_peers(p2p);
+}
+
+/* Waiting -------------------------------------------------------------------------------------------------- */
+
+/* A pass stands for this many pollfds at a counter of a collective: it costs a few of them, and where the other rank
  * shares our core after all, every look of ours is time that it does not have (4 us in all, against the 0.3 us that a
  * small message takes between two cores). */
-#define PASS_LOOKS 16
+#define POLL_SPINS 16
 
 /* How often to look for a small message before letting go of what the caller holds: some microseconds, within which an
- * answer that is on its way comes. */
-#define SHORT_LOOKS 60
+ * answer that is on its facts comes. */
+#define SHORT_POLLS 60
 
 /* Giving the core away takes so long only where someone takes it. */
 #define TAKEN_NS 1000
 
-/* Give the core to whoever wants it, and note whether someone did: where ranks outnumber the cores, most of them may sleep. */
-static void give_way(struct ah_mail *mail)
+/* Give the core to whoever wants it, and entry whether someone did: where ranks outnumber the cores, most of them may sleep. */
+static void yield_core(struct ah_p2p *p2p)
 {
-    int64_t before = ah_now_ns();
+    int64_t before = ah_clock_ns();
 
     sched_yield();
-    atomic_store_explicit(&mail->alone, ah_now_ns() - before < TAKEN_NS, memory_order_relaxed);
+    atomic_store_explicit(&p2p->core_is_free, ah_clock_ns() - before < TAKEN_NS, memory_order_relaxed);
 }
 
 /* How often to look before giving the core away. */
-static uint32_t looks_of(const struct ah_mail *mail)
+static uint32_t spin_limit(const struct ah_p2p *p2p)
 {
-    if (mail->group->spins != 0)
-        return mail->group->spins / PASS_LOOKS;
-    return atomic_load_explicit(&mail->alone, memory_order_relaxed) ? SHORT_LOOKS : 0;
+    if (p2p->group->spins != 0)
+        return p2p->group->spins / POLL_SPINS;
+    return atomic_load_explicit(&p2p->core_is_free, memory_order_relaxed) ? SHORT_POLLS : 0;
 }
 
-/* Sleep until something may have changed. Returns not 0 where a signal came. */
-int ah_mail_nap(struct ah_mail *mail, struct ah_letter *letter, int64_t limit_ns)
+/* Sleep until something may have changed. Returns not 0 where a signal header. */
+int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns)
 {
-    struct ah_box *box = mail->box;
-    uint32_t bell;
+    struct ah_mailbox *mailbox = p2p->mailbox;
+    uint32_t wake_count;
     size_t moved;
     int signalled = 0;
 
-    atomic_fetch_add(&box->sleeping, 1);
-    bell = atomic_load(&box->bell);
+    atomic_fetch_add(&mailbox->sleeping, 1);
+    wake_count = atomic_load(&mailbox->wake_count);
     atomic_thread_fence(memory_order_seq_cst);
-    pthread_mutex_lock(&mail->lock);
-    moved = ah_mail_pass(mail);
-    if (mail->stopped)
+    pthread_mutex_lock(&p2p->lock);
+    moved = ah_p2p_poll(p2p);
+    if (p2p->stopped)
         moved++;
-    pthread_mutex_unlock(&mail->lock);
-    if (moved == 0 && !(letter && ah_is_over(letter)))
-        signalled = ah_sleep(box, bell, limit_ns);
-    atomic_fetch_sub(&box->sleeping, 1);
+    pthread_mutex_unlock(&p2p->lock);
+    if (moved == 0 && !(request && ah_request_is_complete(request)))
+        signalled = ah_mailbox_sleep(mailbox, wake_count, limit_ns);
+    atomic_fetch_sub(&mailbox->sleeping, 1);
     return signalled;
 }
 
-/* Move things on until `letter` is over, or `until_ns` is past; not 0 where the ear heard something. */
-static int drive(struct ah_mail *mail, struct ah_letter *letter, int64_t until_ns, const struct ah_ear *ear)
+/* Move things on until `request` is complete, or `until_ns` is past; not 0 where the interrupt interrupted something. */
+static int wait_for(struct ah_p2p *p2p, struct ah_request *request, int64_t until_ns, const struct ah_interrupt *interrupt)
 {
-    const uint32_t spins = looks_of(mail), patience = spins + mail->group->yields;
-    uint32_t looks = 0, moves = 0;
-    int64_t now, heard_ns = 0;
+    const uint32_t spins = spin_limit(p2p), spins_and_yields = spins + p2p->group->yields;
+    uint32_t pollfds = 0, moves = 0;
+    int64_t now, checked_interrupt_ns = 0;
 
-    while (!ah_is_over(letter)) {
+    while (!ah_request_is_complete(request)) {
         size_t moved = 0;
         int signalled = 0;
 
-        if (pthread_mutex_trylock(&mail->lock) == 0) {
-            moved = ah_mail_pass(mail);
-            pthread_mutex_unlock(&mail->lock);
+        if (pthread_mutex_trylock(&p2p->lock) == 0) {
+            moved = ah_p2p_poll(p2p);
+            pthread_mutex_unlock(&p2p->lock);
         }
         if (moved != 0) {
-            looks = 0;
+            pollfds = 0;
             if (++moves % 64 != 0)
                 continue;
-        } else if (looks < patience) {
-            if (looks++ < spins)
+        } else if (pollfds < spins_and_yields) {
+            if (pollfds++ < spins)
                 ah_relax();
             else
-                give_way(mail);
+                yield_core(p2p);
             continue;
         }
-        now = ah_now_ns();
-        pthread_mutex_lock(&mail->lock);
-        ah_mail_tend(mail, now);
-        pthread_mutex_unlock(&mail->lock);
-        if (ah_is_over(letter) || now >= until_ns)
+        now = ah_clock_ns();
+        pthread_mutex_lock(&p2p->lock);
+        ah_p2p_check_failures(p2p, now);
+        pthread_mutex_unlock(&p2p->lock);
+        if (ah_request_is_complete(request) || now >= until_ns)
             break;
         if (moved == 0) {
-            int64_t limit = until_ns - now < AH_NAP_NS ? until_ns - now : AH_NAP_NS;
+            int64_t limit = until_ns - now < AH_SLEEP_NS ? until_ns - now : AH_SLEEP_NS;
 
-            if (letter->deadline_ns - now < limit)
-                limit = letter->deadline_ns > now ? letter->deadline_ns - now : 1;
-            signalled = ah_mail_nap(mail, letter, limit);
+            if (request->deadline_ns - now < limit)
+                limit = request->deadline_ns > now ? request->deadline_ns - now : 1;
+            signalled = ah_p2p_sleep(p2p, request, limit);
         }
-        if (heard_ns == 0)
-            heard_ns = now;
-        if (ear && !ah_is_over(letter) && (signalled || now - heard_ns >= AH_NAP_NS)) {
-            heard_ns = now;
-            if (ear->pulse(ear->context) != 0)
+        if (checked_interrupt_ns == 0)
+            checked_interrupt_ns = now;
+        if (interrupt && !ah_request_is_complete(request) && (signalled || now - checked_interrupt_ns >= AH_SLEEP_NS)) {
+            checked_interrupt_ns = now;
+            if (interrupt->check_interrupt(interrupt->context) != 0)
                 return 1;
         }
     }
     return 0;
 }
 
-static void begin_shift(struct ah_mail *mail)
+static void begin_wait(struct ah_p2p *p2p)
 {
-    atomic_fetch_add(&mail->drivers, 1);
-    mail->shifts++;
+    atomic_fetch_add(&p2p->waiting_threads, 1);
+    p2p->wait_count++;
 }
 
 /* With the lock held. What is left goes to the server. */
-static void end_shift(struct ah_mail *mail)
+static void end_wait(struct ah_p2p *p2p)
 {
-    atomic_fetch_sub(&mail->drivers, 1);
-    if (mail->posted != 0)
-        ah_mail_call_server(mail);
+    atomic_fetch_sub(&p2p->waiting_threads, 1);
+    if (p2p->posted != 0)
+        ah_p2p_wake_progress_thread(p2p);
 }
 
 /* With the lock held: why nothing can be sent or received at all. */
-static int refused(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+static int refused(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
-    outcome->code = ah_group_ended(mail, &outcome->peer);
-    if (outcome->code == AH_OK && mail->stopped)
-        *outcome = (struct ah_outcome){.code = AH_ABORTED, .peer = mail->group->rank};
-    if (outcome->code == AH_OK && message->peer >= mail->group->ranks && (message->sends || message->peer != AH_ANYONE))
-        *outcome = (struct ah_outcome){.code = AH_INVALID, .peer = mail->group->rank};
+    outcome->code = ah_p2p_group_status(p2p, &outcome->peer);
+    if (outcome->code == AH_OK && p2p->stopped)
+        *outcome = (struct ah_outcome){.code = AH_ABORTED, .peer = p2p->group->rank};
+    if (outcome->code == AH_OK && message->peer >= p2p->group->ranks && (message->sends || message->peer != AH_ANY_SOURCE))
+        *outcome = (struct ah_outcome){.code = AH_INVALID, .peer = p2p->group->rank};
     return outcome->code != AH_OK;
 }
 
-static void prepare(struct ah_letter *letter, const struct ah_message *message, int64_t timeout_ns)
+static void init_request(struct ah_request *request, const struct ah_message *message, int64_t timeout_ns)
 {
-    memset(letter, 0, sizeof *letter);
-    letter->message = *message;
-    letter->timeout_ns = timeout_ns;
-    letter->deadline_ns = INT64_MAX;
+    memset(request, 0, sizeof *request);
+    request->message = *message;
+    request->timeout_ns = timeout_ns;
+    request->deadline_ns = INT64_MAX;
 }
 
 /* Its time begins to run. */
-static void start_clock(struct ah_letter *letter)
+static void start_timeout(struct ah_request *request)
 {
-    if (letter->timeout_ns >= 0 && letter->deadline_ns == INT64_MAX)
-        letter->deadline_ns = ah_now_ns() + letter->timeout_ns;
+    if (request->timeout_ns >= 0 && request->deadline_ns == INT64_MAX)
+        request->deadline_ns = ah_clock_ns() + request->timeout_ns;
 }
 
-/* Forget a letter whose memory goes. */
-static void forget(struct ah_mail *mail, struct ah_letter *letter)
+/* Forget a request whose memory goes. */
+static void cancel(struct ah_p2p *p2p, struct ah_request *request)
 {
-    if (!ah_is_over(letter)) {
-        if (!ah_is_private(letter)) {
-            ah_end(mail->group, AH_ABORTED, mail->group->rank);
-            ah_ring_all(mail->group);
+    if (!ah_request_is_complete(request)) {
+        if (!ah_request_is_local(request)) {
+            ah_group_end(p2p->group, AH_ABORTED, p2p->group->rank);
+            ah_mailbox_wake_all(p2p->group);
         }
-        if (letter->posted) {
-            mail->posted--;
-            mail->posted_sends -= (size_t)letter->message.sends;
+        if (request->posted) {
+            p2p->posted--;
+            p2p->posted_sends -= (size_t)request->message.sends;
         }
     }
-    ah_letter_remove(mail, letter);
+    ah_request_remove(p2p, request);
 }
 
-struct ah_outcome ah_mail_do(struct ah_mail *mail, const struct ah_message *message, int64_t timeout_ns,
-                             const struct ah_ear *ear)
+struct ah_outcome ah_p2p_run(struct ah_p2p *p2p, const struct ah_message *message, int64_t timeout_ns,
+                             const struct ah_interrupt *interrupt)
 {
     struct ah_outcome outcome;
-    struct ah_letter letter;
+    struct ah_request request;
 
-    prepare(&letter, message, timeout_ns);
-    pthread_mutex_lock(&mail->lock);
-    if (refused(mail, message, &outcome)) {
-        pthread_mutex_unlock(&mail->lock);
+    init_request(&request, message, timeout_ns);
+    pthread_mutex_lock(&p2p->lock);
+    if (refused(p2p, message, &outcome)) {
+        pthread_mutex_unlock(&p2p->lock);
         return outcome;
     }
-    ah_letter_add(mail, &letter);
-    if (!ah_is_over(&letter)) {
-        int heard;
+    ah_request_start(p2p, &request);
+    if (!ah_request_is_complete(&request)) {
+        int interrupted;
 
-        begin_shift(mail);
-        start_clock(&letter);
-        pthread_mutex_unlock(&mail->lock);
-        heard = drive(mail, &letter, INT64_MAX, ear);
-        pthread_mutex_lock(&mail->lock);
-        end_shift(mail);
-        if (heard)
-            letter.outcome = (struct ah_outcome){.code = AH_INTERRUPTED, .peer = mail->group->rank};
-        forget(mail, &letter);
+        begin_wait(p2p);
+        start_timeout(&request);
+        pthread_mutex_unlock(&p2p->lock);
+        interrupted = wait_for(p2p, &request, INT64_MAX, interrupt);
+        pthread_mutex_lock(&p2p->lock);
+        end_wait(p2p);
+        if (interrupted)
+            request.outcome = (struct ah_outcome){.code = AH_INTERRUPTED, .peer = p2p->group->rank};
+        cancel(p2p, &request);
     }
-    pthread_mutex_unlock(&mail->lock);
-    return letter.outcome;
+    pthread_mutex_unlock(&p2p->lock);
+    return request.outcome;
 }
 
-/* With the lock held: put a small message into the target's box if there is room now. */
-static int try_send(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+/* With the lock held: put a small message into the target's mailbox if there is room now. */
+static int try_send(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
-    struct ah_cover cover = {.tag = message->tag,
+    struct ah_envelope_header header = {.tag = message->tag,
                              .bytes = message->bytes,
-                             .source = mail->group->rank,
+                             .source = p2p->group->rank,
                              .dtype = message->dtype,
-                             .kind = AH_WHOLE};
+                             .kind = AH_EAGER};
 
-    if (mail->unsent[message->peer].first || !ah_inbox_put(mail->group, message->peer, &cover, message->data))
+    if (p2p->unsent[message->peer].first || !ah_mailbox_put(p2p->group, message->peer, &header, message->data))
         return 0;
     *outcome = (struct ah_outcome){.code = AH_OK, .peer = message->peer};
     return 1;
 }
 
 /* With the lock held: take a small message that is there, or comes at once. */
-static int try_receive(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+static int try_receive(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
-    uint32_t looks = looks_of(mail) != 0 ? SHORT_LOOKS : 1;
-    struct ah_letter letter;
+    uint32_t pollfds = spin_limit(p2p) != 0 ? SHORT_POLLS : 1;
+    struct ah_request request;
 
-    prepare(&letter, message, -1);
-    ah_letter_add(mail, &letter);
-    while (!ah_is_over(&letter) && looks-- != 0) {
-        if (ah_mail_pass(mail) == 0)
+    init_request(&request, message, -1);
+    ah_request_start(p2p, &request);
+    while (!ah_request_is_complete(&request) && pollfds-- != 0) {
+        if (ah_p2p_poll(p2p) == 0)
             ah_relax();
     }
-    *outcome = letter.outcome;
-    if (ah_is_over(&letter))
+    *outcome = request.outcome;
+    if (ah_request_is_complete(&request))
         return 1;
     /* Nobody else knows of it. */
-    ah_letter_remove(mail, &letter);
+    ah_request_remove(p2p, &request);
     return 0;
 }
 
-int ah_mail_try(struct ah_mail *mail, const struct ah_message *message, struct ah_outcome *outcome)
+int ah_p2p_try(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
     int done;
 
-    if (message->bytes > AH_EAGER_BYTES || message->peer >= mail->group->ranks || pthread_mutex_trylock(&mail->lock) != 0)
+    if (message->bytes > AH_EAGER_BYTES || message->peer >= p2p->group->ranks || pthread_mutex_trylock(&p2p->lock) != 0)
         return 0;
-    done = refused(mail, message, outcome) ||
-           (message->sends ? try_send(mail, message, outcome) : try_receive(mail, message, outcome));
-    pthread_mutex_unlock(&mail->lock);
+    done = refused(p2p, message, outcome) ||
+           (message->sends ? try_send(p2p, message, outcome) : try_receive(p2p, message, outcome));
+    pthread_mutex_unlock(&p2p->lock);
     return done;
 }
 
-struct ah_outcome ah_mail_post(struct ah_mail *mail, const struct ah_message *message, int64_t timeout_ns,
-                               uint64_t key, struct ah_letter **posted)
+struct ah_outcome ah_p2p_post(struct ah_p2p *p2p, const struct ah_message *message, int64_t timeout_ns,
+                               uint64_t key, struct ah_request **posted)
 {
     struct ah_outcome outcome;
-    struct ah_letter *letter;
+    struct ah_request *request;
 
     *posted = NULL;
-    letter = malloc(sizeof *letter);
-    if (!letter)
-        return (struct ah_outcome){.code = AH_INVALID, .peer = mail->group->rank};
-    prepare(letter, message, timeout_ns);
-    letter->key = key;
-    pthread_mutex_lock(&mail->lock);
-    if (refused(mail, message, &outcome)) {
-        pthread_mutex_unlock(&mail->lock);
-        free(letter);
+    request = malloc(sizeof *request);
+    if (!request)
+        return (struct ah_outcome){.code = AH_INVALID, .peer = p2p->group->rank};
+    init_request(request, message, timeout_ns);
+    request->key = key;
+    pthread_mutex_lock(&p2p->lock);
+    if (refused(p2p, message, &outcome)) {
+        pthread_mutex_unlock(&p2p->lock);
+        free(request);
         return outcome;
     }
-    ah_letter_add(mail, letter);
-    if (!ah_is_over(letter) && !message->sends)
-        ah_mail_pass(mail);
-    outcome = letter->outcome;
-    if (!ah_is_over(letter)) {
-        outcome.code = AH_UNDER_WAY;
-        letter->posted = 1;
-        mail->posted++;
-        mail->posted_sends += (size_t)message->sends;
-        mail->shifts++;
-        ah_mail_call_server(mail);
-        *posted = letter;
+    ah_request_start(p2p, request);
+    if (!ah_request_is_complete(request) && !message->sends)
+        ah_p2p_poll(p2p);
+    outcome = request->outcome;
+    if (!ah_request_is_complete(request)) {
+        outcome.code = AH_PENDING;
+        request->posted = 1;
+        p2p->posted++;
+        p2p->posted_sends += (size_t)message->sends;
+        p2p->wait_count++;
+        ah_p2p_wake_progress_thread(p2p);
+        *posted = request;
     }
-    pthread_mutex_unlock(&mail->lock);
+    pthread_mutex_unlock(&p2p->lock);
     if (!*posted)
-        free(letter);
+        free(request);
     return outcome;
 }
 
 /* With the lock held: whoever asked for its end need not be told by the server. */
-static struct ah_outcome outcome_of(struct ah_mail *mail, struct ah_letter *letter)
+static struct ah_outcome outcome_of(struct ah_p2p *p2p, struct ah_request *request)
 {
-    if (!ah_is_over(letter))
-        return (struct ah_outcome){.code = AH_UNDER_WAY};
-    ah_letter_remove(mail, letter);
-    return letter->outcome;
+    if (!ah_request_is_complete(request))
+        return (struct ah_outcome){.code = AH_PENDING};
+    ah_request_remove(p2p, request);
+    return request->outcome;
 }
 
-struct ah_outcome ah_mail_wait(struct ah_mail *mail, struct ah_letter *letter, int64_t limit_ns,
-                               const struct ah_ear *ear)
+struct ah_outcome ah_p2p_wait(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns,
+                               const struct ah_interrupt *interrupt)
 {
     struct ah_outcome outcome;
-    int heard = 0;
+    int interrupted = 0;
 
-    pthread_mutex_lock(&mail->lock);
-    if (!ah_is_over(letter)) {
-        begin_shift(mail);
-        letter->awaited++;
+    pthread_mutex_lock(&p2p->lock);
+    if (!ah_request_is_complete(request)) {
+        begin_wait(p2p);
+        request->waiters++;
         /* A limit of the caller's own is not the group's. */
         if (limit_ns < 0)
-            start_clock(letter);
-        pthread_mutex_unlock(&mail->lock);
-        heard = drive(mail, letter, limit_ns < 0 ? INT64_MAX : ah_now_ns() + limit_ns, ear);
-        pthread_mutex_lock(&mail->lock);
-        letter->awaited--;
-        end_shift(mail);
+            start_timeout(request);
+        pthread_mutex_unlock(&p2p->lock);
+        interrupted = wait_for(p2p, request, limit_ns < 0 ? INT64_MAX : ah_clock_ns() + limit_ns, interrupt);
+        pthread_mutex_lock(&p2p->lock);
+        request->waiters--;
+        end_wait(p2p);
     } else {
-        mail->shifts++;
+        p2p->wait_count++;
     }
-    if (heard) {
-        outcome = (struct ah_outcome){.code = AH_INTERRUPTED, .peer = mail->group->rank};
-        if (ah_is_over(letter) && letter->awaited == 0 && !letter->list)
-            ah_letter_tell(mail, letter);
+    if (interrupted) {
+        outcome = (struct ah_outcome){.code = AH_INTERRUPTED, .peer = p2p->group->rank};
+        if (ah_request_is_complete(request) && request->waiters == 0 && !request->list)
+            ah_request_report(p2p, request);
     } else {
-        outcome = outcome_of(mail, letter);
+        outcome = outcome_of(p2p, request);
     }
-    pthread_mutex_unlock(&mail->lock);
+    pthread_mutex_unlock(&p2p->lock);
     return outcome;
 }
 
-struct ah_outcome ah_mail_look(struct ah_mail *mail, struct ah_letter *letter)
+struct ah_outcome ah_p2p_test(struct ah_p2p *p2p, struct ah_request *request)
 {
     struct ah_outcome outcome;
 
-    pthread_mutex_lock(&mail->lock);
-    if (!ah_is_over(letter))
-        ah_mail_pass(mail);
-    outcome = outcome_of(mail, letter);
-    pthread_mutex_unlock(&mail->lock);
+    pthread_mutex_lock(&p2p->lock);
+    if (!ah_request_is_complete(request))
+        ah_p2p_poll(p2p);
+    outcome = outcome_of(p2p, request);
+    pthread_mutex_unlock(&p2p->lock);
     return outcome;
 }
 
-void ah_mail_due(struct ah_mail *mail, struct ah_letter *letter)
+void ah_p2p_start_timeout(struct ah_p2p *p2p, struct ah_request *request)
 {
-    pthread_mutex_lock(&mail->lock);
-    start_clock(letter);
-    pthread_mutex_unlock(&mail->lock);
+    pthread_mutex_lock(&p2p->lock);
+    start_timeout(request);
+    pthread_mutex_unlock(&p2p->lock);
 }
 
-void ah_mail_drop(struct ah_mail *mail, struct ah_letter *letter)
+void ah_p2p_free_request(struct ah_p2p *p2p, struct ah_request *request)
 {
-    pthread_mutex_lock(&mail->lock);
-    forget(mail, letter);
-    pthread_mutex_unlock(&mail->lock);
-    free(letter);
+    pthread_mutex_lock(&p2p->lock);
+    cancel(p2p, request);
+    pthread_mutex_unlock(&p2p->lock);
+    free(request);
+}
+
+/* The progress thread -------------------------------------------------------------------------------------- */
+
+/* The server leaves letters to a thread that waits, and takes them up when none did for this long. A caller that
+ * issues several operations and then waits for them is not disturbed, and the server need not be woken for each. */
+#define TICK_NS 200000L
+
+/* Ticks after which it tells of what is complete, even where a thread waits for something else: that may be long. */
+#define LATE_TICKS 5
+
+/* Ticks without anything to do after which the server sleeps until it is told. */
+#define WARM_TICKS 50
+
+void ah_p2p_wake_progress_thread(struct ah_p2p *p2p)
+{
+    if (p2p->progress_sleeps) {
+        p2p->progress_sleeps = 0;
+        pthread_cond_signal(&p2p->work);
+    }
+}
+
+static size_t collect_keys(struct ah_p2p *p2p, uint64_t *keys, size_t most)
+{
+    size_t number = 0;
+
+    for (struct ah_request *request; number < most && (request = p2p->finished.first) != NULL; number++) {
+        keys[number] = request->key;
+        ah_request_remove(p2p, request);
+    }
+    return number;
+}
+
+/* Wait until there may be work: until told, or for a tick where there was some lately. */
+static void wait_for_work(struct ah_p2p *p2p)
+{
+    if (p2p->progress_sleeps) {
+        pthread_cond_wait(&p2p->work, &p2p->lock);
+    } else {
+        int64_t until = ah_clock_ns() + TICK_NS;
+        const struct timespec at = {.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+
+        pthread_cond_timedwait(&p2p->work, &p2p->lock, &at);
+    }
+}
+
+size_t ah_p2p_progress(struct ah_p2p *p2p, uint64_t *keys, size_t most)
+{
+    uint64_t wait_count;
+    uint32_t pollfds = 0, idle = 0, late = 0;
+    size_t number = 0;
+
+    pthread_mutex_lock(&p2p->lock);
+    wait_count = p2p->wait_count - 1; /* one tick at least, for callers that wait at once */
+    while (!p2p->stopped) {
+        int busy = atomic_load(&p2p->waiting_threads) != 0 || wait_count != p2p->wait_count;
+
+        wait_count = p2p->wait_count;
+        if (p2p->finished.first && (!busy || late++ >= LATE_TICKS)) {
+            number = collect_keys(p2p, keys, most);
+            break;
+        }
+        if (busy || (p2p->posted == 0 && !p2p->finished.first)) {
+            pollfds = 0;
+            /* Also while one thread waits for long: it says when it leaves something behind. */
+            p2p->progress_sleeps = idle > WARM_TICKS && !p2p->finished.first;
+            wait_for_work(p2p);
+            idle = wait_count == p2p->wait_count ? idle + 1 : 0;
+            continue;
+        }
+        idle = 0;
+        if (ah_p2p_poll(p2p) != 0)
+            pollfds = 0;
+        else
+            pollfds++;
+        if (pollfds <= p2p->group->yields) {
+            pthread_mutex_unlock(&p2p->lock);
+            if (pollfds != 0)
+                sched_yield();
+        } else {
+            int told;
+
+            ah_p2p_check_failures(p2p, ah_clock_ns());
+            told = p2p->finished.first != NULL;
+            pthread_mutex_unlock(&p2p->lock);
+            if (!told)
+                ah_p2p_sleep(p2p, NULL, AH_SLEEP_NS);
+        }
+        pthread_mutex_lock(&p2p->lock);
+    }
+    p2p->progress_sleeps = 0;
+    pthread_mutex_unlock(&p2p->lock);
+    return number;
+}
+
+void ah_p2p_stop(struct ah_p2p *p2p)
+{
+    pthread_mutex_lock(&p2p->lock);
+    p2p->stopped = 1;
+    ah_p2p_complete_all(p2p, AH_ABORTED, p2p->group->rank);
+    pthread_cond_signal(&p2p->work);
+    pthread_mutex_unlock(&p2p->lock);
+    ah_mailbox_wake(p2p->group, p2p->group->rank);
+}
+
+size_t ah_p2p_pending_sends(struct ah_p2p *p2p)
+{
+    size_t number;
+
+    pthread_mutex_lock(&p2p->lock);
+    number = p2p->posted_sends;
+    pthread_mutex_unlock(&p2p->lock);
+    return number;
 }

@@ -1,73 +1,73 @@
-/* The lists that letters are in, and how a letter ends. */
+/* The lists that letters are in, and how a request ends. */
 #include "p2p/request.h"
 
-void ah_list_append(struct ah_list *list, struct ah_letter *letter)
+void ah_request_append(struct ah_request_list *list, struct ah_request *request)
 {
-    letter->list = list;
-    letter->next = NULL;
-    letter->previous = list->last;
+    request->list = list;
+    request->next = NULL;
+    request->previous = list->last;
     if (list->last)
-        list->last->next = letter;
+        list->last->next = request;
     else
-        list->first = letter;
-    list->last = letter;
+        list->first = request;
+    list->last = request;
 }
 
-void ah_list_take_out(struct ah_letter *letter)
+void ah_request_unlink(struct ah_request *request)
 {
-    struct ah_list *list = letter->list;
+    struct ah_request_list *list = request->list;
 
     if (!list)
         return;
-    if (letter->previous)
-        letter->previous->next = letter->next;
+    if (request->previous)
+        request->previous->next = request->next;
     else
-        list->first = letter->next;
-    if (letter->next)
-        letter->next->previous = letter->previous;
+        list->first = request->next;
+    if (request->next)
+        request->next->previous = request->previous;
     else
-        list->last = letter->previous;
-    letter->list = NULL;
+        list->last = request->previous;
+    request->list = NULL;
 }
 
-void ah_list_move(struct ah_list *list, struct ah_letter *letter)
+void ah_request_move(struct ah_request_list *list, struct ah_request *request)
 {
-    ah_list_take_out(letter);
-    ah_list_append(list, letter);
+    ah_request_unlink(request);
+    ah_request_append(list, request);
 }
 
-void ah_letter_remove(struct ah_mail *mail, struct ah_letter *letter)
+void ah_request_remove(struct ah_p2p *p2p, struct ah_request *request)
 {
-    if (letter->list && letter->message.sends && letter->state == AH_WAITS)
-        mail->waiting_sends--;
-    ah_list_take_out(letter);
-    if (letter->later)
-        letter->later->earlier = letter->earlier;
-    else if (mail->latest == letter)
-        mail->latest = letter->earlier;
-    if (letter->earlier)
-        letter->earlier->later = letter->later;
-    letter->later = letter->earlier = NULL;
+    if (request->list && request->message.sends && request->state == AH_POSTED)
+        p2p->waiting_sends--;
+    ah_request_unlink(request);
+    if (request->next_active)
+        request->next_active->previous_active = request->previous_active;
+    else if (p2p->last_active == request)
+        p2p->last_active = request->previous_active;
+    if (request->previous_active)
+        request->previous_active->next_active = request->next_active;
+    request->next_active = request->previous_active = NULL;
 }
 
-void ah_letter_tell(struct ah_mail *mail, struct ah_letter *letter)
+void ah_request_report(struct ah_p2p *p2p, struct ah_request *request)
 {
-    ah_list_append(&mail->finished, letter);
-    ah_mail_call_server(mail);
+    ah_request_append(&p2p->finished, request);
+    ah_p2p_wake_progress_thread(p2p);
 }
 
-void ah_letter_end(struct ah_mail *mail, struct ah_letter *letter, int code, uint32_t peer)
+void ah_request_complete(struct ah_p2p *p2p, struct ah_request *request, int code, uint32_t peer)
 {
-    ah_letter_remove(mail, letter);
-    letter->state = AH_OVER;
-    letter->outcome = (struct ah_outcome){.code = code, .peer = peer};
-    if (letter->posted) {
-        mail->posted--;
-        mail->posted_sends -= (size_t)letter->message.sends;
-        if (letter->awaited == 0)
-            ah_letter_tell(mail, letter);
+    ah_request_remove(p2p, request);
+    request->state = AH_COMPLETE;
+    request->outcome = (struct ah_outcome){.code = code, .peer = peer};
+    if (request->posted) {
+        p2p->posted--;
+        p2p->posted_sends -= (size_t)request->message.sends;
+        if (request->waiters == 0)
+            ah_request_report(p2p, request);
     }
-    atomic_store_explicit(&letter->over, 1, memory_order_release);
-    /* A thread of our own may sleep until this one is over. */
-    ah_ring(mail->group, mail->group->rank);
+    atomic_store_explicit(&request->complete, 1, memory_order_release);
+    /* A thread of our own may sleep until this one is complete. */
+    ah_mailbox_wake(p2p->group, p2p->group->rank);
 }

@@ -42,7 +42,7 @@ int ah_as_parts(uint32_t ranks, PyObject *given, struct ah_part **parts)
     return 0;
 }
 
-int ah_as_bundle(PyObject *given, struct ah_bundle *bundle)
+int ah_as_tensor_list(PyObject *given, struct ah_tensor_list *tensors)
 {
     Py_ssize_t size = PyTuple_Check(given) ? PyTuple_Size(given) : 0;
 
@@ -50,23 +50,23 @@ int ah_as_bundle(PyObject *given, struct ah_bundle *bundle)
         PyErr_SetString(PyExc_ValueError, "some tensors: (address, bytes) * number");
         return -1;
     }
-    if (ah_bundle_make(bundle, (size_t)size / 2) != 0) {
+    if (ah_tensor_list_alloc(tensors, (size_t)size / 2) != 0) {
         PyErr_NoMemory();
         return -1;
     }
-    for (size_t index = 0; index < bundle->number; index++) {
+    for (size_t index = 0; index < tensors->number; index++) {
         PyObject *address = PyTuple_GetItem(given, 2 * (Py_ssize_t)index), *bytes = PyTuple_GetItem(given, 2 * (Py_ssize_t)index + 1);
 
-        if (ah_as_part(address, bytes, &bundle->parts[index]) != 0) {
-            ah_bundle_free(bundle);
+        if (ah_as_part(address, bytes, &tensors->parts[index]) != 0) {
+            ah_tensor_list_free(tensors);
             return -1;
         }
     }
-    ah_bundle_count(bundle);
+    ah_tensor_list_set_ends(tensors);
     return 0;
 }
 
-int ah_as_number(PyObject *given, uint32_t *number)
+int ah_as_uint32(PyObject *given, uint32_t *number)
 {
     unsigned long value = PyLong_AsUnsignedLong(given);
 
@@ -74,13 +74,13 @@ int ah_as_number(PyObject *given, uint32_t *number)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int ah_as_time(PyObject *given, int64_t *nanoseconds)
+int ah_as_int64(PyObject *given, int64_t *nanoseconds)
 {
     *nanoseconds = PyLong_AsLongLong(given);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int ah_count(Py_ssize_t given, Py_ssize_t wanted)
+int ah_check_argument_count(Py_ssize_t given, Py_ssize_t wanted)
 {
     if (given == wanted)
         return 0;

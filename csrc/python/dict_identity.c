@@ -6,7 +6,7 @@
 #include <string.h>
 
 /* Write the addresses of the values of `table` to `to`, which has room for `room`. */
-static void note(PyObject *table, char *to, Py_ssize_t room)
+static void entry(PyObject *table, char *to, Py_ssize_t room)
 {
     PyObject *value;
     Py_ssize_t place = 0;
@@ -15,7 +15,7 @@ static void note(PyObject *table, char *to, Py_ssize_t room)
         memcpy(to, &value, sizeof value);
 }
 
-PyObject *ah_py_inhabitants(PyObject *Py_UNUSED(module), PyObject *tables)
+PyObject *ah_py_dict_identity(PyObject *Py_UNUSED(module), PyObject *tables)
 {
     Py_ssize_t number = PyList_Check(tables) ? PyList_Size(tables) : -1, all = 0;
     PyObject *found;
@@ -30,7 +30,7 @@ PyObject *ah_py_inhabitants(PyObject *Py_UNUSED(module), PyObject *tables)
             all += PyDict_Size(table);
     }
     if (number < 0) {
-        PyErr_SetString(PyExc_TypeError, "inhabitants(a list of dicts)");
+        PyErr_SetString(PyExc_TypeError, "dict_identity(a list of dicts)");
         return NULL;
     }
     found = PyBytes_FromStringAndSize(NULL, all * (Py_ssize_t)sizeof(PyObject *));
@@ -40,7 +40,7 @@ PyObject *ah_py_inhabitants(PyObject *Py_UNUSED(module), PyObject *tables)
     for (Py_ssize_t index = 0; index < number; index++) {
         PyObject *table = PyList_GetItem(tables, index);
 
-        note(table, to, PyDict_Size(table));
+        entry(table, to, PyDict_Size(table));
         to += PyDict_Size(table) * (Py_ssize_t)sizeof(PyObject *);
     }
     return found;

@@ -5,6 +5,6 @@
 #include <Python.h>
 
 /* inhabitants(tables): see _core.pyi. */
-PyObject *ah_py_inhabitants(PyObject *module, PyObject *tables);
+PyObject *ah_py_dict_identity(PyObject *module, PyObject *tables);
 
 #endif

@@ -7,82 +7,82 @@
 
 #include "shm/reduce.h"
 
-/* As large as the fields of a note, so that they are copied without being measured. */
+/* As large as the fields of a entry, so that they are copied without being measured. */
 #define NAME(name, number, text) [number] = text,
-static const char DTYPES[AH_RAW + 1][sizeof((struct ah_note *)0)->dtype] = {AH_DTYPES(NAME)[AH_RAW] = "bytes"};
-static const char REDUCTIONS[AH_PREMUL_SUM + 1][sizeof((struct ah_note *)0)->reduction] = {AH_REDUCTIONS(NAME)};
+static const char DTYPES[AH_RAW + 1][sizeof((struct ah_entry *)0)->dtype] = {AH_DTYPES(NAME)[AH_RAW] = "bytes"};
+static const char REDUCTIONS[AH_PREMUL_SUM + 1][sizeof((struct ah_entry *)0)->reduction] = {AH_REDUCTIONS(NAME)};
 
-int ah_call_peer(const struct ah_quick_call *call, int fallback, uint32_t *rank)
+int ah_fast_call_peer(const struct ah_fast_call *call, int fallback, uint32_t *rank)
 {
     PyObject *own = call->given[GROUP_PEER], *global = call->given[PEER];
     int named = own && own != Py_None, found;
     long value;
 
     if (named && global && global != Py_None)
-        return NOT_OURS; /* torch says what is wrong with that */
+        return SLOW_PATH; /* torch says what is wrong with that */
     if (!named && (!global || global == Py_None)) {
         if (fallback < 0)
-            return NOT_OURS;
+            return SLOW_PATH;
         value = fallback;
     } else {
         if (!PyLong_CheckExact(named ? own : global))
-            return NOT_OURS;
+            return SLOW_PATH;
         value = PyLong_AsLong(named ? own : global);
         if (value == -1 && PyErr_Occurred()) {
             PyErr_Clear();
-            return NOT_OURS;
+            return SLOW_PATH;
         }
     }
-    if (!named && call->gated->gate.ranks) {
-        for (found = 0; found < (int)call->gated->gate.size; found++) {
-            if (PyLong_AsLong(PyTuple_GetItem(call->gated->gate.ranks, found)) == value)
+    if (!named && call->locked->lock.ranks) {
+        for (found = 0; found < (int)call->locked->lock.size; found++) {
+            if (PyLong_AsLong(PyTuple_GetItem(call->locked->lock.ranks, found)) == value)
                 break;
         }
         value = found;
     }
     *rank = (uint32_t)value;
-    return value >= 0 && value < (long)call->gated->gate.size ? DONE : NOT_OURS;
+    return value >= 0 && value < (long)call->locked->lock.size ? DONE : SLOW_PATH;
 }
 
-int ah_call_announce(struct ah_quick_call *call, const struct ah_plain *shown, uint32_t reduction, int32_t root)
+int ah_fast_call_record(struct ah_fast_call *call, const struct ah_tensor *shown, uint32_t reduction, int32_t root)
 {
-    const struct ah_gate *gate = &call->gated->gate;
-    struct ah_note *note;
+    const struct ah_call_lock *lock = &call->locked->lock;
+    struct ah_entry *entry;
 
-    note = ah_note_begin(&gate->notice->board);
-    memcpy(note->operation, call->name, sizeof note->operation);
-    memcpy(note->group, gate->name, sizeof note->group);
-    memcpy(note->dtype, DTYPES[shown ? shown->dtype : 0], sizeof note->dtype);
-    memcpy(note->reduction, REDUCTIONS[reduction], sizeof note->reduction);
-    note->bytes = shown ? shown->part.bytes : 0;
-    note->root = root;
-    note->sequence = *gate->sequence;
-    note->main = PyThread_get_thread_ident() == gate->notice->main;
-    note->dims = 0;
+    entry = ah_entry_begin(&lock->recorder->recorder);
+    memcpy(entry->operation, call->name, sizeof entry->operation);
+    memcpy(entry->group, lock->name, sizeof entry->group);
+    memcpy(entry->dtype, DTYPES[shown ? shown->dtype : 0], sizeof entry->dtype);
+    memcpy(entry->reduction, REDUCTIONS[reduction], sizeof entry->reduction);
+    entry->bytes = shown ? shown->part.bytes : 0;
+    entry->root = root;
+    entry->sequence = *lock->sequence;
+    entry->main_thread = PyThread_get_thread_ident() == lock->recorder->main_thread;
+    entry->dims = 0;
     if (shown) {
-        note->dims = shown->dims;
-        memcpy(note->shape, shown->shape, sizeof note->shape);
+        entry->dims = shown->dims;
+        memcpy(entry->shape, shown->shape, sizeof entry->shape);
     }
-    if (ah_place(call->way, note->site, sizeof note->site) != 0) {
-        ah_note_set(note, AH_NOTE_FAILED);
+    if (ah_call_site(call->facts, entry->site, sizeof entry->site) != 0) {
+        ah_entry_set_state(entry, AH_ENTRY_FAILED);
         return RAISED;
     }
-    ah_note_set(note, AH_NOTE_RUNNING);
-    call->note = note;
-    call->number = note->number;
-    call->began_ns = note->started_ns;
+    ah_entry_set_state(entry, AH_ENTRY_RUNNING);
+    call->entry = entry;
+    call->number = entry->number;
+    call->began_ns = entry->started_ns;
     return DONE;
 }
 
-int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int peer)
+int ah_fast_call_finish(struct ah_fast_call *call, int code, uint32_t culprit, int peer)
 {
-    char site[sizeof call->note->site];
+    char site[sizeof call->entry->site];
     PyObject *raised;
 
-    memcpy(site, call->note->site, sizeof site);
-    /* With more under way than there are places, the note may be another's by now. */
-    if (call->note->number == call->number)
-        ah_note_set(call->note, code == AH_OK ? AH_NOTE_DONE : AH_NOTE_FAILED);
+    memcpy(site, call->entry->site, sizeof site);
+    /* With more under facts than there are places, the entry may be another's by now. */
+    if (call->entry->number == call->number)
+        ah_entry_set_state(call->entry, code == AH_OK ? AH_ENTRY_DONE : AH_ENTRY_FAILED);
     if (code == AH_OK)
         return DONE;
     if (code != AH_INTERRUPTED) {
@@ -96,7 +96,7 @@ int ah_call_conclude(struct ah_quick_call *call, int code, uint32_t culprit, int
 }
 
 /* MPI may still write to or read from the tensors of a call that it was left in the middle of: they stay for ever. */
-static void keep(struct ah_quick_call *call)
+static void keep(struct ah_fast_call *call)
 {
     static const enum role ROLES_KEPT[] = {OUT, IN};
     PyObject *kind, *value, *trace;
@@ -112,7 +112,7 @@ static void keep(struct ah_quick_call *call)
 }
 
 /* Tell the group that a signal's handler raised in the middle: the others would wait for this rank. */
-static void tell_interrupted(struct ah_quick_call *call)
+static void tell_interrupted(struct ah_fast_call *call)
 {
     PyObject *kind, *value, *trace, *told;
 
@@ -125,17 +125,17 @@ static void tell_interrupted(struct ah_quick_call *call)
     PyErr_Restore(kind, value, trace);
 }
 
-int ah_call_move(struct ah_quick_call *call, const struct ah_plain *shown, int32_t root, struct ah_move *move)
+int ah_fast_call_run(struct ah_fast_call *call, const struct ah_tensor *shown, int32_t root, struct ah_operation *move)
 {
-    struct ah_gate *gate = &call->gated->gate;
+    struct ah_call_lock *lock = &call->locked->lock;
     uint32_t culprit;
     int code;
 
-    if (!ah_gate_take(gate))
-        return NOT_OURS;
-    code = ah_call_announce(call, shown, move->reduction, root);
+    if (!ah_call_lock_try(lock))
+        return SLOW_PATH;
+    code = ah_fast_call_record(call, shown, move->reduction, root);
     if (code != DONE) {
-        ah_gate_give(gate);
+        ah_call_lock_release(lock);
         return code;
     }
     if (shown) {
@@ -143,30 +143,30 @@ int ah_call_move(struct ah_quick_call *call, const struct ah_plain *shown, int32
         move->dtype = shown->dtype;
     }
     move->root = (uint32_t)root;
-    move->limit_ns = gate->limit_ns;
-    move->note = call->note;
-    code = gate->move(call->gated, move);
+    move->limit_ns = lock->limit_ns;
+    move->entry = call->entry;
+    code = lock->move(call->locked, move);
     culprit = call->segment ? call->segment->group.culprit : 0;
     if (code != AH_OK && !call->segment) {
         keep(call);
         if (code == AH_INTERRUPTED)
             tell_interrupted(call);
     }
-    ah_gate_give(gate);
-    return ah_call_conclude(call, code, culprit, -1);
+    ah_call_lock_release(lock);
+    return ah_fast_call_finish(call, code, culprit, -1);
 }
 
-int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_part *parts, struct ah_plain *first)
+int ah_fast_call_parts(const struct ah_fast_call *call, PyObject *list, struct ah_part *parts, struct ah_tensor *first)
 {
-    uint32_t ranks = call->gated->gate.size;
+    uint32_t ranks = call->locked->lock.size;
 
     if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
-        return NOT_OURS;
+        return SLOW_PATH;
     for (uint32_t rank = 0; rank < ranks; rank++) {
-        struct ah_plain each;
+        struct ah_tensor each;
 
-        if (ah_look(call->way, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype)) {
-            return NOT_OURS;
+        if (ah_describe_tensor(call->facts, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype)) {
+            return SLOW_PATH;
         }
         parts[rank] = each.part;
         if (rank == 0)
@@ -175,12 +175,12 @@ int ah_call_list(const struct ah_quick_call *call, PyObject *list, struct ah_par
     return DONE;
 }
 
-int ah_call_cut(const struct ah_quick_call *call, struct ah_plain whole, size_t bytes, struct ah_part *parts)
+int ah_fast_call_split(const struct ah_fast_call *call, struct ah_tensor whole, size_t bytes, struct ah_part *parts)
 {
-    uint32_t ranks = call->gated->gate.size;
+    uint32_t ranks = call->locked->lock.size;
 
     if (whole.part.bytes != bytes * ranks)
-        return NOT_OURS;
+        return SLOW_PATH;
     for (uint32_t rank = 0; rank < ranks; rank++)
         parts[rank] = (struct ah_part){.data = whole.part.data + rank * bytes, .bytes = bytes};
     return DONE;

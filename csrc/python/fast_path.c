@@ -1,5 +1,5 @@
-/* The Python type allhands._core.Quick: a function of torch.distributed for callers who wait anyway. Plain tensors of
- * a group in shared memory or over MPI go straight to the core; whatever is not that simple goes the usual way, as it
+/* The Python type allhands._core.FastPath: a function of torch.distributed for callers who wait anyway. Plain tensors of
+ * a group in shared memory or over MPI go straight to the core; whatever is not that simple goes the slow_path facts, as it
  * was given. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,32 +25,32 @@
 #endif
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 
-struct quick {
+struct fast_path {
     PyObject_HEAD
     PyObject *(*vector)(PyObject *, PyObject *const *, size_t, PyObject *);
     PyObject *dict; /* for functools.update_wrapper */
-    PyObject *way, *usual, *names;
+    PyObject *facts, *slow_path, *names;
     PyObject *keys[MOST_PARAMETERS]; /* what is in `names` */
     Py_ssize_t parameters;
     enum role roles[MOST_PARAMETERS];
     enum ah_operation_code kind;
-    char name[sizeof((struct ah_note *)0)->operation];
+    char name[sizeof((struct ah_entry *)0)->operation];
     int whole; /* one tensor where the list form has a tensor for each rank */
 };
 
 /* Sort what was given by what it is for. */
-static int sort(const struct quick *self, PyObject *const *args, Py_ssize_t places, PyObject *keywords,
-                struct ah_quick_call *call)
+static int sort(const struct fast_path *self, PyObject *const *args, Py_ssize_t places, PyObject *keywords,
+                struct ah_fast_call *call)
 {
     Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
 
     if (places > self->parameters)
-        return NOT_OURS;
+        return SLOW_PATH;
     for (Py_ssize_t place = 0; place < places; place++) {
         if (self->roles[place] != OTHER)
             call->given[self->roles[place]] = args[place];
         else if (args[place] != Py_None)
-            return NOT_OURS;
+            return SLOW_PATH;
     }
     for (Py_ssize_t index = 0; index < named; index++) {
         PyObject *key = PyTuple_GetItem(keywords, index), *value = args[places + index];
@@ -58,181 +58,181 @@ static int sort(const struct quick *self, PyObject *const *args, Py_ssize_t plac
 
         while (place < self->parameters && self->keys[place] != key)
             place++;
-        /* Keywords of a call are interned, as the names are. One that is not takes the usual way, as an unknown one. */
+        /* Keywords of a call are interned, as the names are. One that is not takes the slow_path facts, as an unknown one. */
         if (place == self->parameters || (self->roles[place] == OTHER && value != Py_None))
-            return NOT_OURS;
+            return SLOW_PATH;
         call->given[self->roles[place]] = value;
     }
     if (call->given[ASYNC] && call->given[ASYNC] != Py_False)
-        return NOT_OURS;
+        return SLOW_PATH;
     return DONE;
 }
 
 /* Whether the first dimension can be cut into one part for each rank. */
-static int even(const struct ah_quick_call *call, const struct ah_plain *tensor)
+static int even(const struct ah_fast_call *call, const struct ah_tensor *tensor)
 {
-    return tensor->dims > 0 && tensor->shape[0] % call->gated->gate.size == 0;
+    return tensor->dims > 0 && tensor->shape[0] % call->locked->lock.size == 0;
 }
 
 /* The operations ------------------------------------------------------------------------------------------- */
 
-static int barrier(struct ah_quick_call *call)
+static int barrier(struct ah_fast_call *call)
 {
-    return ah_call_move(call, NULL, -1, &(struct ah_move){.kind = AH_BARRIER});
+    return ah_fast_call_run(call, NULL, -1, &(struct ah_operation){.kind = AH_BARRIER});
 }
 
 /* Several tensors of one type, reduced as one. */
-static int all_reduce_bundle(struct ah_quick_call *call)
+static int all_reduce_list(struct ah_fast_call *call)
 {
-    struct ah_move move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
+    struct ah_operation move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->facts, call->given[OP])};
     PyObject *given = call->given[OUT];
     Py_ssize_t number = given && PyList_Check(given) ? PyList_Size(given) : 0;
-    struct ah_plain first = {0}, each;
-    int code = call->segment && number && ah_bundle_make(&move.bundle, (size_t)number) == 0 ? DONE : NOT_OURS;
+    struct ah_tensor first = {0}, each;
+    int code = call->segment && number && ah_tensor_list_alloc(&move.tensors, (size_t)number) == 0 ? DONE : SLOW_PATH;
 
     for (Py_ssize_t index = 0; code == DONE && index < number; index++) {
-        if (ah_look(call->way, PyList_GetItem(given, index), &each) != 0 || (index > 0 && each.dtype != first.dtype))
-            code = NOT_OURS;
+        if (ah_describe_tensor(call->facts, PyList_GetItem(given, index), &each) != 0 || (index > 0 && each.dtype != first.dtype))
+            code = SLOW_PATH;
         else
-            move.bundle.parts[index] = each.part;
+            move.tensors.parts[index] = each.part;
         if (index == 0)
             first = each;
     }
-    if (code == DONE && (!ah_reducible(first.dtype, move.reduction) || !ah_bundle_is_apart(&move.bundle)))
-        code = NOT_OURS;
+    if (code == DONE && (!ah_reducible(first.dtype, move.reduction) || !ah_tensor_list_is_disjoint(&move.tensors)))
+        code = SLOW_PATH;
     if (code == DONE) {
-        ah_bundle_count(&move.bundle);
-        first.part.bytes = move.bundle.ends[number - 1];
-        code = ah_call_move(call, &first, -1, &move);
+        ah_tensor_list_set_ends(&move.tensors);
+        first.part.bytes = move.tensors.ends[number - 1];
+        code = ah_fast_call_run(call, &first, -1, &move);
     }
-    ah_bundle_free(&move.bundle);
+    ah_tensor_list_free(&move.tensors);
     return code;
 }
 
-static int all_reduce(struct ah_quick_call *call)
+static int all_reduce(struct ah_fast_call *call)
 {
-    struct ah_move move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
-    struct ah_plain tensor;
+    struct ah_operation move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->facts, call->given[OP])};
+    struct ah_tensor tensor;
 
     if (!call->whole)
-        return all_reduce_bundle(call);
-    if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0 ||
+        return all_reduce_list(call);
+    if (!call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0 ||
         !ah_reducible(tensor.dtype, move.reduction))
-        return NOT_OURS;
-    return ah_call_move(call, &tensor, -1, &move);
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &tensor, -1, &move);
 }
 
-static int reduce(struct ah_quick_call *call)
+static int reduce(struct ah_fast_call *call)
 {
-    struct ah_move move = {.kind = AH_REDUCE, .reduction = ah_reduction_of(call->way, call->given[OP])};
-    struct ah_plain tensor;
+    struct ah_operation move = {.kind = AH_REDUCE, .reduction = ah_reduction_of(call->facts, call->given[OP])};
+    struct ah_tensor tensor;
     uint32_t root;
 
-    if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] ||
-        ah_look(call->way, call->given[OUT], &tensor) != 0 || !ah_reducible(tensor.dtype, move.reduction))
-        return NOT_OURS;
-    return ah_call_move(call, &tensor, (int32_t)root, &move);
+    if (ah_fast_call_peer(call, -1, &root) != DONE || !call->given[OUT] ||
+        ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0 || !ah_reducible(tensor.dtype, move.reduction))
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &tensor, (int32_t)root, &move);
 }
 
-static int broadcast(struct ah_quick_call *call)
+static int broadcast(struct ah_fast_call *call)
 {
-    struct ah_plain tensor;
+    struct ah_tensor tensor;
     uint32_t root;
 
-    if (ah_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
-        return NOT_OURS;
-    return ah_call_move(call, &tensor, (int32_t)root, &(struct ah_move){.kind = AH_BROADCAST});
+    if (ah_fast_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0)
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &tensor, (int32_t)root, &(struct ah_operation){.kind = AH_BROADCAST});
 }
 
-static int all_gather(struct ah_quick_call *call)
+static int all_gather(struct ah_fast_call *call)
 {
-    struct ah_move move = {.kind = AH_ALL_GATHER, .out = call->out};
-    struct ah_plain in, out;
+    struct ah_operation move = {.kind = AH_ALL_GATHER, .out = call->out};
+    struct ah_tensor in, out;
     int code;
 
-    if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[IN], &in) != 0)
-        return NOT_OURS;
+    if (!call->given[IN] || !call->given[OUT] || ah_describe_tensor(call->facts, call->given[IN], &in) != 0)
+        return SLOW_PATH;
     if (call->whole)
-        code = ah_look(call->way, call->given[OUT], &out) == 0 ? ah_call_cut(call, out, in.part.bytes, call->out) : NOT_OURS;
+        code = ah_describe_tensor(call->facts, call->given[OUT], &out) == 0 ? ah_fast_call_split(call, out, in.part.bytes, call->out) : SLOW_PATH;
     else
-        code = ah_call_list(call, call->given[OUT], call->out, &out);
+        code = ah_fast_call_parts(call, call->given[OUT], call->out, &out);
     if (code != DONE || in.dtype != out.dtype)
-        return NOT_OURS;
-    return ah_call_move(call, &in, -1, &move);
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &in, -1, &move);
 }
 
-static int gather(struct ah_quick_call *call)
+static int gather(struct ah_fast_call *call)
 {
     PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
-    struct ah_move move = {.kind = AH_GATHER, .out = list ? call->out : NULL};
-    struct ah_plain in, out;
+    struct ah_operation move = {.kind = AH_GATHER, .out = list ? call->out : NULL};
+    struct ah_tensor in, out;
     uint32_t root;
 
-    if (ah_call_peer(call, 0, &root) != DONE || (call->gated->gate.rank == root) != (list != NULL) || !call->given[IN] ||
-        ah_look(call->way, call->given[IN], &in) != 0)
-        return NOT_OURS;
-    if (list && (ah_call_list(call, list, call->out, &out) != DONE || in.dtype != out.dtype))
-        return NOT_OURS;
-    return ah_call_move(call, &in, (int32_t)root, &move);
+    if (ah_fast_call_peer(call, 0, &root) != DONE || (call->locked->lock.rank == root) != (list != NULL) || !call->given[IN] ||
+        ah_describe_tensor(call->facts, call->given[IN], &in) != 0)
+        return SLOW_PATH;
+    if (list && (ah_fast_call_parts(call, list, call->out, &out) != DONE || in.dtype != out.dtype))
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &in, (int32_t)root, &move);
 }
 
-static int scatter(struct ah_quick_call *call)
+static int scatter(struct ah_fast_call *call)
 {
     PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
-    struct ah_move move = {.kind = AH_SCATTER, .in = list ? call->in : NULL};
-    struct ah_plain in, out;
+    struct ah_operation move = {.kind = AH_SCATTER, .in = list ? call->in : NULL};
+    struct ah_tensor in, out;
     uint32_t root;
 
-    if (ah_call_peer(call, 0, &root) != DONE || (call->gated->gate.rank == root) != (list != NULL) || !call->given[OUT] ||
-        ah_look(call->way, call->given[OUT], &out) != 0)
-        return NOT_OURS;
-    if (list && (ah_call_list(call, list, call->in, &in) != DONE || in.dtype != out.dtype))
-        return NOT_OURS;
-    return ah_call_move(call, &out, (int32_t)root, &move);
+    if (ah_fast_call_peer(call, 0, &root) != DONE || (call->locked->lock.rank == root) != (list != NULL) || !call->given[OUT] ||
+        ah_describe_tensor(call->facts, call->given[OUT], &out) != 0)
+        return SLOW_PATH;
+    if (list && (ah_fast_call_parts(call, list, call->in, &in) != DONE || in.dtype != out.dtype))
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &out, (int32_t)root, &move);
 }
 
-static int reduce_scatter(struct ah_quick_call *call)
+static int reduce_scatter(struct ah_fast_call *call)
 {
-    uint32_t reduction = ah_reduction_of(call->way, call->given[OP]);
-    struct ah_move move = {.kind = AH_REDUCE_SCATTER, .in = call->in, .reduction = reduction};
-    struct ah_plain in, out;
+    uint32_t reduction = ah_reduction_of(call->facts, call->given[OP]);
+    struct ah_operation move = {.kind = AH_REDUCE_SCATTER, .in = call->in, .reduction = reduction};
+    struct ah_tensor in, out;
     int code;
 
-    if (!call->given[IN] || !call->given[OUT] || ah_look(call->way, call->given[OUT], &out) != 0)
-        return NOT_OURS;
+    if (!call->given[IN] || !call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &out) != 0)
+        return SLOW_PATH;
     if (call->whole)
-        code = ah_look(call->way, call->given[IN], &in) == 0 ? ah_call_cut(call, in, out.part.bytes, call->in) : NOT_OURS;
+        code = ah_describe_tensor(call->facts, call->given[IN], &in) == 0 ? ah_fast_call_split(call, in, out.part.bytes, call->in) : SLOW_PATH;
     else
-        code = ah_call_list(call, call->given[IN], call->in, &in);
-    for (uint32_t rank = 0; code == DONE && rank < call->gated->gate.size; rank++)
-        code = call->in[rank].bytes == out.part.bytes ? DONE : NOT_OURS;
+        code = ah_fast_call_parts(call, call->given[IN], call->in, &in);
+    for (uint32_t rank = 0; code == DONE && rank < call->locked->lock.size; rank++)
+        code = call->in[rank].bytes == out.part.bytes ? DONE : SLOW_PATH;
     if (code != DONE || in.dtype != out.dtype || !ah_reducible(out.dtype, reduction))
-        return NOT_OURS;
-    return ah_call_move(call, &out, -1, &move);
+        return SLOW_PATH;
+    return ah_fast_call_run(call, &out, -1, &move);
 }
 
-static int all_to_all(struct ah_quick_call *call)
+static int all_to_all(struct ah_fast_call *call)
 {
-    struct ah_move move = {.kind = AH_ALL_TO_ALL, .in = call->in, .out = call->out};
-    struct ah_plain in, out;
+    struct ah_operation move = {.kind = AH_ALL_TO_ALL, .in = call->in, .out = call->out};
+    struct ah_tensor in, out;
 
     if (!call->given[IN] || !call->given[OUT])
-        return NOT_OURS;
+        return SLOW_PATH;
     if (call->whole) {
-        if (ah_look(call->way, call->given[IN], &in) != 0 || ah_look(call->way, call->given[OUT], &out) != 0 ||
+        if (ah_describe_tensor(call->facts, call->given[IN], &in) != 0 || ah_describe_tensor(call->facts, call->given[OUT], &out) != 0 ||
             !even(call, &in) || !even(call, &out) || in.part.bytes != out.part.bytes ||
-            ah_call_cut(call, in, in.part.bytes / call->gated->gate.size, call->in) != DONE ||
-            ah_call_cut(call, out, out.part.bytes / call->gated->gate.size, call->out) != DONE)
-            return NOT_OURS;
-    } else if (ah_call_list(call, call->given[IN], call->in, &in) != DONE ||
-               ah_call_list(call, call->given[OUT], call->out, &out) != DONE) {
-        return NOT_OURS;
+            ah_fast_call_split(call, in, in.part.bytes / call->locked->lock.size, call->in) != DONE ||
+            ah_fast_call_split(call, out, out.part.bytes / call->locked->lock.size, call->out) != DONE)
+            return SLOW_PATH;
+    } else if (ah_fast_call_parts(call, call->given[IN], call->in, &in) != DONE ||
+               ah_fast_call_parts(call, call->given[OUT], call->out, &out) != DONE) {
+        return SLOW_PATH;
     }
-    return in.dtype == out.dtype ? ah_call_move(call, &in, -1, &move) : NOT_OURS;
+    return in.dtype == out.dtype ? ah_fast_call_run(call, &in, -1, &move) : SLOW_PATH;
 }
 
 /* Let the handlers of signals run; `context` is the thread's state, which changes hands. */
-static int pulse(void *context)
+static int check_interrupt(void *context)
 {
     PyThreadState **thread = context;
     int raised;
@@ -243,52 +243,52 @@ static int pulse(void *context)
     return raised;
 }
 
-static int message(struct ah_quick_call *call, int sends)
+static int message(struct ah_fast_call *call, int sends)
 {
     struct ah_message message = {.sends = sends};
     struct ah_outcome outcome;
-    struct ah_plain tensor;
+    struct ah_tensor tensor;
     PyThreadState *thread;
     uint32_t rank;
     int code;
 
-    if (!call->segment || !call->segment->mail || ah_call_peer(call, -1, &rank) != DONE || rank == call->gated->gate.rank)
-        return NOT_OURS;
+    if (!call->segment || !call->segment->p2p || ah_fast_call_peer(call, -1, &rank) != DONE || rank == call->locked->lock.rank)
+        return SLOW_PATH;
     if (call->given[TAG] && (!PyLong_CheckExact(call->given[TAG]) || PyLong_AsLong(call->given[TAG]) < 0)) {
         PyErr_Clear();
-        return NOT_OURS;
+        return SLOW_PATH;
     }
-    if (!call->given[OUT] || ah_look(call->way, call->given[OUT], &tensor) != 0)
-        return NOT_OURS;
+    if (!call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0)
+        return SLOW_PATH;
     message.data = tensor.part.data;
     message.bytes = tensor.part.bytes;
     message.dtype = tensor.dtype;
     message.peer = rank;
     message.tag = call->given[TAG] ? (uint64_t)PyLong_AsLong(call->given[TAG]) : 0;
-    code = ah_call_announce(call, &tensor, 0, (int32_t)rank);
+    code = ah_fast_call_record(call, &tensor, 0, (int32_t)rank);
     if (code != DONE)
         return code;
-    if (!ah_mail_try(call->segment->mail, &message, &outcome)) {
+    if (!ah_p2p_try(call->segment->p2p, &message, &outcome)) {
         thread = PyEval_SaveThread();
-        outcome = ah_mail_do(call->segment->mail, &message, call->gated->gate.limit_ns,
-                             &(struct ah_ear){.pulse = pulse, .context = &thread});
+        outcome = ah_p2p_run(call->segment->p2p, &message, call->locked->lock.limit_ns,
+                             &(struct ah_interrupt){.check_interrupt = check_interrupt, .context = &thread});
         PyEval_RestoreThread(thread);
     }
-    call->answer = call->gated->gate.ranks ? PyLong_AsLong(PyTuple_GetItem(call->gated->gate.ranks, rank)) : (long)rank;
-    return ah_call_conclude(call, outcome.code, outcome.peer, (int)rank);
+    call->answer = call->locked->lock.ranks ? PyLong_AsLong(PyTuple_GetItem(call->locked->lock.ranks, rank)) : (long)rank;
+    return ah_fast_call_finish(call, outcome.code, outcome.peer, (int)rank);
 }
 
-static int send(struct ah_quick_call *call)
+static int send(struct ah_fast_call *call)
 {
     return message(call, 1);
 }
 
-static int recv(struct ah_quick_call *call)
+static int recv(struct ah_fast_call *call)
 {
     return message(call, 0);
 }
 
-typedef int (*operation)(struct ah_quick_call *);
+typedef int (*operation)(struct ah_fast_call *);
 
 static const operation OPERATIONS[] = {
     [AH_BARRIER] = barrier,       [AH_ALL_REDUCE] = all_reduce,         [AH_REDUCE] = reduce,
@@ -302,10 +302,10 @@ static const operation OPERATIONS[] = {
 /* As it was given, to the function that knows all ways. */
 static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    return PyObject_Call(((struct quick *)object)->usual, args, keywords);
+    return PyObject_Call(((struct fast_path *)object)->slow_path, args, keywords);
 }
 
-static PyObject *call_usual(PyObject *object, PyObject *const *args, Py_ssize_t places, PyObject *keywords)
+static PyObject *call_slow_path(PyObject *object, PyObject *const *args, Py_ssize_t places, PyObject *keywords)
 {
     Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
     PyObject *placed = PyTuple_New(places), *others = named ? PyDict_New() : NULL, *result = NULL;
@@ -325,24 +325,24 @@ static PyObject *call_usual(PyObject *object, PyObject *const *args, Py_ssize_t 
 static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged, PyObject *keywords)
 {
     Py_ssize_t places = (Py_ssize_t)(flagged & ~ARGUMENTS_OFFSET);
-    struct quick *self = (struct quick *)object;
-    struct ah_quick_call call;
+    struct fast_path *self = (struct fast_path *)object;
+    struct ah_fast_call call;
     int outcome;
 
     /* Not the parts: they are 8 KiB, and only those that are used are written. */
-    memset(&call, 0, offsetof(struct ah_quick_call, out));
-    call.way = (struct ah_way *)self->way;
+    memset(&call, 0, offsetof(struct ah_fast_call, out));
+    call.facts = (struct ah_torch_facts *)self->facts;
     call.name = self->name;
     call.whole = self->whole;
     outcome = sort(self, args, places, keywords, &call);
     if (outcome == DONE) {
-        call.gated = ah_gated_of(call.way, call.given[GROUP], &call.group, &call.segment);
-        outcome = call.gated ? OPERATIONS[self->kind](&call) : NOT_OURS;
-        Py_XDECREF((PyObject *)call.gated);
+        call.locked = ah_engine_of(call.facts, call.given[GROUP], &call.group, &call.segment);
+        outcome = call.locked ? OPERATIONS[self->kind](&call) : SLOW_PATH;
+        Py_XDECREF((PyObject *)call.locked);
         Py_XDECREF(call.group);
     }
-    if (outcome == NOT_OURS)
-        return call_usual(object, args, places, keywords);
+    if (outcome == SLOW_PATH)
+        return call_slow_path(object, args, places, keywords);
     if (outcome == RAISED)
         return NULL;
     if (self->kind == AH_RECV)
@@ -353,23 +353,23 @@ static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged,
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *way, *usual, *names, *roles, *made;
-    struct quick *self;
+    PyObject *facts, *slow_path, *names, *roles, *made;
+    struct fast_path *self;
     const char *name;
     int kind, whole;
 
-    if (!PyArg_ParseTuple(args, "OOsO!O!ip:Quick", &way, &usual, &name, &PyTuple_Type, &names, &PyTuple_Type, &roles,
+    if (!PyArg_ParseTuple(args, "OOsO!O!ip:FastPath", &facts, &slow_path, &name, &PyTuple_Type, &names, &PyTuple_Type, &roles,
                           &kind, &whole))
         return NULL;
-    if (!ah_as_way(way) || PyTuple_Size(names) > MOST_PARAMETERS || PyTuple_Size(names) != PyTuple_Size(roles) ||
+    if (!ah_as_torch_facts(facts) || PyTuple_Size(names) > MOST_PARAMETERS || PyTuple_Size(names) != PyTuple_Size(roles) ||
         kind < AH_BARRIER || kind >= (int)(sizeof OPERATIONS / sizeof *OPERATIONS)) {
-        PyErr_SetString(PyExc_TypeError, "Quick(way, usual, name, names, roles, kind, whole)");
+        PyErr_SetString(PyExc_TypeError, "FastPath(facts, slow_path, name, names, roles, kind, whole)");
         return NULL;
     }
     made = allocate(type, 0);
     if (!made)
         return NULL;
-    self = (struct quick *)made;
+    self = (struct fast_path *)made;
     for (Py_ssize_t index = 0; index < PyTuple_Size(roles); index++) {
         long role = PyLong_AsLong(PyTuple_GetItem(roles, index));
 
@@ -378,24 +378,24 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     }
     self->parameters = PyTuple_Size(names);
     self->vector = vector;
-    self->way = Py_NewRef(way);
-    self->usual = Py_NewRef(usual);
+    self->facts = Py_NewRef(facts);
+    self->slow_path = Py_NewRef(slow_path);
     self->names = Py_NewRef(names);
     self->kind = (enum ah_operation_code)kind;
-    ah_note_text(self->name, sizeof self->name, name);
+    ah_entry_text(self->name, sizeof self->name, name);
     self->whole = whole;
     return made;
 }
 
 static void unmake(PyObject *object)
 {
-    struct quick *self = (struct quick *)object;
+    struct fast_path *self = (struct fast_path *)object;
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     Py_XDECREF(self->dict);
-    Py_XDECREF(self->way);
-    Py_XDECREF(self->usual);
+    Py_XDECREF(self->facts);
+    Py_XDECREF(self->slow_path);
     Py_XDECREF(self->names);
     release(object);
     Py_DECREF(type);
@@ -413,8 +413,8 @@ static PyMethodDef METHODS[] = {
 };
 
 static PyMemberDef MEMBERS[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(struct quick, vector), READONLY, NULL},
-    {"__dictoffset__", T_PYSSIZET, offsetof(struct quick, dict), READONLY, NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(struct fast_path, vector), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(struct fast_path, dict), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -434,13 +434,13 @@ static PyType_Slot SLOTS[] = {
 };
 
 static PyType_Spec SPEC = {
-    .name = "allhands._core.Quick",
-    .basicsize = sizeof(struct quick),
+    .name = "allhands._core.FastPath",
+    .basicsize = sizeof(struct fast_path),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .slots = SLOTS,
 };
 
-PyObject *ah_quick_type(void)
+PyObject *ah_fast_path_type(void)
 {
     return PyType_FromSpec(&SPEC);
 }

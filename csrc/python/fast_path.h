@@ -4,6 +4,6 @@
 #include <Python.h>
 
 /* Returns a new reference; NULL with an exception set. */
-PyObject *ah_quick_type(void);
+PyObject *ah_fast_path_type(void);
 
 #endif

@@ -1,6 +1,6 @@
-/* The Python type allhands._core.Intake: what a hook on a parameter does in the usual case, which is to count a gradient
+/* The Python type allhands._core.GradHook: what a hook on a parameter does in the usual case, which is to count a gradient
  * and to move it into its bucket. Backward has pushed everything else out of the caches by then, so that each line of
- * Python costs microseconds there. The books are the reducer's own lists; whatever is unusual goes to its `came`. */
+ * Python costs microseconds there. The lists are the reducer's own lists; whatever is unusual goes to its `came`. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -15,29 +15,29 @@
 /* So many bytes take less time than letting go of the interpreter and getting it back, where others want it. */
 #define SHORT_BYTES ((size_t)64 << 10)
 
-enum book { COUNTS, LEFT, USED, NEEDED, BOOKS };
+enum counter_list { COUNTS, LEFT, USED, NEEDED, LISTS };
 
-struct intake {
+struct grad_hook {
     PyObject_HEAD
-    PyObject *way, *parameters, *came, *complete;
-    PyObject *of;           /* tuple: the number of each parameter's bucket */
+    PyObject *facts, *parameters, *slow, *complete;
+    PyObject *buckets;           /* tuple: the number of each parameter's bucket */
     PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes; NULL where all stay, and none is looked at */
-    struct ah_plain *likes; /* the shape and type that each is to have; no dtype: whatever comes */
+    struct ah_tensor *templates; /* the shape and type that each is to have; no dtype: whatever comes */
     PyObject *end;          /* weak reference to what is called when backward is over; NULL outside of a pass */
-    PyObject *books[BOOKS]; /* lists, one number for each parameter, LEFT one for each bucket */
+    PyObject *lists[LISTS]; /* lists, one number for each parameter, LEFT one for each bucket */
     PyObject *grad, *requires_grad;
 };
 
 /* Whether the gradient can be moved as bytes to where a plain tensor is: it is plain, like that one, and nothing is derived from it
  * later. */
-static int is_movable(struct intake *self, PyObject *gradient, const struct ah_plain *to, struct ah_plain *from)
+static int is_movable(struct grad_hook *self, PyObject *gradient, const struct ah_tensor *to, struct ah_tensor *from)
 {
     PyObject *derived;
     int plain;
 
-    if (ah_look((struct ah_way *)self->way, gradient, from) != 0)
+    if (ah_describe_tensor((struct ah_torch_facts *)self->facts, gradient, from) != 0)
         return 0;
-    if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims || from->dims > AH_BOARD_DIMS)
+    if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims || from->dims > AH_ENTRY_DIMS)
         return 0;
     for (uint32_t dim = 0; dim < from->dims; dim++) {
         if (from->shape[dim] != to->shape[dim])
@@ -52,11 +52,11 @@ static int is_movable(struct intake *self, PyObject *gradient, const struct ah_p
 
 /* See to it that the gradient of a parameter lies where it is to lie: 1 if it does, 0 if it cannot be moved so, -1 with
  * an exception set. */
-static int lay(struct intake *self, Py_ssize_t index, PyObject *gradient)
+static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gradient)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
     PyObject *view = self->views ? PyTuple_GetItem(self->views, index) : Py_None;
-    struct ah_plain from, to;
+    struct ah_tensor from, to;
     PyThreadState *thread;
     int code;
 
@@ -64,7 +64,7 @@ static int lay(struct intake *self, Py_ssize_t index, PyObject *gradient)
         return -1;
     if (gradient == view || view == Py_None)
         return 1;
-    if (gradient == Py_None || ah_look((struct ah_way *)self->way, view, &to) != 0 || !is_movable(self, gradient, &to, &from))
+    if (gradient == Py_None || ah_describe_tensor((struct ah_torch_facts *)self->facts, view, &to) != 0 || !is_movable(self, gradient, &to, &from))
         return 0;
     Py_INCREF(parameter);
     Py_INCREF(view);
@@ -78,23 +78,23 @@ static int lay(struct intake *self, Py_ssize_t index, PyObject *gradient)
     return code == 0 ? 1 : -1;
 }
 
-/* A number of a book; -1 with an exception set. */
-static long look_up(PyObject *book, Py_ssize_t index)
+/* A number of a list; -1 with an exception set. */
+static long get_number(PyObject *list, Py_ssize_t index)
 {
-    PyObject *number = PyList_GetItem(book, index);
+    PyObject *number = PyList_GetItem(list, index);
 
     return number ? PyLong_AsLong(number) : -1;
 }
 
-static int enter(PyObject *book, Py_ssize_t index, long number)
+static int set_number(PyObject *list, Py_ssize_t index, long number)
 {
     PyObject *made = PyLong_FromLong(number);
 
-    return made ? PyList_SetItem(book, index, made) : -1;
+    return made ? PyList_SetItem(list, index, made) : -1;
 }
 
-/* Whether a pass is under way; an exception may have ended it. -1 with an exception set. */
-static int in_pass(struct intake *self)
+/* Whether a pass is under facts; an exception may have ended it. -1 with an exception set. */
+static int in_pass(struct grad_hook *self)
 {
     PyObject *end = self->end ? PyObject_CallNoArgs(self->end) : NULL;
     int alive = end && end != Py_None;
@@ -104,7 +104,7 @@ static int in_pass(struct intake *self)
 }
 
 /* The usual case: 1 if it was one, 0 if not, -1 with an exception set. */
-static int take(struct intake *self, Py_ssize_t index)
+static int count_gradient(struct grad_hook *self, Py_ssize_t index)
 {
     PyObject *parameter, *gradient, *number;
     long count, needed, left;
@@ -113,30 +113,30 @@ static int take(struct intake *self, Py_ssize_t index)
 
     if (code != 1)
         return code;
-    count = look_up(self->books[COUNTS], index) + 1;
-    needed = look_up(self->books[NEEDED], index);
-    number = PyTuple_GetItem(self->of, index);
+    count = get_number(self->lists[COUNTS], index) + 1;
+    needed = get_number(self->lists[NEEDED], index);
+    number = PyTuple_GetItem(self->buckets, index);
     bucket = number ? PyLong_AsSsize_t(number) : -1;
     parameter = PyTuple_GetItem(self->parameters, index);
     if (PyErr_Occurred())
         return -1;
-    if (count > needed || look_up(self->books[LEFT], bucket) <= 0)
+    if (count > needed || get_number(self->lists[LEFT], bucket) <= 0)
         return PyErr_Occurred() ? -1 : 0;
     if (self->views) {
         if (!(gradient = PyObject_GetAttr(parameter, self->grad)))
             return -1;
-        code = gradient == Py_None ? 0 : lay(self, index, gradient);
+        code = gradient == Py_None ? 0 : move_gradient(self, index, gradient);
         Py_DECREF(gradient);
     }
     /* Another thread may have ended the pass while this one let go of the interpreter. */
     if (code != 1 || !self->end)
         return code;
-    if (enter(self->books[COUNTS], index, count) != 0 || enter(self->books[USED], index, 1) != 0)
+    if (set_number(self->lists[COUNTS], index, count) != 0 || set_number(self->lists[USED], index, 1) != 0)
         return -1;
     if (count < needed)
         return 1;
-    left = look_up(self->books[LEFT], bucket) - 1;
-    if (PyErr_Occurred() || enter(self->books[LEFT], bucket, left) != 0)
+    left = get_number(self->lists[LEFT], bucket) - 1;
+    if (PyErr_Occurred() || set_number(self->lists[LEFT], bucket, left) != 0)
         return -1;
     if (left == 0) {
         PyObject *done = PyObject_CallNoArgs(self->complete);
@@ -147,82 +147,82 @@ static int take(struct intake *self, Py_ssize_t index)
     return 1;
 }
 
-static PyObject *came(PyObject *object, PyObject *const *given, Py_ssize_t number)
+static PyObject *on_gradient(PyObject *object, PyObject *const *given, Py_ssize_t number)
 {
-    struct intake *self = (struct intake *)object;
+    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t index = number == 2 ? PyLong_AsSsize_t(given[0]) : -1;
     int code;
 
     if (index < 0) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "came(index, parameter)");
+            PyErr_SetString(PyExc_TypeError, "on_gradient(index, parameter)");
         return NULL;
     }
-    code = take(self, index);
+    code = count_gradient(self, index);
     if (code < 0)
         return NULL;
     if (code == 0)
-        return PyObject_CallFunctionObjArgs(self->came, given[0], NULL);
+        return PyObject_CallFunctionObjArgs(self->slow, given[0], NULL);
     Py_RETURN_NONE;
 }
 
-static void forget(struct intake *self)
+static void clear_pass(struct grad_hook *self)
 {
     Py_CLEAR(self->end);
-    for (int book = 0; book < BOOKS; book++)
-        Py_CLEAR(self->books[book]);
+    for (int list = 0; list < LISTS; list++)
+        Py_CLEAR(self->lists[list]);
 }
 
-static PyObject *begin(PyObject *object, PyObject *args)
+static PyObject *begin_pass(PyObject *object, PyObject *args)
 {
-    struct intake *self = (struct intake *)object;
-    PyObject *end, *given[BOOKS];
+    struct grad_hook *self = (struct grad_hook *)object;
+    PyObject *end, *given[LISTS];
 
-    if (!PyArg_ParseTuple(args, "OO!O!O!O!:begin", &end, &PyList_Type, &given[COUNTS], &PyList_Type, &given[LEFT],
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!:begin_pass", &end, &PyList_Type, &given[COUNTS], &PyList_Type, &given[LEFT],
                           &PyList_Type, &given[USED], &PyList_Type, &given[NEEDED]))
         return NULL;
-    forget(self);
+    clear_pass(self);
     self->end = Py_NewRef(end);
-    for (int book = 0; book < BOOKS; book++)
-        self->books[book] = Py_NewRef(given[book]);
+    for (int list = 0; list < LISTS; list++)
+        self->lists[list] = Py_NewRef(given[list]);
     Py_RETURN_NONE;
 }
 
-static PyObject *rest(PyObject *object, PyObject *Py_UNUSED(none))
+static PyObject *disable(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    forget((struct intake *)object);
+    clear_pass((struct grad_hook *)object);
     Py_RETURN_NONE;
 }
 
-static PyObject *arrange(PyObject *object, PyObject *args)
+static PyObject *set_places(PyObject *object, PyObject *args)
 {
-    struct intake *self = (struct intake *)object;
+    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t parameters = PyTuple_Size(self->parameters);
-    PyObject *of, *views, *likes;
+    PyObject *of, *views, *templates;
 
-    if (!PyArg_ParseTuple(args, "O!OO!:arrange", &PyTuple_Type, &of, &views, &PyTuple_Type, &likes))
+    if (!PyArg_ParseTuple(args, "O!OO!:set_places", &PyTuple_Type, &of, &views, &PyTuple_Type, &templates))
         return NULL;
-    if (PyTuple_Size(of) != parameters || PyTuple_Size(likes) != parameters ||
+    if (PyTuple_Size(of) != parameters || PyTuple_Size(templates) != parameters ||
         (views != Py_None && (!PyTuple_Check(views) || PyTuple_Size(views) != parameters))) {
         PyErr_SetString(PyExc_ValueError, "a bucket, a view and a tensor for each parameter");
         return NULL;
     }
-    forget(self);
-    Py_XDECREF(self->of);
+    clear_pass(self);
+    Py_XDECREF(self->buckets);
     Py_XDECREF(self->views);
-    self->of = Py_NewRef(of);
+    self->buckets = Py_NewRef(of);
     self->views = views == Py_None ? NULL : Py_NewRef(views);
     for (Py_ssize_t index = 0; index < parameters; index++) {
-        if (ah_look((struct ah_way *)self->way, PyTuple_GetItem(likes, index), &self->likes[index]) != 0)
-            self->likes[index].dtype = 0;
+        if (ah_describe_tensor((struct ah_torch_facts *)self->facts, PyTuple_GetItem(templates, index), &self->templates[index]) != 0)
+            self->templates[index].dtype = 0;
     }
     Py_RETURN_NONE;
 }
 
 /* Whether each parameter requires a gradient as `known` says. */
-static PyObject *trains(PyObject *object, PyObject *known)
+static PyObject *trained_as(PyObject *object, PyObject *known)
 {
-    struct intake *self = (struct intake *)object;
+    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t parameters = PyTuple_Size(self->parameters);
     int alike = PyList_Check(known) && PyList_Size(known) == parameters;
 
@@ -237,14 +237,14 @@ static PyObject *trains(PyObject *object, PyObject *known)
     return PyBool_FromLong(alike);
 }
 
-static PyObject *lie(PyObject *object, PyObject *Py_UNUSED(none))
+static PyObject *move_all(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    struct intake *self = (struct intake *)object;
+    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t parameters = PyTuple_Size(self->parameters);
 
     for (Py_ssize_t index = 0; index < parameters; index++) {
         PyObject *gradient = PyObject_GetAttr(PyTuple_GetItem(self->parameters, index), self->grad);
-        int code = gradient ? lay(self, index, gradient) : -1;
+        int code = gradient ? move_gradient(self, index, gradient) : -1;
 
         Py_XDECREF(gradient);
         if (code < 0)
@@ -256,12 +256,12 @@ static PyObject *lie(PyObject *object, PyObject *Py_UNUSED(none))
 }
 
 /* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
-static int can_stay(struct intake *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
+static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
     PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
-    struct ah_plain from;
-    int plain = trained == Py_True && self->likes[index].dtype != 0 && is_movable(self, gradient, &self->likes[index], &from);
+    struct ah_tensor from;
+    int plain = trained == Py_True && self->templates[index].dtype != 0 && is_movable(self, gradient, &self->templates[index], &from);
 
     Py_XDECREF(trained);
     PyErr_Clear();
@@ -272,14 +272,14 @@ static int can_stay(struct intake *self, Py_ssize_t index, PyObject *gradient, s
 
 static PyObject *gather(PyObject *object, PyObject *order)
 {
-    struct intake *self = (struct intake *)object;
+    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t number = PyTuple_Check(order) ? PyTuple_Size(order) : 0;
-    struct ah_bundle bundle = {0};
+    struct ah_tensor_list tensors = {0};
     PyObject *found = NULL;
     int plain = number > 0;
 
-    if (plain && (ah_bundle_make(&bundle, (size_t)number) != 0 || !(found = PyList_New(number)))) {
-        ah_bundle_free(&bundle);
+    if (plain && (ah_tensor_list_alloc(&tensors, (size_t)number) != 0 || !(found = PyList_New(number)))) {
+        ah_tensor_list_free(&tensors);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     for (Py_ssize_t place = 0; plain && place < number; place++) {
@@ -289,14 +289,14 @@ static PyObject *gather(PyObject *object, PyObject *order)
 
         if (!gradient) {
             Py_DECREF(found);
-            ah_bundle_free(&bundle);
+            ah_tensor_list_free(&tensors);
             return NULL;
         }
-        plain = can_stay(self, index, gradient, &bundle.parts[place]);
+        plain = can_stay(self, index, gradient, &tensors.parts[place]);
         PyList_SetItem(found, place, gradient);
     }
-    plain = plain && ah_bundle_is_apart(&bundle);
-    ah_bundle_free(&bundle);
+    plain = plain && ah_tensor_list_is_disjoint(&tensors);
+    ah_tensor_list_free(&tensors);
     if (plain)
         return found;
     Py_XDECREF(found);
@@ -306,28 +306,28 @@ static PyObject *gather(PyObject *object, PyObject *order)
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *way, *parameters, *came, *complete, *made;
-    struct intake *self;
+    PyObject *facts, *parameters, *slow, *complete, *made;
+    struct grad_hook *self;
 
-    if (!PyArg_ParseTuple(args, "OO!OO:Intake", &way, &PyTuple_Type, &parameters, &came, &complete))
+    if (!PyArg_ParseTuple(args, "OO!OO:GradHook", &facts, &PyTuple_Type, &parameters, &slow, &complete))
         return NULL;
-    if (!ah_as_way(way)) {
-        PyErr_SetString(PyExc_TypeError, "Intake(way, parameters, came, complete)");
+    if (!ah_as_torch_facts(facts)) {
+        PyErr_SetString(PyExc_TypeError, "GradHook(facts, parameters, came, complete)");
         return NULL;
     }
     if (!(made = allocate(type, 0)))
         return NULL;
-    self = (struct intake *)made;
-    self->way = Py_NewRef(way);
+    self = (struct grad_hook *)made;
+    self->facts = Py_NewRef(facts);
     self->parameters = Py_NewRef(parameters);
-    self->came = Py_NewRef(came);
+    self->slow = Py_NewRef(slow);
     self->complete = Py_NewRef(complete);
-    self->of = PyTuple_New(0);
+    self->buckets = PyTuple_New(0);
     self->views = PyTuple_New(0);
-    self->likes = calloc((size_t)PyTuple_Size(parameters) + 1, sizeof *self->likes);
+    self->templates = calloc((size_t)PyTuple_Size(parameters) + 1, sizeof *self->templates);
     self->grad = PyUnicode_InternFromString("grad");
     self->requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (!self->of || !self->views || !self->likes || !self->grad || !self->requires_grad) {
+    if (!self->buckets || !self->views || !self->templates || !self->grad || !self->requires_grad) {
         Py_DECREF(made);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
@@ -336,18 +336,18 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
 
 static void unmake(PyObject *object)
 {
-    struct intake *self = (struct intake *)object;
+    struct grad_hook *self = (struct grad_hook *)object;
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-    forget(self);
-    Py_XDECREF(self->way);
+    clear_pass(self);
+    Py_XDECREF(self->facts);
     Py_XDECREF(self->parameters);
-    Py_XDECREF(self->came);
+    Py_XDECREF(self->slow);
     Py_XDECREF(self->complete);
-    Py_XDECREF(self->of);
+    Py_XDECREF(self->buckets);
     Py_XDECREF(self->views);
-    free(self->likes);
+    free(self->templates);
     Py_XDECREF(self->grad);
     Py_XDECREF(self->requires_grad);
     release(object);
@@ -355,12 +355,12 @@ static void unmake(PyObject *object)
 }
 
 static PyMethodDef METHODS[] = {
-    {"came", (PyCFunction)(void (*)(void))came, METH_FASTCALL, "came($self, index, parameter, /)\n--\n\nNote that a gradient is there."},
-    {"begin", begin, METH_VARARGS, "begin($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
-    {"rest", rest, METH_NOARGS, "rest($self, /)\n--\n\nLeave everything to Python."},
-    {"arrange", arrange, METH_VARARGS, "arrange($self, of, views, likes, /)\n--\n\nSay where gradients are to lie."},
-    {"lie", lie, METH_NOARGS, "lie($self, /)\n--\n\nMove what does not lie where it is to lie; tell whether all does now."},
-    {"trains", trains, METH_O, "trains($self, known, /)\n--\n\nTell whether those require gradients that did."},
+    {"on_gradient", (PyCFunction)(void (*)(void))on_gradient, METH_FASTCALL, "on_gradient($self, index, parameter, /)\n--\n\nNote that a gradient is there."},
+    {"begin_pass", begin_pass, METH_VARARGS, "begin_pass($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
+    {"disable", disable, METH_NOARGS, "disable($self, /)\n--\n\nLeave everything to Python."},
+    {"set_places", set_places, METH_VARARGS, "set_places($self, of, views, templates, /)\n--\n\nSay where gradients are to lie."},
+    {"move_all", move_all, METH_NOARGS, "move_all($self, /)\n--\n\nMove what does not lie where it is to lie; tell whether all does now."},
+    {"trained_as", trained_as, METH_O, "trained_as($self, known, /)\n--\n\nTell whether those require gradients that did."},
     {"gather", gather, METH_O, "gather($self, order, /)\n--\n\nReturn gradients that can be reduced where they lie, or None."},
     {NULL, NULL, 0, NULL},
 };
@@ -369,18 +369,18 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_methods, METHODS},
-    {Py_tp_doc, "Intake(way, parameters, came, complete): takes gradients as they come, where that is simple."},
+    {Py_tp_doc, "GradHook(facts, parameters, came, complete): takes gradients as they come, where that is simple."},
     {0, NULL},
 };
 
 static PyType_Spec SPEC = {
-    .name = "allhands._core.Intake",
-    .basicsize = sizeof(struct intake),
+    .name = "allhands._core.GradHook",
+    .basicsize = sizeof(struct grad_hook),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
 
-PyObject *ah_intake_type(void)
+PyObject *ah_grad_hook_type(void)
 {
     return PyType_FromSpec(&SPEC);
 }

@@ -5,6 +5,6 @@
 #include <Python.h>
 
 /* Returns a new reference; NULL with an exception set. */
-PyObject *ah_intake_type(void);
+PyObject *ah_grad_hook_type(void);
 
 #endif

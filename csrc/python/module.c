@@ -1,4 +1,4 @@
-/* The Python module allhands._core: takes arguments apart and puts results together, nothing else.
+/* The Python module allhands._core: takes arguments disjoint and puts results together, nothing else.
  * Python.h comes first, as it may change what the system headers declare. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,7 +11,7 @@
 #include "python/py_segment.h"
 #include "mpi/harbour.h"
 #include "python/grad_hook.h"
-#include "python/maker.h"
+#include "mpi/wall.h"
 #include "python/py_flight_recorder.h"
 #include "mpi/port.h"
 #include "python/py_p2p.h"
@@ -51,31 +51,31 @@ static PyObject *peer_credentials(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("iII", (int)peer.pid, (unsigned int)peer.uid, (unsigned int)peer.gid);
 }
 
-static PyObject *board_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+static PyObject *flight_recorder_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    return PyLong_FromSize_t(ah_board_bytes());
+    return PyLong_FromSize_t(ah_flight_recorder_bytes());
 }
 
-static PyObject *apart(PyObject *Py_UNUSED(module), PyObject *tensors)
+static PyObject *disjoint(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
-    struct ah_bundle bundle;
+    struct ah_tensor_list list;
     int found;
 
-    if (ah_as_bundle(tensors, &bundle) != 0)
+    if (ah_as_tensor_list(tensors, &list) != 0)
         return NULL;
-    found = ah_bundle_is_apart(&bundle);
-    ah_bundle_free(&bundle);
+    found = ah_tensor_list_is_disjoint(&list);
+    ah_tensor_list_free(&list);
     return PyBool_FromLong(found);
 }
 
 static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct ah_bundle to = {0}, from = {0};
+    struct ah_tensor_list to = {0}, from = {0};
     PyObject *targets, *sources, *result = NULL;
 
     if (!PyArg_ParseTuple(args, "OO:copy", &targets, &sources))
         return NULL;
-    if (ah_as_bundle(targets, &to) == 0 && ah_as_bundle(sources, &from) == 0) {
+    if (ah_as_tensor_list(targets, &to) == 0 && ah_as_tensor_list(sources, &from) == 0) {
         int alike = to.number == from.number;
 
         for (size_t index = 0; alike && index < to.number; index++)
@@ -87,9 +87,18 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
         else
             PyErr_SetString(PyExc_ValueError, "targets and sources differ in their sizes");
     }
-    ah_bundle_free(&to);
-    ah_bundle_free(&from);
+    ah_tensor_list_free(&to);
+    ah_tensor_list_free(&from);
     return result;
+}
+
+static PyObject *wall_bytes(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int ranks;
+
+    if (!PyArg_ParseTuple(args, "I:wall_bytes", &ranks))
+        return NULL;
+    return PyLong_FromSize_t(ah_wall_bytes(ranks));
 }
 
 static PyMethodDef methods[] = {
@@ -105,7 +114,7 @@ static PyMethodDef methods[] = {
     {"segment_bytes", ah_py_segment_bytes, METH_VARARGS,
      "segment_bytes($module, ranks, slot_bytes, hands=0, /)\n--\n\n"
      "Return how large the segment of a group is."},
-    {"wall_bytes", ah_py_wall_bytes, METH_VARARGS,
+    {"wall_bytes", wall_bytes, METH_VARARGS,
      "wall_bytes($module, ranks, /)\n--\n\n"
      "Return how large the wall of a group over MPI is."},
     {"reducible", ah_py_reducible, METH_VARARGS,
@@ -114,21 +123,21 @@ static PyMethodDef methods[] = {
     {"reduce", ah_py_reduce, METH_VARARGS,
      "reduce($module, dtype, reduction, out, sources, bytes, /)\n--\n\n"
      "Reduce memory at several addresses into one."},
-    {"apart", apart, METH_O,
-     "apart($module, tensors, /)\n--\n\n"
+    {"disjoint", disjoint, METH_O,
+     "disjoint($module, tensors, /)\n--\n\n"
      "Tell whether no two of some tensors share memory."},
     {"copy", copy, METH_VARARGS,
      "copy($module, targets, sources, /)\n--\n\n"
      "Copy the memory of some tensors to that of others."},
-    {"inhabitants", ah_py_inhabitants, METH_O,
-     "inhabitants($module, tables, /)\n--\n\n"
+    {"dict_identity", ah_py_dict_identity, METH_O,
+     "dict_identity($module, tables, /)\n--\n\n"
      "Return who stands in some dicts, as bytes to compare."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
-     "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, swift=<of the processor>, /)\n--\n\n"
+     "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, victim_l3=<of the processor>, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},
-    {"board_bytes", board_bytes, METH_NOARGS,
-     "board_bytes($module, /)\n--\n\n"
-     "Return how large a board is."},
+    {"flight_recorder_bytes", flight_recorder_bytes, METH_NOARGS,
+     "flight_recorder_bytes($module, /)\n--\n\n"
+     "Return how large a recorder is."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -151,7 +160,7 @@ static const struct number REDUCTIONS[] = {AH_REDUCTIONS(ENTRY){NULL, 0}};
 static const struct number OPERATIONS[] = {AH_OPERATIONS(ENTRY){NULL, 0}};
 static const struct number OUTCOMES[] = {AH_OUTCOMES(ENTRY){NULL, 0}};
 static const struct number CONSTANTS[] = {
-    {"RAW", AH_RAW}, {"COMPLEX", AH_COMPLEX}, {"MOST_RANKS", AH_MOST_RANKS}, {"MOST_HANDS", AH_MOST_HANDS}, {NULL, 0},
+    {"RAW", AH_RAW}, {"COMPLEX", AH_COMPLEX}, {"MAX_RANKS", AH_MAX_RANKS}, {"MAX_HELPER_THREADS", AH_MAX_HELPER_THREADS}, {NULL, 0},
 };
 
 /* Return a dict from name to number. */
@@ -171,11 +180,11 @@ static PyObject *table(const struct number *each)
 
 static int fill(PyObject *module)
 {
-    if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "Board", ah_notice_type()) != 0 ||
-        add(module, "Way", ah_way_type()) != 0 || add(module, "Quick", ah_quick_type()) != 0 ||
+    if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "FlightRecorder", ah_recorder_type()) != 0 ||
+        add(module, "TorchFacts", ah_torch_facts_type()) != 0 || add(module, "FastPath", ah_fast_path_type()) != 0 ||
         add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
-        add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "Mail", ah_mail_type(module)) != 0 ||
-        add(module, "Intake", ah_intake_type()) != 0)
+        add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "P2P", ah_p2p_type(module)) != 0 ||
+        add(module, "GradHook", ah_grad_hook_type()) != 0)
         return -1;
     for (const struct number *each = CONSTANTS; each->name; each++) {
         if (PyModule_AddIntConstant(module, each->name, each->number) != 0)

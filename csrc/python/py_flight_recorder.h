@@ -1,4 +1,4 @@
-/* The Python type of the board. */
+/* The Python type of the recorder. */
 #ifndef ALLHANDS_NOTICE_H
 #define ALLHANDS_NOTICE_H
 
@@ -6,20 +6,20 @@
 
 #include "recorder/flight_recorder.h"
 
-struct ah_notice {
+struct ah_recorder_object {
     PyObject_HEAD
     void *memory;
-    struct ah_board board;
-    unsigned long main; /* the identity of the main thread */
+    struct ah_flight_recorder recorder;
+    unsigned long main_thread; /* the identity of the main thread */
 };
 
 /* Returns a new reference; NULL with an exception set. */
-PyObject *ah_notice_type(void);
+PyObject *ah_recorder_type(void);
 
-/* The object if it is a board, else NULL (and no exception). */
-struct ah_notice *ah_as_notice(PyObject *object);
+/* The object if it is a recorder, else NULL (and no exception). */
+struct ah_recorder_object *ah_as_recorder(PyObject *object);
 
 /* Note the shape, up to what there is room for; `shape` is a tuple of ints. */
-int ah_note_shape(struct ah_note *note, PyObject *shape);
+int ah_entry_set_shape(struct ah_entry *entry, PyObject *shape);
 
 #endif

@@ -1,4 +1,4 @@
-/* The Python type allhands._core.Mail: takes arguments apart, lets go of the interpreter, sends and receives.
+/* The Python type allhands._core.P2P: takes arguments apart, lets go of the interpreter, sends and receives.
  *
  * Outcomes are one number: peer << 8 | code. A request is a capsule that keeps its Mail alive. */
 #define PY_SSIZE_T_CLEAN
@@ -19,21 +19,21 @@
 
 static const char REQUEST[] = "allhands._core.request";
 
-struct post {
+struct p2p_object {
     PyObject_HEAD
     PyObject *segment;
     struct ah_group *group;
-    struct ah_mail *mail;
+    struct ah_p2p *p2p;
     pid_t process;
 };
 
-struct request {
-    PyObject *post;
-    struct ah_letter *letter;
+struct handle {
+    PyObject *owner; /* keeps the P2P object alive */
+    struct ah_request *request;
 };
 
 /* Let the handlers of signals run; `context` is the thread's state, which changes hands. */
-static int pulse(void *context)
+static int check_interrupt(void *context)
 {
     PyThreadState **thread = context;
     int raised;
@@ -45,12 +45,12 @@ static int pulse(void *context)
 }
 
 /* Nothing where a handler raised. */
-static PyObject *told(struct ah_outcome outcome)
+static PyObject *as_python(struct ah_outcome outcome)
 {
     if (outcome.code == AH_INTERRUPTED)
         return NULL;
-    if (outcome.code == AH_UNDER_WAY)
-        return PyLong_FromLong(AH_UNDER_WAY);
+    if (outcome.code == AH_PENDING)
+        return PyLong_FromLong(AH_PENDING);
     return PyLong_FromUnsignedLongLong((unsigned long long)outcome.peer << 8 | (unsigned)outcome.code);
 }
 
@@ -65,157 +65,155 @@ static int as_message(PyObject *const *args, int sends, struct ah_message *messa
     message->bytes = PyLong_AsSize_t(args[1]);
     message->dtype = (uint32_t)PyLong_AsUnsignedLong(args[2]);
     peer = PyLong_AsLong(args[3]);
-    message->peer = peer < 0 || peer > UINT32_MAX ? AH_ANYONE : (uint32_t)peer;
+    message->peer = peer < 0 || peer > UINT32_MAX ? AH_ANY_SOURCE : (uint32_t)peer;
     message->tag = PyLong_AsUnsignedLongLong(args[4]);
     message->sends = sends;
     *limit = PyLong_AsLongLong(args[5]);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *send_or_receive(struct post *self, PyObject *const *args, Py_ssize_t n, int sends)
+static PyObject *send_or_receive(struct p2p_object *self, PyObject *const *args, Py_ssize_t n, int sends)
 {
     struct ah_message message;
     struct ah_outcome outcome;
     PyThreadState *thread;
     int64_t limit;
 
-    if (ah_count(n, 6) != 0 || as_message(args, sends, &message, &limit) != 0)
+    if (ah_check_argument_count(n, 6) != 0 || as_message(args, sends, &message, &limit) != 0)
         return NULL;
-    if (ah_mail_try(self->mail, &message, &outcome))
-        return told(outcome);
+    if (ah_p2p_try(self->p2p, &message, &outcome))
+        return as_python(outcome);
     thread = PyEval_SaveThread();
-    outcome = ah_mail_do(self->mail, &message, limit, &(struct ah_ear){.pulse = pulse, .context = &thread});
+    outcome = ah_p2p_run(self->p2p, &message, limit, &(struct ah_interrupt){.check_interrupt = check_interrupt, .context = &thread});
     PyEval_RestoreThread(thread);
-    return told(outcome);
+    return as_python(outcome);
 }
 
-static PyObject *send(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *send(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
     return send_or_receive(self, args, n, 1);
 }
 
-static PyObject *recv(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *recv(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
     return send_or_receive(self, args, n, 0);
 }
 
-static void drop(PyObject *capsule)
+static void free_handle(PyObject *capsule)
 {
-    struct request *request = PyCapsule_GetPointer(capsule, REQUEST);
+    struct handle *handle = PyCapsule_GetPointer(capsule, REQUEST);
+    const struct p2p_object *owner;
 
-    const struct post *self;
-
-    if (!request)
+    if (!handle)
         return;
-    self = (struct post *)request->post;
-    /* A forked child has copies of its parent's requests, and nothing to say in its group. */
-    if (self->process == getpid())
-        ah_mail_drop(self->mail, request->letter);
-    Py_DECREF(request->post);
-    free(request);
+    owner = (const struct p2p_object *)handle->owner;
+    /* A forked child has copies of its parent's requests and is not in the group. */
+    if (owner->process == getpid())
+        ah_p2p_free_request(owner->p2p, handle->request);
+    Py_DECREF(handle->owner);
+    free(handle);
 }
 
-static PyObject *post_either(struct post *self, PyObject *const *args, Py_ssize_t n, int sends)
+static PyObject *post_either(struct p2p_object *self, PyObject *const *args, Py_ssize_t n, int sends)
 {
     struct ah_message message;
     struct ah_outcome outcome;
-    struct ah_letter *letter;
-    struct request *request;
+    struct ah_request *request;
+    struct handle *handle;
     PyThreadState *thread;
     PyObject *capsule;
     uint64_t key;
     int64_t limit;
 
-    if (ah_count(n, 7) != 0 || as_message(args, sends, &message, &limit) != 0)
+    if (ah_check_argument_count(n, 7) != 0 || as_message(args, sends, &message, &limit) != 0)
         return NULL;
     key = PyLong_AsUnsignedLongLong(args[6]);
     if (PyErr_Occurred())
         return NULL;
-    request = malloc(sizeof *request);
-    if (!request)
+    handle = malloc(sizeof *handle);
+    if (!handle)
         return PyErr_NoMemory();
     thread = PyEval_SaveThread();
-    outcome = ah_mail_post(self->mail, &message, limit, key, &letter);
+    outcome = ah_p2p_post(self->p2p, &message, limit, key, &request);
     PyEval_RestoreThread(thread);
-    if (!letter) {
-        free(request);
-        return told(outcome);
+    if (!request) {
+        free(handle);
+        return as_python(outcome);
     }
-    *request = (struct request){.post = (PyObject *)self, .letter = letter};
-    Py_INCREF(request->post);
-    capsule = PyCapsule_New(request, REQUEST, drop);
+    *handle = (struct handle){.owner = Py_NewRef((PyObject *)self), .request = request};
+    capsule = PyCapsule_New(handle, REQUEST, free_handle);
     if (!capsule) {
-        ah_mail_drop(self->mail, letter);
-        Py_DECREF(request->post);
-        free(request);
+        ah_p2p_free_request(self->p2p, request);
+        Py_DECREF(handle->owner);
+        free(handle);
     }
     return capsule;
 }
 
-static PyObject *post_send(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *post_send(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
     return post_either(self, args, n, 1);
 }
 
-static PyObject *post_recv(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *post_recv(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
     return post_either(self, args, n, 0);
 }
 
-static struct ah_letter *letter_of(const struct post *self, PyObject *capsule)
+static struct ah_request *request_of(const struct p2p_object *self, PyObject *capsule)
 {
-    struct request *request = PyCapsule_GetPointer(capsule, REQUEST);
+    struct handle *handle = PyCapsule_GetPointer(capsule, REQUEST);
 
-    if (request && request->post != (PyObject *)self) {
-        PyErr_SetString(PyExc_ValueError, "a request of another Mail");
+    if (handle && handle->owner != (PyObject *)self) {
+        PyErr_SetString(PyExc_ValueError, "the request belongs to another P2P object");
         return NULL;
     }
-    return request ? request->letter : NULL;
+    return handle ? handle->request : NULL;
 }
 
-static PyObject *wait(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *wait(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    struct ah_letter *letter;
+    struct ah_request *request;
     struct ah_outcome outcome;
     PyThreadState *thread;
     int64_t limit;
 
-    if (ah_count(n, 2) != 0 || !(letter = letter_of(self, args[0])))
+    if (ah_check_argument_count(n, 2) != 0 || !(request = request_of(self, args[0])))
         return NULL;
     limit = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
     thread = PyEval_SaveThread();
-    outcome = ah_mail_wait(self->mail, letter, limit, &(struct ah_ear){.pulse = pulse, .context = &thread});
+    outcome = ah_p2p_wait(self->p2p, request, limit, &(struct ah_interrupt){.check_interrupt = check_interrupt, .context = &thread});
     PyEval_RestoreThread(thread);
-    return told(outcome);
+    return as_python(outcome);
 }
 
-static PyObject *due(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *start_timeout(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    struct ah_letter *letter;
+    struct ah_request *request;
 
-    if (ah_count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
+    if (ah_check_argument_count(n, 1) != 0 || !(request = request_of(self, args[0])))
         return NULL;
-    ah_mail_due(self->mail, letter);
+    ah_p2p_start_timeout(self->p2p, request);
     Py_RETURN_NONE;
 }
 
-static PyObject *look(struct post *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *test(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    struct ah_letter *letter;
+    struct ah_request *request;
     struct ah_outcome outcome;
     PyThreadState *thread;
 
-    if (ah_count(n, 1) != 0 || !(letter = letter_of(self, args[0])))
+    if (ah_check_argument_count(n, 1) != 0 || !(request = request_of(self, args[0])))
         return NULL;
     thread = PyEval_SaveThread();
-    outcome = ah_mail_look(self->mail, letter);
+    outcome = ah_p2p_test(self->p2p, request);
     PyEval_RestoreThread(thread);
-    return told(outcome);
+    return as_python(outcome);
 }
 
-static PyObject *serve(struct post *self, PyObject *Py_UNUSED(none))
+static PyObject *progress(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
     uint64_t keys[MOST_KEYS];
     PyThreadState *thread;
@@ -223,7 +221,7 @@ static PyObject *serve(struct post *self, PyObject *Py_UNUSED(none))
     size_t number;
 
     thread = PyEval_SaveThread();
-    number = ah_mail_serve(self->mail, keys, MOST_KEYS);
+    number = ah_p2p_progress(self->p2p, keys, MOST_KEYS);
     PyEval_RestoreThread(thread);
     list = PyList_New((Py_ssize_t)number);
     for (size_t index = 0; list && index < number; index++) {
@@ -237,33 +235,33 @@ static PyObject *serve(struct post *self, PyObject *Py_UNUSED(none))
     return list;
 }
 
-static PyObject *stop(struct post *self, PyObject *Py_UNUSED(none))
+static PyObject *stop(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
     PyThreadState *thread = PyEval_SaveThread();
 
-    ah_mail_stop(self->mail);
+    ah_p2p_stop(self->p2p);
     PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
 }
 
-static PyObject *ring(struct post *self, PyObject *Py_UNUSED(none))
+static PyObject *wake_all(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
-    ah_ring_all(self->group);
+    ah_mailbox_wake_all(self->group);
     Py_RETURN_NONE;
 }
 
-static PyObject *unsent(struct post *self, PyObject *Py_UNUSED(none))
+static PyObject *pending_sends(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
     PyThreadState *thread = PyEval_SaveThread();
-    size_t number = ah_mail_unsent(self->mail);
+    size_t number = ah_p2p_pending_sends(self->p2p);
 
     PyEval_RestoreThread(thread);
     return PyLong_FromSize_t(number);
 }
 
-static PyObject *odd(struct post *self, PyObject *Py_UNUSED(none))
+static PyObject *mismatch(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
-    const struct ah_odd *found = ah_odd_of(self->group);
+    const struct ah_message_mismatch *found = ah_message_mismatch_of(self->group);
 
     if (atomic_load(&found->whole) == 0)
         Py_RETURN_NONE;
@@ -277,45 +275,45 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct ah_segment *shared;
-    struct post *self;
+    struct p2p_object *self;
     PyObject *segment;
 
     if (keywords && PyDict_Size(keywords) != 0) {
-        PyErr_SetString(PyExc_TypeError, "Mail takes no keywords");
+        PyErr_SetString(PyExc_TypeError, "P2P takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O:Mail", &segment))
+    if (!PyArg_ParseTuple(args, "O:P2P", &segment))
         return NULL;
     shared = ah_as_segment(segment);
     if (!shared) {
-        PyErr_SetString(PyExc_TypeError, "Mail takes a Segment");
+        PyErr_SetString(PyExc_TypeError, "P2P takes a Segment");
         return NULL;
     }
-    self = (struct post *)allocate(type, 0);
+    self = (struct p2p_object *)allocate(type, 0);
     if (!self)
         return NULL;
     self->segment = segment;
     Py_INCREF(segment);
     self->group = &shared->group;
     self->process = getpid();
-    self->mail = ah_mail_open(self->group);
-    if (!self->mail) {
+    self->p2p = ah_p2p_open(self->group);
+    if (!self->p2p) {
         Py_DECREF((PyObject *)self);
         return PyErr_NoMemory();
     }
-    shared->mail = self->mail;
+    shared->p2p = self->p2p;
     return (PyObject *)self;
 }
 
 static void unmake(PyObject *object)
 {
-    struct post *self = (struct post *)object;
+    struct p2p_object *self = (struct p2p_object *)object;
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-    if (self->mail) {
-        ah_as_segment(self->segment)->mail = NULL;
-        ah_mail_free(self->mail);
+    if (self->p2p) {
+        ah_as_segment(self->segment)->p2p = NULL;
+        ah_p2p_free(self->p2p);
     }
     Py_XDECREF(self->segment);
     release(object);
@@ -330,14 +328,14 @@ static PyMethodDef METHODS[] = {
     FAST(recv, "recv(address, bytes, dtype, source, tag, timeout_ns) -> outcome; source -1: anyone"),
     FAST(post_send, "post_send(address, bytes, dtype, dest, tag, timeout_ns, key) -> outcome or request"),
     FAST(post_recv, "post_recv(address, bytes, dtype, source, tag, timeout_ns, key) -> outcome or request"),
-    FAST(wait, "wait(request, limit_ns) -> outcome, or -1 where it is still under way"),
-    FAST(due, "due(request): its timeout begins now, as in a wait without a limit"),
-    FAST(look, "look(request) -> outcome, or -1 where it is still under way"),
-    BARE(serve, "serve() -> keys of posted messages that are over; none once stopped"),
-    BARE(stop, "stop(): end all that this rank has under way"),
-    BARE(ring, "ring(): wake everyone who sleeps, to look whether the group is over"),
-    BARE(unsent, "unsent() -> how many posted sends are under way"),
-    BARE(odd, "odd() -> (source, target, tag, dtype, bytes, dtype, bytes) of the first message that did not fit, or None"),
+    FAST(wait, "wait(request, limit_ns) -> outcome, or -1 where it is still under facts"),
+    FAST(start_timeout, "due(request): its timeout begins now, as in a wait without a limit"),
+    FAST(test, "test(request) -> outcome, or -1 where it is still under facts"),
+    BARE(progress, "serve() -> keys of posted messages that are over; none once stopped"),
+    BARE(stop, "stop(): end all that this rank has under facts"),
+    BARE(wake_all, "ring(): wake everyone who sleeps, to test whether the group is over"),
+    BARE(pending_sends, "unsent() -> how many posted sends are under facts"),
+    BARE(mismatch, "odd() -> (source, target, tag, dtype, bytes, dtype, bytes) of the first message that did not fit, or None"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -345,18 +343,18 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_methods, METHODS},
-    {Py_tp_doc, "Mail(segment): one rank's messages to and from single ranks. One for each Segment."},
+    {Py_tp_doc, "P2P(segment): one rank's messages to and from single ranks. One for each Segment."},
     {0, NULL},
 };
 
 static PyType_Spec SPEC = {
-    .name = "allhands._core.Mail",
-    .basicsize = sizeof(struct post),
+    .name = "allhands._core.P2P",
+    .basicsize = sizeof(struct p2p_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
 
-PyObject *ah_mail_type(PyObject *module)
+PyObject *ah_p2p_type(PyObject *module)
 {
     return PyType_FromModuleAndSpec(module, &SPEC, NULL);
 }

@@ -6,6 +6,6 @@
 #include <Python.h>
 
 /* A new reference; `module` also has the type Segment. */
-PyObject *ah_mail_type(PyObject *module);
+PyObject *ah_p2p_type(PyObject *module);
 
 #endif

@@ -48,3 +48,12 @@ PyObject *ah_py_reduce(PyObject *Py_UNUSED(module), PyObject *args)
     free(sources);
     Py_RETURN_NONE;
 }
+
+PyObject *ah_py_reducible(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int dtype, reduction;
+
+    if (!PyArg_ParseTuple(args, "II:reducible", &dtype, &reduction))
+        return NULL;
+    return PyBool_FromLong(ah_reducible(dtype, reduction));
+}

@@ -7,4 +7,7 @@
 /* reduce(dtype, reduction, out, sources, bytes): see _core.pyi. */
 PyObject *ah_py_reduce(PyObject *module, PyObject *args);
 
+/* reducible(dtype, reduction): see _core.pyi. */
+PyObject *ah_py_reducible(PyObject *module, PyObject *args);
+
 #endif

@@ -18,28 +18,28 @@
 #include "shm/reduce.h"
 #include "python/py_window.h"
 
-/* What moves no more than this on the short way is done before another thread would have had the interpreter. */
+/* What moves no more than this on the short facts is done before another thread would have had the interpreter. */
 #define SHORT_BYTES ((size_t)4 << 10)
 
 /* Let go of the interpreter's lock; `context` is a segment. */
-static void let_go(void *context)
+static void on_long_wait(void *context)
 {
     struct ah_segment *self = context;
 
-    self->gate.thread = PyEval_SaveThread();
+    self->lock.thread = PyEval_SaveThread();
 }
 
-static int collect(struct ah_group *group, const struct ah_move *move)
+static int collect(struct ah_group *group, const struct ah_operation *move)
 {
     switch (move->kind) {
     case AH_BARRIER:
         return ah_barrier(group, move->limit_ns);
     case AH_ALL_REDUCE:
-        if (move->bundle.number)
-            return ah_all_reduce_bundle(group, move->bundle, move->dtype, move->reduction, move->limit_ns);
+        if (move->tensors.number)
+            return ah_all_reduce_list(group, move->tensors, move->dtype, move->reduction, move->limit_ns);
         return ah_all_reduce(group, move->data, move->dtype, move->reduction, move->limit_ns);
     case AH_REDUCE:
-        return ah_reduce_to(group, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
+        return ah_reduce_to_root(group, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
     case AH_BROADCAST:
         return ah_broadcast(group, move->data, move->dtype, move->root, move->limit_ns);
     case AH_ALL_GATHER:
@@ -57,38 +57,38 @@ static int collect(struct ah_group *group, const struct ah_move *move)
     }
 }
 
-/* A segment's move, see struct ah_gate. */
-static int move(void *mover, struct ah_move *move)
+/* A segment's move, see struct ah_call_lock. */
+static int move(void *object, struct ah_operation *move)
 {
-    struct ah_segment *self = mover;
+    struct ah_segment *self = object;
     int code;
 
-    if (move->kind == AH_ALL_REDUCE && !move->bundle.number)
+    if (move->kind == AH_ALL_REDUCE && !move->tensors.number)
         ah_find_window(&self->group, &move->data);
-    if (move->note)
-        self->group.now_ns = move->note->started_ns;
+    if (move->entry)
+        self->group.now_ns = move->entry->started_ns;
     /* For what moves little, the lock is let go of only where others have to be waited for. */
-    if (move->note && move->note->bytes <= SHORT_BYTES)
-        self->group.let_go = let_go;
+    if (move->entry && move->entry->bytes <= SHORT_BYTES)
+        self->group.on_long_wait = on_long_wait;
     else
-        let_go(self);
+        on_long_wait(self);
     code = collect(&self->group, move);
-    if (self->group.let_go)
-        self->group.let_go = NULL;
+    if (self->group.on_long_wait)
+        self->group.on_long_wait = NULL;
     else
-        PyEval_RestoreThread(self->gate.thread);
+        PyEval_RestoreThread(self->lock.thread);
     return code;
 }
 
-static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *compare_only(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     uint32_t kind, reduction, dtype;
     struct ah_call call = {0};
     int64_t limit;
     int code;
 
-    if (ah_count(n, 6) != 0 || ah_as_number(args[0], &kind) != 0 || ah_as_number(args[1], &reduction) != 0 ||
-        ah_as_number(args[2], &dtype) != 0 || ah_as_time(args[5], &limit) != 0)
+    if (ah_check_argument_count(n, 6) != 0 || ah_as_uint32(args[0], &kind) != 0 || ah_as_uint32(args[1], &reduction) != 0 ||
+        ah_as_uint32(args[2], &dtype) != 0 || ah_as_int64(args[5], &limit) != 0)
         return NULL;
     call.kind = (uint16_t)kind;
     call.reduce = (uint16_t)reduction;
@@ -97,46 +97,46 @@ static PyObject *agree(struct ah_segment *self, PyObject *const *args, Py_ssize_
     call.root = (int16_t)PyLong_AsLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    AH_RUN(self, code, ah_agree(&self->group, &call, limit));
-    return ah_gate_ended(code);
+    AH_WITHOUT_GIL(self, code, ah_compare_only(&self->group, &call, limit));
+    return ah_outcome_to_python(code);
 }
 
 static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     uint32_t rank;
 
-    if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
+    if (ah_check_argument_count(n, 1) != 0 || ah_as_uint32(args[0], &rank) != 0)
         return NULL;
-    ah_end(&self->group, AH_ABORTED, rank);
+    ah_group_end(&self->group, AH_ABORTED, rank);
     Py_RETURN_NONE;
 }
 
-static PyObject *depart(struct ah_segment *self, PyObject *Py_UNUSED(none))
+static PyObject *leave(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
-    ah_depart(&self->group);
+    ah_group_leave(&self->group);
     /* Where a call runs in spite of that, the hands go with the segment. */
-    if (ah_gate_take(&self->gate)) {
+    if (ah_call_lock_try(&self->lock)) {
         Py_BEGIN_ALLOW_THREADS
-        ah_dismiss(&self->group);
+        ah_helper_threads_stop(&self->group);
         Py_END_ALLOW_THREADS
-        ah_gate_give(&self->gate);
+        ah_call_lock_release(&self->lock);
     }
     Py_RETURN_NONE;
 }
 
-static PyObject *patience(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *set_wait_policy(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
-    if (ah_count(n, 2) != 0 || ah_as_number(args[0], &self->group.spins) != 0 ||
-        ah_as_number(args[1], &self->group.yields) != 0)
+    if (ah_check_argument_count(n, 2) != 0 || ah_as_uint32(args[0], &self->group.spins) != 0 ||
+        ah_as_uint32(args[1], &self->group.yields) != 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-static PyObject *reach(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *enable_single_copy(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     uint32_t ranks = self->group.ranks;
 
-    if (ah_count(n, 1) != 0)
+    if (ah_check_argument_count(n, 1) != 0)
         return NULL;
     if (self->pids || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) != (Py_ssize_t)ranks) {
         PyErr_SetString(PyExc_ValueError, "a pid for each rank, once");
@@ -165,26 +165,26 @@ static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
 static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     const struct ah_member *member;
-    const struct ah_card *card;
+    const struct ah_fingerprint *fingerprint;
     struct ah_call theirs;
     uint32_t rank, after = (uint32_t)self->group.call.sequence + 1;
     int came;
 
-    if (ah_count(n, 1) != 0 || ah_as_number(args[0], &rank) != 0)
+    if (ah_check_argument_count(n, 1) != 0 || ah_as_uint32(args[0], &rank) != 0)
         return NULL;
     if (rank >= self->group.ranks) {
         PyErr_SetString(PyExc_IndexError, "no such rank");
         return NULL;
     }
     member = &self->group.members[rank];
-    card = ah_card_of(&self->group, rank);
+    fingerprint = ah_fingerprint_of(&self->group, rank);
     /* Another's call is looked at once it is whole, and we ourselves came if we got as far as showing ours. */
-    came = ah_has_reached(rank == self->group.rank ? atomic_load(&card->stamp) : atomic_load(&member->noted), after);
-    theirs = card->call;
+    came = ah_has_reached(rank == self->group.rank ? atomic_load(&fingerprint->stamp) : atomic_load(&member->begun), after);
+    theirs = fingerprint->call;
     if (!came)
         theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
-        theirs.count = card->bytes != AH_LONG ? card->bytes : atomic_load(&member->largest[(after - 1) % AH_CALLS]);
+        theirs.count = fingerprint->bytes != AH_NO_PAYLOAD ? fingerprint->bytes : atomic_load(&member->largest[(after - 1) % AH_CALL_DEPTH]);
     return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
                          (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
                          (int)theirs.root);
@@ -230,8 +230,8 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_ValueError, "this is not the segment that was announced");
         return NULL;
     }
-    ah_gate_open(&self->gate, self->group.rank, self->group.ranks, &self->group.sequence, move);
-    self->group.pulse = ah_gate_pulse;
+    ah_call_lock_init(&self->lock, self->group.rank, self->group.ranks, &self->group.sequence, move);
+    self->group.check_interrupt = ah_call_lock_check_signals;
     self->group.context = self;
     return made;
 }
@@ -243,11 +243,11 @@ static void unmake(PyObject *object)
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     /* No call runs any more, and hands have no use for the interpreter's lock. */
-    ah_dismiss(&self->group);
+    ah_helper_threads_stop(&self->group);
     if (self->memory)
         munmap(self->memory, self->bytes);
     free(self->pids);
-    ah_gate_close(&self->gate);
+    ah_call_lock_clear(&self->lock);
     release(object);
     Py_DECREF(type);
 }
@@ -255,38 +255,38 @@ static void unmake(PyObject *object)
 #define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))(name), METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
-    AH_MOVE(barrier, "barrier(timeout_ns) -> code"),
-    METHOD(agree, "agree(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
-    AH_MOVE(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
-    AH_MOVE(all_reduce_bundle, "all_reduce_bundle(tensors, dtype, reduction, timeout_ns) -> code"),
-    AH_MOVE(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
-    AH_MOVE(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_MOVE(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
-    AH_MOVE(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
-    AH_MOVE(scatter, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_MOVE(reduce_scatter, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
-    AH_MOVE(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(barrier, "barrier(timeout_ns) -> code"),
+    METHOD(compare_only, "compare_only(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_reduce_list, "all_reduce_list(tensors, dtype, reduction, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(scatter, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(reduce_scatter, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_OPERATION_METHOD(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
     METHOD(end, "end(rank): the group is over because of rank"),
-    METHOD(patience, "patience(spins, yields): how often to look before sleeping"),
-    METHOD(reach, "reach(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
-    {"introduce", (PyCFunction)(void (*)(void))ah_gate_introduce, METH_FASTCALL,
-     "introduce(limit_ns, name, ranks, board): what the short way has to know of the group"},
-    {"sequence", ah_gate_sequence, METH_NOARGS, "sequence() -> number of the next call"},
-    {"__enter__", (PyCFunction)(void (*)(void))ah_gate_enter, METH_NOARGS, "Wait for our turn."},
-    {"__exit__", (PyCFunction)(void (*)(void))ah_gate_leave, METH_FASTCALL, "Let the next one have it."},
+    METHOD(set_wait_policy, "set_wait_policy(spins, yields): how often to test before sleeping"),
+    METHOD(enable_single_copy, "enable_single_copy(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
+    {"configure_fast_path", (PyCFunction)(void (*)(void))ah_call_lock_configure, METH_FASTCALL,
+     "configure_fast_path(limit_ns, name, ranks, recorder): what the short facts has to know of the group"},
+    {"sequence", ah_call_lock_sequence, METH_NOARGS, "sequence() -> number of the next call"},
+    {"__enter__", (PyCFunction)(void (*)(void))ah_call_lock_enter, METH_NOARGS, "Wait for our turn."},
+    {"__exit__", (PyCFunction)(void (*)(void))ah_call_lock_exit, METH_FASTCALL, "Let the next one have it."},
     METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
-    {"depart", (PyCFunction)(void (*)(void))depart, METH_NOARGS, "depart(): this rank makes no further call"},
+    {"leave", (PyCFunction)(void (*)(void))leave, METH_NOARGS, "leave(): this rank makes no further call"},
     {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef MEMBERS[] = {
-    {"queued", T_UINT, offsetof(struct ah_segment, gate.queued), 0, "calls that wait for their turn"},
-    {"shut", T_INT, offsetof(struct ah_segment, gate.shut), 0, "not 0: no more calls of the short way"},
-    {"found", T_INT, offsetof(struct ah_segment, group.found), READONLY, "not 0: this rank found what ended the group"},
-    {"direct", T_ULONGLONG, offsetof(struct ah_segment, group.direct), READONLY, "calls that were done in a window"},
-    {"swift", T_INT, offsetof(struct ah_segment, group.swift), READONLY, "whether caches hand over what others write: not 0"},
-    {"reached", T_ULONGLONG, offsetof(struct ah_segment, group.reached), READONLY, "calls done by reading others' memory"},
+    {"queued", T_UINT, offsetof(struct ah_segment, lock.queued), 0, "calls that wait for their turn"},
+    {"fast_path_closed", T_INT, offsetof(struct ah_segment, lock.fast_path_closed), 0, "not 0: no more calls of the short facts"},
+    {"found_mismatch", T_INT, offsetof(struct ah_segment, group.found_mismatch), READONLY, "not 0: this rank found what ended the group"},
+    {"window_calls", T_ULONGLONG, offsetof(struct ah_segment, group.window_calls), READONLY, "calls that were done in a window"},
+    {"victim_l3", T_INT, offsetof(struct ah_segment, group.victim_l3), READONLY, "whether caches hand over what others write: not 0"},
+    {"single_copy_calls", T_ULONGLONG, offsetof(struct ah_segment, group.single_copy_calls), READONLY, "calls done by reading others' memory"},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -316,4 +316,48 @@ struct ah_segment *ah_as_segment(PyObject *object)
 {
     /* The module has no state to find its types in; what makes an object tells what it is. */
     return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_segment *)object : NULL;
+}
+
+/* Functions of the module ---------------------------------------------------------------------------------- */
+
+PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int ranks, hands = 0;
+    Py_ssize_t slot_bytes;
+
+    if (!PyArg_ParseTuple(args, "In|I:segment_bytes", &ranks, &slot_bytes, &hands))
+        return NULL;
+    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes, hands));
+}
+
+PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned int ranks, hands = 0;
+    Py_ssize_t slot_bytes, nonce_bytes;
+    const char *nonce;
+    size_t bytes;
+    void *memory;
+    int fd, code, victim_l3 = ah_has_victim_l3();
+
+    if (!PyArg_ParseTuple(args, "iIny#|Ip:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes, &hands, &victim_l3))
+        return NULL;
+    if (nonce_bytes != 16 || ranks == 0 || hands > AH_MAX_HELPER_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes, at least one rank, and no more hands than MOST_HANDS");
+        return NULL;
+    }
+    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes, hands);
+    memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    ah_segment_format(memory, ranks, (size_t)slot_bytes, hands, victim_l3, (const unsigned char *)nonce);
+    /* Give every page now: running out of memory is found out here, not by a signal in the middle of a copy. */
+    Py_BEGIN_ALLOW_THREADS
+    code = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+    Py_END_ALLOW_THREADS
+    munmap(memory, bytes);
+    if (code != 0 && code != EINVAL) { /* EINVAL: a kernel before 5.14 gives pages when they are touched */
+        errno = code;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
 }

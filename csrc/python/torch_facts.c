@@ -23,10 +23,10 @@ static const char *const NAMES[AH_NAMES] = {
 };
 
 /* Whether attribute or method `name` of a tensor is true. What raises is not plain either. */
-static int is(struct ah_way *way, PyObject *tensor, enum ah_way_name name, int call)
+static int is(struct ah_torch_facts *facts, PyObject *tensor, enum ah_name name, int call)
 {
-    PyObject *answer = call ? PyObject_CallMethodObjArgs(tensor, way->names[name], NULL)
-                            : PyObject_GetAttr(tensor, way->names[name]);
+    PyObject *answer = call ? PyObject_CallMethodObjArgs(tensor, facts->names[name], NULL)
+                            : PyObject_GetAttr(tensor, facts->names[name]);
     int yes = answer == Py_True;
 
     if (!answer)
@@ -35,19 +35,19 @@ static int is(struct ah_way *way, PyObject *tensor, enum ah_way_name name, int c
     return yes;
 }
 
-static int is_tensor(const struct ah_way *way, PyObject *object)
+static int is_tensor(const struct ah_torch_facts *facts, PyObject *object)
 {
-    for (Py_ssize_t index = 0; index < PyTuple_Size(way->tensors); index++) {
-        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(way->tensors, index))
+    for (Py_ssize_t index = 0; index < PyTuple_Size(facts->tensors); index++) {
+        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(facts->tensors, index))
             return 1;
     }
     return 0;
 }
 
-static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
+static uint32_t dtype_of(struct ah_torch_facts *facts, PyObject *tensor)
 {
-    PyObject *dtype = PyObject_GetAttr(tensor, way->names[AH_NAME_DTYPE]);
-    PyObject *code = dtype ? PyDict_GetItemWithError(way->dtypes, dtype) : NULL;
+    PyObject *dtype = PyObject_GetAttr(tensor, facts->names[AH_NAME_DTYPE]);
+    PyObject *code = dtype ? PyDict_GetItemWithError(facts->dtypes, dtype) : NULL;
     uint32_t number = code ? (uint32_t)PyLong_AsUnsignedLong(code) : 0;
 
     Py_XDECREF(dtype);
@@ -58,13 +58,13 @@ static uint32_t dtype_of(struct ah_way *way, PyObject *tensor)
 
 /* Whether torch has put off negating the tensor. It is looked at each time, because assigning to `data` changes it and may
  * leave all else as it was. */
-static int is_negated(struct ah_way *way, PyObject *tensor)
+static int is_negated(struct ah_torch_facts *facts, PyObject *tensor)
 {
     PyObject *answer;
     int no;
 
-    answer = way->negated ? way->negated(tensor, NULL)
-                          : PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_IS_NEG], NULL);
+    answer = facts->negated ? facts->negated(tensor, NULL)
+                          : PyObject_CallMethodObjArgs(tensor, facts->names[AH_NAME_IS_NEG], NULL);
     no = answer == Py_False;
     if (!answer) /* what raises is not plain either */
         PyErr_Clear();
@@ -73,14 +73,14 @@ static int is_negated(struct ah_way *way, PyObject *tensor)
 }
 
 /* Ask the tensor one thing after the other. */
-static int ask_each(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
+static int ask_each(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
 {
     PyObject *address, *shape;
 
-    plain->dtype = is(way, tensor, AH_NAME_IS_CPU, 0) ? dtype_of(way, tensor) : 0;
-    if (plain->dtype == 0 || !is(way, tensor, AH_NAME_IS_CONTIGUOUS, 1))
+    plain->dtype = is(facts, tensor, AH_NAME_IS_CPU, 0) ? dtype_of(facts, tensor) : 0;
+    if (plain->dtype == 0 || !is(facts, tensor, AH_NAME_IS_CONTIGUOUS, 1))
         return -1;
-    shape = PyObject_GetAttr(tensor, way->names[AH_NAME_SHAPE]);
+    shape = PyObject_GetAttr(tensor, facts->names[AH_NAME_SHAPE]);
     if (!shape || !PyTuple_Check(shape)) {
         Py_XDECREF(shape);
         return -1;
@@ -90,11 +90,11 @@ static int ask_each(struct ah_way *way, PyObject *tensor, struct ah_plain *plain
         size_t size = PyLong_AsSize_t(PyTuple_GetItem(shape, dim));
 
         *elements *= size;
-        if (dim < AH_BOARD_DIMS)
+        if (dim < AH_ENTRY_DIMS)
             plain->shape[dim] = size;
     }
     Py_DECREF(shape);
-    address = PyObject_CallMethodObjArgs(tensor, way->names[AH_NAME_DATA_PTR], NULL);
+    address = PyObject_CallMethodObjArgs(tensor, facts->names[AH_NAME_DATA_PTR], NULL);
     plain->part.data = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     return PyErr_Occurred() ? -1 : 0;
@@ -124,11 +124,11 @@ static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
 }
 
 /* Let torch describe the tensor in one call. */
-static int ask_once(struct ah_way *way, PyObject *tensor, struct ah_plain *plain, size_t *elements)
+static int ask_once(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
 {
     struct ah_dlpack_tensor found;
 
-    if (way->dlpack->describe(tensor, &found) != 0 || found.device_type != AH_DLPACK_CPU)
+    if (facts->dlpack->describe(tensor, &found) != 0 || found.device_type != AH_DLPACK_CPU)
         return -1;
     plain->dtype = dtype_from(&found);
     plain->dims = (uint32_t)found.dims;
@@ -138,23 +138,23 @@ static int ask_once(struct ah_way *way, PyObject *tensor, struct ah_plain *plain
         if (found.shape[dim] != 1 && (size_t)found.strides[dim] != *elements && *elements != 0)
             return -1;
         *elements *= (size_t)found.shape[dim];
-        if (dim < AH_BOARD_DIMS)
+        if (dim < AH_ENTRY_DIMS)
             plain->shape[dim] = (uint64_t)found.shape[dim];
     }
     return plain->dtype != 0 ? 0 : -1;
 }
 
-int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
+int ah_describe_tensor(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain)
 {
     size_t elements = 1, size;
     int asked;
 
-    if (!is_tensor(way, tensor))
+    if (!is_tensor(facts, tensor))
         return -1;
-    asked = way->dlpack ? ask_once(way, tensor, plain, &elements) : ask_each(way, tensor, plain, &elements);
+    asked = facts->dlpack ? ask_once(facts, tensor, plain, &elements) : ask_each(facts, tensor, plain, &elements);
     size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
     /* The memory of a view that torch has put off negating holds the opposite of its values. */
-    if (asked != 0 || is_negated(way, tensor)) {
+    if (asked != 0 || is_negated(facts, tensor)) {
         PyErr_Clear();
         return -1;
     }
@@ -166,83 +166,83 @@ int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain)
     return 0;
 }
 
-uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given)
+uint32_t ah_reduction_of(const struct ah_torch_facts *facts, PyObject *given)
 {
     if (!given)
         return AH_SUM;
     for (uint32_t code = 1; code < AH_TORCH_REDUCTIONS; code++) {
-        if (PyTuple_GetItem(way->reductions, code) == given)
+        if (PyTuple_GetItem(facts->reductions, code) == given)
             return code;
     }
     return 0;
 }
 
 /* Whether `state` is of the type that is known: then `kept` has its attributes. */
-static int knows(struct ah_way *way, PyObject *state)
+static int knows(struct ah_torch_facts *facts, PyObject *state)
 {
     PyObject *kept;
 
-    if (state == way->state)
+    if (state == facts->state)
         return 1;
-    if ((PyObject *)Py_TYPE(state) != PyTuple_GetItem(way->world, 2))
+    if ((PyObject *)Py_TYPE(state) != PyTuple_GetItem(facts->world, 2))
         return 0;
     kept = PyObject_GenericGetDict(state, NULL);
     if (!kept) {
         PyErr_Clear();
         return 0;
     }
-    Py_XDECREF(way->state);
-    Py_XDECREF(way->kept);
-    way->state = Py_NewRef(state);
-    way->kept = kept;
+    Py_XDECREF(facts->state);
+    Py_XDECREF(facts->kept);
+    facts->state = Py_NewRef(state);
+    facts->kept = kept;
     return 1;
 }
 
 /* The default group, as a new reference. `WORLD` is a property of a class and asks another one; both are Python code, and
  * cost more than all else that is found out about a call. So torch's state is looked at directly, if it is of the type
  * that is known. */
-static PyObject *default_group(struct ah_way *way)
+static PyObject *default_group(struct ah_torch_facts *facts)
 {
-    if (way->world != Py_None) {
-        PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(way->world, 0), PyTuple_GetItem(way->world, 1));
-        PyObject *found = state && knows(way, state) ? PyDict_GetItemWithError(way->kept, PyTuple_GetItem(way->world, 3)) : NULL;
+    if (facts->world != Py_None) {
+        PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(facts->world, 0), PyTuple_GetItem(facts->world, 1));
+        PyObject *found = state && knows(facts, state) ? PyDict_GetItemWithError(facts->kept, PyTuple_GetItem(facts->world, 3)) : NULL;
 
         if (found)
             return Py_NewRef(found);
     }
-    return PyObject_GetAttr(way->member, way->names[AH_NAME_WORLD]);
+    return PyObject_GetAttr(facts->member, facts->names[AH_NAME_WORLD]);
 }
 
-struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment)
+struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found, struct ah_segment **segment)
 {
-    PyObject *group, *mover = NULL;
-    struct ah_gated *gated;
+    PyObject *group, *object = NULL;
+    struct ah_locked *locked;
 
     *found = NULL;
-    if (PyDict_Size(way->coalescing) != 0)
+    if (PyDict_Size(facts->coalescing) != 0)
         return NULL;
     if (given && given != Py_None)
         group = Py_NewRef(given);
     else
-        group = default_group(way);
+        group = default_group(facts);
     if (group && group != Py_None)
-        mover = PyObject_GetAttr(group, way->names[AH_NAME_SEGMENT]);
-    if (!mover) {
+        object = PyObject_GetAttr(group, facts->names[AH_NAME_SEGMENT]);
+    if (!object) {
         PyErr_Clear();
         Py_XDECREF(group);
         return NULL;
     }
-    *segment = Py_TYPE(mover) == way->segment_type ? (struct ah_segment *)mover : ah_as_segment(mover);
-    if (*segment && !way->segment_type)
-        way->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(mover));
-    gated = *segment || ah_as_harbour(mover) ? (struct ah_gated *)mover : NULL;
-    if (!gated || !gated->gate.notice || gated->gate.shut || gated->gate.queued || gated->gate.size > AH_MOST_RANKS) {
-        Py_DECREF(mover);
+    *segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
+    if (*segment && !facts->segment_type)
+        facts->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
+    locked = *segment || ah_as_harbour(object) ? (struct ah_locked *)object : NULL;
+    if (!locked || !locked->lock.recorder || locked->lock.fast_path_closed || locked->lock.queued || locked->lock.size > AH_MAX_RANKS) {
+        Py_DECREF(object);
         Py_DECREF(group);
         return NULL;
     }
     *found = group;
-    return gated;
+    return locked;
 }
 
 /* Which instruction a frame is at. Python has it since 3.11, outside the limited API; without it, `ask` finds the place. The frame's
@@ -251,45 +251,45 @@ int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
 /* Where the call stands ----------------------------------------------------------------------------------- */
 
-static int is_foreign(const struct ah_way *way, PyObject *filename)
+static int is_foreign(const struct ah_torch_facts *facts, PyObject *filename)
 {
-    for (Py_ssize_t index = 0; index < PyTuple_Size(way->foreign); index++) {
-        if (PyUnicode_Tailmatch(filename, PyTuple_GetItem(way->foreign, index), 0, PY_SSIZE_T_MAX, -1) == 1)
+    for (Py_ssize_t index = 0; index < PyTuple_Size(facts->foreign); index++) {
+        if (PyUnicode_Tailmatch(filename, PyTuple_GetItem(facts->foreign, index), 0, PY_SSIZE_T_MAX, -1) == 1)
             return 1;
     }
     return 0;
 }
 
 /* Ask Python, which walks up to the first frame that is the user's. */
-static int ask(struct ah_way *way, char *text, size_t size)
+static int ask(struct ah_torch_facts *facts, char *text, size_t size)
 {
-    PyObject *answer = PyObject_CallNoArgs(way->call_site);
+    PyObject *answer = PyObject_CallNoArgs(facts->call_site);
     const char *found = answer ? PyUnicode_AsUTF8AndSize(answer, NULL) : NULL;
 
     if (found)
-        ah_note_text(text, size, found);
+        ah_entry_text(text, size, found);
     Py_XDECREF(answer);
     return found ? 0 : -1;
 }
 
-static int describe(struct ah_way *way, PyFrameObject *frame, PyObject *code, char *text, size_t size)
+static int describe(struct ah_torch_facts *facts, PyFrameObject *frame, PyObject *code, char *text, size_t size)
 {
-    PyObject *filename = PyObject_GetAttr(code, way->names[AH_NAME_FILENAME]);
+    PyObject *filename = PyObject_GetAttr(code, facts->names[AH_NAME_FILENAME]);
     const char *name = filename ? PyUnicode_AsUTF8AndSize(filename, NULL) : NULL;
     char place[512];
 
-    if (!name || is_foreign(way, filename)) {
+    if (!name || is_foreign(facts, filename)) {
         Py_XDECREF(filename);
         return -1;
     }
     snprintf(place, sizeof place, "%s:%d", strrchr(name, '/') ? strrchr(name, '/') + 1 : name,
              PyFrame_GetLineNumber(frame));
-    ah_note_text(text, size, place);
+    ah_entry_text(text, size, place);
     Py_DECREF(filename);
     return 0;
 }
 
-int ah_place(struct ah_way *way, char *text, size_t size)
+int ah_call_site(struct ah_torch_facts *facts, char *text, size_t size)
 {
     PyFrameObject *frame = PyEval_GetFrame();
     int at = frame && PyFrame_GetLasti ? PyFrame_GetLasti(frame) : -1;
@@ -297,17 +297,17 @@ int ah_place(struct ah_way *way, char *text, size_t size)
     PyObject *code;
 
     if (at < 0)
-        return ask(way, text, size);
+        return ask(facts, text, size);
     code = (PyObject *)PyFrame_GetCode(frame);
     /* Finding the line from the instruction takes longer the longer the function is, so it is remembered. The code
      * is kept, so that no other can come to stand at its address. */
-    site = &way->sites[((uintptr_t)code / 64 + (unsigned int)at) % AH_SITES];
+    site = &facts->sites[((uintptr_t)code / 64 + (unsigned int)at) % AH_SITES];
     if (site->code != code || site->at != at) {
         char found[sizeof site->text];
 
-        if (describe(way, frame, code, found, sizeof found) != 0) {
+        if (describe(facts, frame, code, found, sizeof found) != 0) {
             Py_DECREF(code);
-            return PyErr_Occurred() ? -1 : ask(way, text, size);
+            return PyErr_Occurred() ? -1 : ask(facts, text, size);
         }
         Py_XDECREF(site->code);
         site->code = Py_NewRef(code);
@@ -326,9 +326,9 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg;
     PyObject *made;
-    struct ah_way *self;
+    struct ah_torch_facts *self;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:Way", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
                           &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
                           &world, &is_neg))
         return NULL;
@@ -343,7 +343,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     made = allocate(type, 0);
     if (!made)
         return NULL;
-    self = (struct ah_way *)made;
+    self = (struct ah_torch_facts *)made;
     if (capsule != Py_None) {
         const struct ah_dlpack *found = PyCapsule_GetPointer(capsule, AH_DLPACK_CAPSULE);
 
@@ -378,7 +378,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
 
 static void unmake(PyObject *object)
 {
-    struct ah_way *self = (struct ah_way *)object;
+    struct ah_torch_facts *self = (struct ah_torch_facts *)object;
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
@@ -406,24 +406,24 @@ static void unmake(PyObject *object)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "Way(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
-                "what the short way knows of torch."},
+    {Py_tp_doc, "TorchFacts(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
+                "what the short facts knows of torch."},
     {0, NULL},
 };
 
 static PyType_Spec SPEC = {
-    .name = "allhands._core.Way",
-    .basicsize = sizeof(struct ah_way),
+    .name = "allhands._core.TorchFacts",
+    .basicsize = sizeof(struct ah_torch_facts),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
 
-PyObject *ah_way_type(void)
+PyObject *ah_torch_facts_type(void)
 {
     return PyType_FromSpec(&SPEC);
 }
 
-struct ah_way *ah_as_way(PyObject *object)
+struct ah_torch_facts *ah_as_torch_facts(PyObject *object)
 {
-    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_way *)object : NULL;
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_torch_facts *)object : NULL;
 }

@@ -1,4 +1,4 @@
-/* What the short way knows of torch: which tensors are plain, what their types and reductions are called here, which
+/* What the short facts knows of torch: which tensors are plain, what their types and reductions are called here, which
  * group is meant, and where in the user's code the call stands. The Python type allhands._core.Way. */
 #ifndef ALLHANDS_WAY_H
 #define ALLHANDS_WAY_H
@@ -16,7 +16,7 @@
 /* Reductions that have a plain object in torch; see enum ah_reduction. */
 #define AH_TORCH_REDUCTIONS 9
 
-enum ah_way_name {
+enum ah_name {
     AH_NAME_DATA_PTR,
     AH_NAME_DTYPE,
     AH_NAME_IS_CPU,
@@ -33,16 +33,16 @@ enum ah_way_name {
 struct ah_site {
     PyObject *code;
     int at; /* the instruction */
-    char text[sizeof((struct ah_note *)0)->site];
+    char text[sizeof((struct ah_entry *)0)->site];
 };
 
-struct ah_way {
+struct ah_torch_facts {
     PyObject_HEAD
     PyObject *tensors;    /* tuple of the types whose objects are plain: subclasses may mean something else */
     PyObject *dtypes;     /* dict: torch's dtype to ours */
     PyObject *reductions; /* tuple: torch's object for each of ours, None for none */
     PyObject *member;     /* the class whose attribute WORLD is the default group */
-    PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_gated_of` */
+    PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_engine_of` */
     PyObject *state, *kept; /* what was last found there, and the dict of its attributes; NULL before */
     PyObject *is_neg;     /* torch's method of that name, of some tensor */
     PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
@@ -57,30 +57,30 @@ struct ah_way {
 };
 
 /* A plain tensor. */
-struct ah_plain {
+struct ah_tensor {
     struct ah_part part;
     uint32_t dtype;
     uint32_t dims; /* how many it has, also beyond those that are kept */
-    uint64_t shape[AH_BOARD_DIMS];
+    uint64_t shape[AH_ENTRY_DIMS];
 };
 
 /* Returns a new reference; NULL with an exception set. */
-PyObject *ah_way_type(void);
+PyObject *ah_torch_facts_type(void);
 
-/* The object if it is a way, else NULL (and no exception). */
-struct ah_way *ah_as_way(PyObject *object);
+/* The object if it is a facts, else NULL (and no exception). */
+struct ah_torch_facts *ah_as_torch_facts(PyObject *object);
 
 /* Look at a tensor; -1, and no exception, where it is not plain. */
-int ah_look(struct ah_way *way, PyObject *tensor, struct ah_plain *plain);
+int ah_describe_tensor(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain);
 
-/* Ours for torch's reduction, 0 for one that has to go torch's way. */
-uint32_t ah_reduction_of(const struct ah_way *way, PyObject *given);
+/* Ours for torch's reduction, 0 for one that has to go torch's facts. */
+uint32_t ah_reduction_of(const struct ah_torch_facts *facts, PyObject *given);
 
 /* What moves the data of a group (NULL or None: the default one), where it can be called now, as a new reference; the
  * same as `segment` if it is one. The group comes in `found`. NULL, and no exception, where there is none. */
-struct ah_gated *ah_gated_of(struct ah_way *way, PyObject *given, PyObject **found, struct ah_segment **segment);
+struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found, struct ah_segment **segment);
 
 /* Put the place of the call into `text`; -1 with an exception set. */
-int ah_place(struct ah_way *way, char *text, size_t size);
+int ah_call_site(struct ah_torch_facts *facts, char *text, size_t size);
 
 #endif

@@ -5,10 +5,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AH_BOARD_VERSION 1
+#define AH_RECORDER_VERSION 1
 
-/* The notes begin on a page of their own. */
-#define HEAD_BYTES 4096
+/* The entries begin on a page of their own. */
+#define HEADER_BYTES 4096
 
 static int64_t now_ns(void)
 {
@@ -18,90 +18,90 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-size_t ah_board_bytes(void)
+size_t ah_flight_recorder_bytes(void)
 {
-    return HEAD_BYTES + AH_BOARD_NOTES * sizeof(struct ah_note);
+    return HEADER_BYTES + AH_RECORDER_ENTRIES * sizeof(struct ah_entry);
 }
 
-void ah_board_format(struct ah_board *board, void *memory, int64_t pid)
+void ah_flight_recorder_format(struct ah_flight_recorder *recorder, void *memory, int64_t pid)
 {
-    board->head = memory;
-    board->notes = (struct ah_note *)((unsigned char *)memory + HEAD_BYTES);
-    board->head->version = AH_BOARD_VERSION;
-    board->head->notes = AH_BOARD_NOTES;
-    board->head->pid = pid;
-    board->head->rank = -1;
-    memcpy(board->head->magic, "allboard", sizeof board->head->magic);
+    recorder->header = memory;
+    recorder->entries = (struct ah_entry *)((unsigned char *)memory + HEADER_BYTES);
+    recorder->header->version = AH_RECORDER_VERSION;
+    recorder->header->entries = AH_RECORDER_ENTRIES;
+    recorder->header->pid = pid;
+    recorder->header->rank = -1;
+    memcpy(recorder->header->magic, "allboard", sizeof recorder->header->magic);
 }
 
-static int under_way(const struct ah_note *note)
+static int in_progress(const struct ah_entry *entry)
 {
-    return note->state == AH_NOTE_WAITING || note->state == AH_NOTE_RUNNING;
+    return entry->state == AH_ENTRY_WAITING || entry->state == AH_ENTRY_RUNNING;
 }
 
 /* One thread at a time writes, so the stamp needs no step that cannot be divided: that would wait until others have seen
  * all that a call has stored before it. */
-static void open_note(struct ah_note *note)
+static void open_entry(struct ah_entry *entry)
 {
-    uint64_t stamp = atomic_load_explicit(&note->stamp, memory_order_relaxed);
+    uint64_t stamp = atomic_load_explicit(&entry->stamp, memory_order_relaxed);
 
     if (stamp % 2 == 0)
-        atomic_store_explicit(&note->stamp, stamp + 1, memory_order_relaxed);
+        atomic_store_explicit(&entry->stamp, stamp + 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
 }
 
-struct ah_note *ah_note_begin(struct ah_board *board)
+struct ah_entry *ah_entry_begin(struct ah_flight_recorder *recorder)
 {
-    uint64_t number = ++board->head->last;
-    struct ah_note *note = &board->notes[number % AH_BOARD_NOTES];
+    uint64_t number = ++recorder->header->last;
+    struct ah_entry *entry = &recorder->entries[number % AH_RECORDER_ENTRIES];
 
     /* Mostly the next place is free; where it is not, look for the oldest of those that are done. */
-    if (under_way(note)) {
-        struct ah_note *oldest = NULL;
+    if (in_progress(entry)) {
+        struct ah_entry *oldest = NULL;
 
-        for (size_t index = 0; index < AH_BOARD_NOTES; index++) {
-            struct ah_note *each = &board->notes[index];
+        for (size_t index = 0; index < AH_RECORDER_ENTRIES; index++) {
+            struct ah_entry *each = &recorder->entries[index];
 
-            if (!under_way(each) && (!oldest || each->number < oldest->number))
+            if (!in_progress(each) && (!oldest || each->number < oldest->number))
                 oldest = each;
         }
-        note = oldest ? oldest : note;
+        entry = oldest ? oldest : entry;
     }
-    open_note(note);
-    note->number = number;
-    note->started_ns = note->ended_ns = 0;
-    return note;
+    open_entry(entry);
+    entry->number = number;
+    entry->started_ns = entry->ended_ns = 0;
+    return entry;
 }
 
-void ah_note_set(struct ah_note *note, enum ah_note_state state)
+void ah_entry_set_state(struct ah_entry *entry, enum ah_entry_state state)
 {
     int64_t now = now_ns();
 
-    open_note(note);
-    if (note->state == AH_NOTE_FREE || !under_way(note))
-        note->issued_ns = now;
-    if (state == AH_NOTE_RUNNING)
-        note->started_ns = now;
-    if (state == AH_NOTE_DONE || state == AH_NOTE_FAILED)
-        note->ended_ns = now;
-    note->state = state;
-    atomic_store_explicit(&note->stamp, atomic_load_explicit(&note->stamp, memory_order_relaxed) + 1, memory_order_release);
+    open_entry(entry);
+    if (entry->state == AH_ENTRY_FREE || !in_progress(entry))
+        entry->issued_ns = now;
+    if (state == AH_ENTRY_RUNNING)
+        entry->started_ns = now;
+    if (state == AH_ENTRY_DONE || state == AH_ENTRY_FAILED)
+        entry->ended_ns = now;
+    entry->state = state;
+    atomic_store_explicit(&entry->stamp, atomic_load_explicit(&entry->stamp, memory_order_relaxed) + 1, memory_order_release);
 }
 
-struct ah_note *ah_note_find(struct ah_board *board, uint64_t number)
+struct ah_entry *ah_entry_find(struct ah_flight_recorder *recorder, uint64_t number)
 {
-    struct ah_note *note = &board->notes[number % AH_BOARD_NOTES];
+    struct ah_entry *entry = &recorder->entries[number % AH_RECORDER_ENTRIES];
 
-    if (note->number == number)
-        return note;
-    for (size_t index = 0; index < AH_BOARD_NOTES; index++) {
-        if (board->notes[index].number == number)
-            return &board->notes[index];
+    if (entry->number == number)
+        return entry;
+    for (size_t index = 0; index < AH_RECORDER_ENTRIES; index++) {
+        if (recorder->entries[index].number == number)
+            return &recorder->entries[index];
     }
     return NULL;
 }
 
-void ah_note_text(char *field, size_t size, const char *text)
+void ah_entry_text(char *field, size_t size, const char *text)
 {
     size_t length = strlen(text);
 

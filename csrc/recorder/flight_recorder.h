@@ -1,4 +1,4 @@
-/* The board: what this process is doing in its groups, and the last things it did, in memory of its own that
+/* The recorder: what this process is doing in its groups, and the last things it did, in memory of its own that
  * other processes can read while it hangs. One thread at a time writes (the interpreter's lock sees to that). */
 #ifndef ALLHANDS_BOARD_H
 #define ALLHANDS_BOARD_H
@@ -8,58 +8,58 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A rank that overlaps many operations still has the last few done ones beside those under way. */
-#define AH_BOARD_NOTES 32
+/* A rank that overlaps many operations still has the last few done ones beside those under facts. */
+#define AH_RECORDER_ENTRIES 32
 
 /* Dimensions that are noted; tensors with more are rare, and their first ones tell them apart. */
-#define AH_BOARD_DIMS 6
+#define AH_ENTRY_DIMS 6
 
-enum ah_note_state { AH_NOTE_FREE, AH_NOTE_WAITING, AH_NOTE_RUNNING, AH_NOTE_DONE, AH_NOTE_FAILED };
+enum ah_entry_state { AH_ENTRY_FREE, AH_ENTRY_WAITING, AH_ENTRY_RUNNING, AH_ENTRY_DONE, AH_ENTRY_FAILED };
 
-/* Its layout is known to src/allhands/notes.py too: a change needs a new AH_BOARD_VERSION. */
-struct ah_note {
-    alignas(64) _Atomic uint64_t stamp; /* odd while the note is being written */
-    uint64_t number;                    /* runs through all notes of the process, from 1 */
+/* Its layout is known to src/allhands/entries.py too: a change needs a new AH_RECORDER_VERSION. */
+struct ah_entry {
+    alignas(64) _Atomic uint64_t stamp; /* odd while the entry is being written */
+    uint64_t number;                    /* runs through all entries of the process, from 1 */
     uint64_t sequence;                  /* of the call in its group */
     uint64_t bytes;
     int64_t issued_ns, started_ns, ended_ns; /* CLOCK_MONOTONIC; 0 for not yet */
     uint32_t state;
-    uint32_t main;   /* whether the main thread runs it */
+    uint32_t main_thread;   /* whether the main_thread thread runs it */
     int32_t root;    /* in the group; -1 for none */
-    uint32_t dims;   /* how many the tensor has, also beyond AH_BOARD_DIMS */
-    uint64_t shape[AH_BOARD_DIMS];
+    uint32_t dims;   /* how many the tensor has, also beyond AH_ENTRY_DIMS */
+    uint64_t shape[AH_ENTRY_DIMS];
     char operation[24], group[24], dtype[12], reduction[12], site[64];
 };
 
-struct ah_board_head {
+struct ah_flight_recorder_header {
     char magic[8];
-    uint32_t version, notes;
+    uint32_t version, entries;
     int64_t pid;
     int32_t rank, world_size;
-    uint64_t last; /* number of the last note */
+    uint64_t last; /* number of the last entry */
 };
 
-struct ah_board {
-    struct ah_board_head *head;
-    struct ah_note *notes;
+struct ah_flight_recorder {
+    struct ah_flight_recorder_header *header;
+    struct ah_entry *entries;
 };
 
-size_t ah_board_bytes(void);
+size_t ah_flight_recorder_bytes(void);
 
-/* Make `memory`, `ah_board_bytes` of zeros, the board of this process. */
-void ah_board_format(struct ah_board *board, void *memory, int64_t pid);
+/* Make `memory`, `ah_flight_recorder_bytes` of zeros, the recorder of this process. */
+void ah_flight_recorder_format(struct ah_flight_recorder *recorder, void *memory, int64_t pid);
 
-/* Take a free place, or the one that was done longest ago, or if all are under way the oldest. The caller fills
- * in the note and then calls `ah_note_set`. */
-struct ah_note *ah_note_begin(struct ah_board *board);
+/* Take a free place, or the one that was done longest ago, or if all are under facts the oldest. The caller fills
+ * in the entry and then calls `ah_entry_set_state`. */
+struct ah_entry *ah_entry_begin(struct ah_flight_recorder *recorder);
 
-/* Show the note in `state`, with the time of that. */
-void ah_note_set(struct ah_note *note, enum ah_note_state state);
+/* Show the entry in `state`, with the time of that. */
+void ah_entry_set_state(struct ah_entry *entry, enum ah_entry_state state);
 
-/* The note `number` if it still stands on the board, else NULL. */
-struct ah_note *ah_note_find(struct ah_board *board, uint64_t number);
+/* The entry `number` if it still stands on the recorder, else NULL. */
+struct ah_entry *ah_entry_find(struct ah_flight_recorder *recorder, uint64_t number);
 
 /* Copy `text` into a field of `size`, cut at the front: the end of a path and its line tell more. */
-void ah_note_text(char *field, size_t size, const char *text);
+void ah_entry_text(char *field, size_t size, const char *text);
 
 #endif

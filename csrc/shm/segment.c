@@ -18,37 +18,37 @@ static size_t pages(size_t bytes)
     return (bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-static size_t sheets_offset(uint32_t ranks)
+static size_t payloads_offset(uint32_t ranks)
 {
     return pages(sizeof(struct ah_header)) + pages(ranks * sizeof(struct ah_member));
 }
 
 static size_t slots_offset(uint32_t ranks)
 {
-    return sheets_offset(ranks) + (size_t)ranks * AH_CALLS * AH_SHEET_BYTES;
+    return payloads_offset(ranks) + (size_t)ranks * AH_CALL_DEPTH * AH_PAYLOAD_BYTES;
 }
 
-static size_t mail_offset(uint32_t ranks, size_t slot_bytes)
+static size_t mailboxes_offset(uint32_t ranks, size_t slot_bytes)
 {
-    return slots_offset(ranks) + (size_t)ranks * AH_DEPTH * (pages(slot_bytes) + PAGE);
+    return slots_offset(ranks) + (size_t)ranks * AH_SLOTS * (pages(slot_bytes) + PAGE);
 }
 
-static size_t hands_offset(uint32_t ranks, size_t slot_bytes)
+static size_t helpers_offset(uint32_t ranks, size_t slot_bytes)
 {
-    return mail_offset(ranks, slot_bytes) + pages(ah_inbox_bytes(ranks));
+    return mailboxes_offset(ranks, slot_bytes) + pages(ah_mailboxes_bytes(ranks));
 }
 
-static size_t hand_bytes(uint32_t ranks)
+static size_t helper_bytes(uint32_t ranks)
 {
-    return pages(ranks * sizeof(struct ah_member)) + ranks * AH_DEPTH * (AH_HAND_SLOT + PAGE);
+    return pages(ranks * sizeof(struct ah_member)) + ranks * AH_SLOTS * (AH_HELPER_SLOT_BYTES + PAGE);
 }
 
-size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t hands)
+size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t helper_threads)
 {
-    return hands_offset(ranks, slot_bytes) + hands * hand_bytes(ranks);
+    return helpers_offset(ranks, slot_bytes) + helper_threads * helper_bytes(ranks);
 }
 
-int ah_is_swift(void)
+int ah_has_victim_l3(void)
 {
 #if defined(__x86_64__)
     return __builtin_cpu_is("amd") != 0;
@@ -60,25 +60,25 @@ int ah_is_swift(void)
 /* What a rank writes before it comes to the same line again. A line that others have read is in their second-level caches, and is
  * written three to five times as fast once newer ones have driven it out (64 KiB of two ranks: 2 us against 7 to 10; a ring of all
  * ranks of one such cache 6, of four 2, of sixteen 4 and of fifty 6, which the third level does not hold any more). Where slots are not
- * swift nothing is gained, and a few percent are lost. */
-static size_t ring_bytes(uint32_t ranks, int swift)
+ * victim_l3 nothing is gained, and a few percent are lost. */
+static size_t ring_bytes(uint32_t ranks, int victim_l3)
 {
     long second = sysconf(_SC_LEVEL2_CACHE_SIZE);
 
-    return swift ? 4 * (second > 0 ? (size_t)second : SECOND_LEVEL) / ranks : 0;
+    return victim_l3 ? 4 * (second > 0 ? (size_t)second : SECOND_LEVEL) / ranks : 0;
 }
 
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t hands, int swift, const unsigned char nonce[16])
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t helper_threads, int victim_l3, const unsigned char nonce[16])
 {
     struct ah_header *head = memory;
 
     head->version = VERSION;
     head->ranks = ranks;
-    head->hands = hands;
+    head->helper_threads = helper_threads;
     head->slot_bytes = slot_bytes;
-    head->ring_bytes = ring_bytes(ranks, swift);
-    head->swift = swift != 0;
-    head->total_bytes = ah_segment_bytes(ranks, slot_bytes, hands);
+    head->ring_bytes = ring_bytes(ranks, victim_l3);
+    head->victim_l3 = victim_l3 != 0;
+    head->total_bytes = ah_segment_bytes(ranks, slot_bytes, helper_threads);
     memcpy(head->nonce, nonce, sizeof head->nonce);
     head->magic = MAGIC;
 }
@@ -90,38 +90,38 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
 
     if (bytes < sizeof *head || head->magic != MAGIC || head->version != VERSION || rank >= head->ranks)
         return AH_INVALID;
-    if (head->hands > AH_MOST_HANDS || head->total_bytes != bytes ||
-        bytes != ah_segment_bytes(head->ranks, head->slot_bytes, head->hands))
+    if (head->helper_threads > AH_MAX_HELPER_THREADS || head->total_bytes != bytes ||
+        bytes != ah_segment_bytes(head->ranks, head->slot_bytes, head->helper_threads))
         return AH_INVALID;
     if (memcmp(head->nonce, nonce, sizeof head->nonce) != 0)
         return AH_INVALID;
     memset(group, 0, sizeof *group);
     group->head = head;
     group->members = (struct ah_member *)((unsigned char *)memory + pages(sizeof *head));
-    group->sheets = (unsigned char *)memory + sheets_offset(head->ranks);
+    group->payloads = (unsigned char *)memory + payloads_offset(head->ranks);
     group->slots = (unsigned char *)memory + slots_offset(head->ranks);
     group->slot_bytes = head->slot_bytes;
     group->slot_stride = pages(head->slot_bytes) + PAGE;
     group->ring_bytes = head->ring_bytes;
-    group->swift = head->swift != 0;
-    group->mail = (unsigned char *)memory + mail_offset(head->ranks, head->slot_bytes);
+    group->victim_l3 = head->victim_l3 != 0;
+    group->mailboxes = (unsigned char *)memory + mailboxes_offset(head->ranks, head->slot_bytes);
     group->rank = rank;
     group->ranks = head->ranks;
     group->pidfds = pidfds;
     return AH_OK;
 }
 
-void ah_segment_hand(const struct ah_group *group, uint32_t hand, struct ah_group *view)
+void ah_segment_helper_view(const struct ah_group *group, uint32_t helper, struct ah_group *view)
 {
     const struct ah_header *head = group->head;
-    unsigned char *own = (unsigned char *)group->head + hands_offset(head->ranks, head->slot_bytes) + hand * hand_bytes(head->ranks);
+    unsigned char *own = (unsigned char *)group->head + helpers_offset(head->ranks, head->slot_bytes) + helper * helper_bytes(head->ranks);
 
     memset(view, 0, sizeof *view);
     view->head = group->head;
     view->members = (struct ah_member *)own;
     view->slots = own + pages(head->ranks * sizeof(struct ah_member));
-    view->slot_bytes = AH_HAND_SLOT;
-    view->slot_stride = AH_HAND_SLOT + PAGE;
+    view->slot_bytes = AH_HELPER_SLOT_BYTES;
+    view->slot_stride = AH_HELPER_SLOT_BYTES + PAGE;
     view->rank = group->rank;
     view->ranks = group->ranks;
     view->pidfds = group->pidfds;

@@ -10,29 +10,29 @@
 #include "shm/segment.h"
 
 /* Not an ah_outcome_code: someone could not read, and everyone knows. */
-#define AH_UNREACHED (-1)
+#define AH_NOT_READ (-1)
 
 /* Below this a second copy costs less than the kernel's look at the other's pages and the meeting at the end (all_to_all of
  * parts of 64 KiB: 40 to 53 us against 60 to 75 with 4 ranks, 8 against 11 to 12 with 2). */
-#define AH_REACH_BYTES ((size_t)48 << 10)
+#define AH_SINGLE_COPY_FROM ((size_t)48 << 10)
 
 /* From this on slots are faster: they stay in the cache, and copies out of them go past it, which the kernel's do not
  * (all_gather of 32 MiB from each of 2 ranks: 7.1 against 9.9 ms). */
-#define AH_REACH_BELOW ((size_t)16 << 20)
+#define AH_SINGLE_COPY_BELOW ((size_t)16 << 20)
 
-/* Whether a part of `bytes` is read where it stands, so that its owner does not copy it in. Not where slots are swift: two copies by
- * way of them take less there (all_gather of 1 MiB from each of 2 ranks: 87 against 133 us, all_to_all of parts of 512 KiB: 50 against
+/* Whether a part of `bytes` is read where it stands, so that its owner does not copy it in. Not where slots are victim_l3: two copies by
+ * facts of them take less there (all_gather of 1 MiB from each of 2 ranks: 87 against 133 us, all_to_all of parts of 512 KiB: 50 against
  * 72; where they are not, 277 against 210 us, and 182 against 119). */
-static inline int ah_reaches(const struct ah_group *group, size_t bytes)
+static inline int ah_uses_single_copy(const struct ah_group *group, size_t bytes)
 {
-    return group->pids && !group->swift && bytes >= AH_REACH_BYTES && bytes < AH_REACH_BELOW;
+    return group->pids && !group->victim_l3 && bytes >= AH_SINGLE_COPY_FROM && bytes < AH_SINGLE_COPY_BELOW;
 }
 
-/* Copy `bytes` from `address` in the process of `rank`: AH_OK, AH_UNREACHED, or how the group ended meanwhile. */
-int ah_reach(struct ah_group *group, uint32_t rank, void *to, uint64_t address, size_t bytes);
+/* Copy `bytes` from `address` in the process of `rank`: AH_OK, AH_NOT_READ, or how the group ended meanwhile. */
+int ah_single_copy_read(struct ah_group *group, uint32_t rank, void *to, uint64_t address, size_t bytes);
 
 /* Say how reading went in the call whose first chunk has `ticket`, and wait until everyone has. AH_OK: everyone has what
- * it wanted, and what was read may change. AH_UNREACHED: nobody may rely on what was read. */
-int ah_reached(struct ah_group *group, uint32_t ticket, int code);
+ * it wanted, and what was read may change. AH_NOT_READ: nobody may rely on what was read. */
+int ah_single_copy_finish(struct ah_group *group, uint32_t ticket, int code);
 
 #endif

@@ -27,10 +27,12 @@ def peer_credentials(fd: int, /) -> tuple[int, int, int]:
     kernel. A pid of 0 means that the peer is in a pid namespace that cannot be seen from here. Raises OSError.
     """
 
-def segment_bytes(ranks: int, slot_bytes: int, hands: int = 0, /) -> int:
+def segment_bytes(ranks: int, slot_bytes: int, helper_threads: int = 0, /) -> int:
     """Return how large the segment of a group is whose ranks have ``hands`` each."""
 
-def segment_format(fd: int, ranks: int, slot_bytes: int, nonce: bytes, hands: int = 0, swift: bool = ..., /) -> None:
+def segment_format(
+    fd: int, ranks: int, slot_bytes: int, nonce: bytes, helper_threads: int = 0, victim_l3: bool = ..., /
+) -> None:
     """Make ``fd``, a file of `segment_bytes` zeros, the segment of a group, and give it all its memory.
 
     Raises OSError where there is not enough: found out here, and not by a signal in the middle of a copy.
@@ -48,13 +50,13 @@ def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size:
     ``out`` may be one of the sources. The interpreter runs on meanwhile. Whoever gives addresses keeps the memory.
     """
 
-def apart(tensors: tuple[int, ...], /) -> bool:
+def disjoint(tensors: tuple[int, ...], /) -> bool:
     """Tell whether no two of ``tensors``, each given as address and bytes, share memory."""
 
 def copy(targets: tuple[int, ...], sources: tuple[int, ...], /) -> None:
-    """Copy the memory of each of ``sources``, given as for `apart`, to that of the target, which is as large."""
+    """Copy the memory of each of ``sources``, given as for `disjoint`, to that of the target, which is as large."""
 
-def inhabitants(tables: list[dict[str, Any]], /) -> bytes:
+def dict_identity(tables: list[dict[str, Any]], /) -> bytes:
     """Return the addresses of all values in ``tables``: equal where nobody came, went or was replaced."""
 
 # Numbers by name, as csrc/shm/codes.h defines them. Dtypes have torch's names.
@@ -66,14 +68,14 @@ OUTCOMES: dict[str, int]
 RAW: int
 # Added to the number of a real dtype: complex numbers with such parts.
 COMPLEX: int
-MOST_HANDS: int
-MOST_RANKS: int
+MAX_HELPER_THREADS: int
+MAX_RANKS: int
 
-def board_bytes() -> int:
+def flight_recorder_bytes() -> int:
     """Return how large a board is."""
 
-class Board:
-    """The board of this process, in a file of `board_bytes` zeros."""
+class FlightRecorder:
+    """The board of this process, in a file of `flight_recorder_bytes` zeros."""
 
     def __new__(cls, fd: int, /) -> Self: ...
     def begin(
@@ -96,7 +98,7 @@ class Board:
     def end(self, number: int, well: bool, /) -> None:
         """Note that it is done."""
 
-    def sign(self, rank: int, world_size: int, /) -> None:
+    def set_rank(self, rank: int, world_size: int, /) -> None:
         """Say whose board it is."""
 
 class Window:
@@ -168,18 +170,20 @@ class Ferry:
 
     # As those of a Segment.
     queued: int
-    shut: int
+    fast_path_closed: int
     # Whether a call is not over, or ended badly; whether MPI may still use what it was given.
     under_way: int
     left: int
 
-    def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
+    def configure_fast_path(
+        self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: FlightRecorder, /
+    ) -> None:
         """Say what the short way has to know, as a Segment is told."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
 
-class Way:
+class TorchFacts:
     """What the short way knows of torch; see csrc/way.h."""
 
     def __new__(
@@ -197,13 +201,13 @@ class Way:
         /,
     ) -> Self: ...
 
-class Quick:
-    """A function of torch.distributed for callers who wait anyway, and the ``usual`` one for what is not plain."""
+class FastPath:
+    """A function of torch.distributed for callers who wait anyway, and the ``slow_path`` one for what is not plain."""
 
     def __new__(
         cls,
-        way: Way,
-        usual: Callable[..., Any],
+        facts: TorchFacts,
+        slow_path: Callable[..., Any],
         name: str,
         names: tuple[str, ...],
         roles: tuple[int, ...],
@@ -213,20 +217,25 @@ class Quick:
     ) -> Self: ...
     def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
-class Intake:
-    """Takes gradients as they come, in the usual case: counts them, and moves them to where they are reduced.
+class GradHook:
+    """Takes gradients as they come, in the slow_path case: counts them, and moves them to where they are reduced.
 
     The books are lists of the caller's, which it may read and write between gradients. ``came(index)`` is called for
-    whatever is not usual, ``complete()`` when a bucket has all its gradients.
+    whatever is not slow_path, ``complete()`` when a bucket has all its gradients.
     """
 
     def __new__(
-        cls, way: Way, parameters: tuple[Any, ...], came: Callable[[int], None], complete: Callable[[], None], /
+        cls,
+        facts: TorchFacts,
+        parameters: tuple[Any, ...],
+        came: Callable[[int], None],
+        complete: Callable[[], None],
+        /,
     ) -> Self: ...
-    def came(self, index: int, parameter: Any, /) -> None:
+    def on_gradient(self, index: int, parameter: Any, /) -> None:
         """Note that the gradient of a parameter is there: a hook."""
 
-    def begin(
+    def begin_pass(
         self,
         end: Callable[[], Any],
         counts: list[int],
@@ -237,20 +246,20 @@ class Intake:
     ) -> None:
         """Take part in a pass while the weak reference ``end`` is alive."""
 
-    def rest(self) -> None:
+    def disable(self) -> None:
         """Leave everything to ``came`` until the next `begin`."""
 
-    def arrange(self, of: tuple[int, ...], views: tuple[Any, ...] | None, likes: tuple[Any, ...], /) -> None:
+    def set_places(self, of: tuple[int, ...], views: tuple[Any, ...] | None, likes: tuple[Any, ...], /) -> None:
         """Say in which bucket each parameter is, and where its gradient is to lie (None: it stays where it is).
 
         Without ``views`` all stay, and whether there is a gradient is seen when they are gathered. ``likes`` are
         tensors of the shape and type that each has in its bucket, None for a sparse one; they stay as they are.
         """
 
-    def lie(self) -> bool:
+    def move_all(self) -> bool:
         """Move the gradients that do not lie where they are to lie; tell whether all do now."""
 
-    def trains(self, known: list[bool], /) -> bool:
+    def trained_as(self, known: list[bool], /) -> bool:
         """Tell whether the parameters that require gradients are those that ``known`` says, one for each."""
 
     def gather(self, order: tuple[int, ...], /) -> list[Any] | None:
@@ -265,12 +274,12 @@ class Segment:
 
     def __new__(cls, fd: int, size: int, rank: int, nonce: bytes, pidfds: tuple[int, ...], /) -> Self: ...
     def barrier(self, timeout_ns: int, /) -> int: ...
-    def agree(self, kind: int, reduction: int, dtype: int, size: int, root: int, timeout_ns: int, /) -> int:
+    def compare_only(self, kind: int, reduction: int, dtype: int, size: int, root: int, timeout_ns: int, /) -> int:
         """A barrier that compares a call which is then done by other means."""
 
     def all_reduce(self, address: int, size: int, dtype: int, reduction: int, timeout_ns: int, /) -> int: ...
-    def all_reduce_bundle(self, tensors: tuple[int, ...], dtype: int, reduction: int, timeout_ns: int, /) -> int:
-        """Reduce several tensors of one type as one. They are `apart`, and of the same sizes on every rank."""
+    def all_reduce_list(self, tensors: tuple[int, ...], dtype: int, reduction: int, timeout_ns: int, /) -> int:
+        """Reduce several tensors of one type as one. They are `disjoint`, and of the same sizes on every rank."""
 
     def reduce(self, address: int, size: int, dtype: int, reduction: int, root: int, timeout_ns: int, /) -> int: ...
     def broadcast(self, address: int, size: int, dtype: int, root: int, timeout_ns: int, /) -> int: ...
@@ -288,10 +297,10 @@ class Segment:
     def end(self, rank: int, /) -> None:
         """The group is over because of ``rank``: whoever waits in it wakes."""
 
-    def patience(self, spins: int, yields: int, /) -> None:
+    def set_wait_policy(self, spins: int, yields: int, /) -> None:
         """Set how often to look, and then to give the core away, before sleeping."""
 
-    def reach(self, pids: tuple[int, ...], /) -> None:
+    def enable_single_copy(self, pids: tuple[int, ...], /) -> None:
         """Let large tensors be read from the process of each rank. Every rank says this once, before its first call."""
 
     def call(self, rank: int, /) -> tuple[int, int, int, int, int, int]:
@@ -302,15 +311,17 @@ class Segment:
 
     # Calls that wait for their turn, and whether the short way is shut.
     queued: int
-    shut: int
+    fast_path_closed: int
     # Calls that were done in a window, without staging.
-    direct: int
-    reached: int
-    found: int
+    window_calls: int
+    single_copy_calls: int
+    found_mismatch: int
     # Not 0 where caches hand over what other ranks write.
-    swift: int
+    victim_l3: int
 
-    def introduce(self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: Board, /) -> None:
+    def configure_fast_path(
+        self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: FlightRecorder, /
+    ) -> None:
         """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""
 
     def sequence(self) -> int:
@@ -318,13 +329,13 @@ class Segment:
 
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
-    def depart(self) -> None:
+    def leave(self) -> None:
         """Say that this rank makes no further call."""
 
     def culprit(self) -> int:
         """Return the rank that the last bad end is about."""
 
-class Mail:
+class P2P:
     """One rank's messages to and from single ranks, beside its collectives. Any number of threads may call.
 
     Peers are ranks of the group, a source of -1 is anyone. An outcome is one number, ``peer << 8 | code``: with code 0
@@ -353,25 +364,25 @@ class Mail:
     def wait(self, request: Request, limit_ns: int, /) -> int:
         """Wait for the end of a posted message (negative: without a limit); -1 where it is still under way."""
 
-    def due(self, request: Request, /) -> None:
+    def start_timeout(self, request: Request, /) -> None:
         """Let the timeout of a posted message begin now, as a wait without a limit does."""
 
-    def look(self, request: Request, /) -> int:
+    def test(self, request: Request, /) -> int:
         """Return the outcome of a posted message, -1 where it is still under way."""
 
-    def serve(self) -> list[int]:
+    def progress(self) -> list[int]:
         """Move posted messages on until some are over that nobody waited for; return their keys, none once stopped."""
 
     def stop(self) -> None:
         """End `serve` and all that this rank has under way; other ranks are not told."""
 
-    def ring(self) -> None:
+    def wake_all(self) -> None:
         """Wake everyone who sleeps, to look whether the group is over."""
 
-    def unsent(self) -> int:
+    def pending_sends(self) -> int:
         """Return how many posted sends are under way."""
 
-    def odd(self) -> tuple[int, int, int, int, int, int, int] | None:
+    def mismatch(self) -> tuple[int, int, int, int, int, int, int] | None:
         """Return the first message of the group that did not fit its receive.
 
         (source, target, tag, dtype and bytes as sent, dtype and bytes as expected)

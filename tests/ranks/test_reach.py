@@ -43,7 +43,7 @@ for count in (7, 100_000, 300_000):
         dist.all_to_all_single(got, split)
         want = [torch.arange(count * size)[rank * count : (rank + 1) * count] * (other + 1) for other in range(size)]
         assert torch.equal(got, torch.cat(want))
-say(reached=group.segment.reached)
+say(reached=group.segment.single_copy_calls)
 dist.destroy_process_group()
 """
 

@@ -17,12 +17,12 @@ torch.set_num_threads(1)
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 def reduced(tensor, direct=None, **kw):
-    before = dist.group.WORLD.segment.direct
+    before = dist.group.WORLD.segment.window_calls
     made = torch.Generator().manual_seed(rank)
     tensor.copy_(torch.randint(-9, 9, tensor.shape, generator=made))
     dist.all_reduce(tensor, **kw)
     if direct is not None:
-        assert dist.group.WORLD.segment.direct - before == int(direct)
+        assert dist.group.WORLD.segment.window_calls - before == int(direct)
     want = sum(torch.randint(-9, 9, tensor.shape, generator=torch.Generator().manual_seed(each))
                for each in range(size))
     assert torch.equal(tensor, want.to(tensor.dtype)), (tensor.shape, tensor.dtype)

@@ -45,7 +45,7 @@ def test_a_message_of_more_than_four_gibibytes() -> None:
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, size)
     _core.segment_format(descriptor, 2, 4096, nonce)
-    one, two = (_core.Mail(_core.Segment(descriptor, size, rank, nonce, (-1, -1))) for rank in (0, 1))
+    one, two = (_core.P2P(_core.Segment(descriptor, size, rank, nonce, (-1, -1))) for rank in (0, 1))
     os.close(descriptor)
     pieces = (4 << 30) // PIECE + 1
     source, filled = wide(pieces)
@@ -59,5 +59,5 @@ def test_a_message_of_more_than_four_gibibytes() -> None:
     assert np.array_equal(filled, got)
     request = one.post_send(source, whole, 1, 1, 0, LIMIT_NS, 0)
     assert two.recv(target, whole - (4 << 30), 1, 0, 0, LIMIT_NS) % 256 == 4
-    assert one.odd() == (0, 1, 0, 1, whole, 1, whole - (4 << 30))
+    assert one.mismatch() == (0, 1, 0, 1, whole, 1, whole - (4 << 30))
     del request

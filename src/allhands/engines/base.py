@@ -132,7 +132,7 @@ class Engine(ABC):
     fast_path: _core.Segment | _core.Ferry | None = None
 
     # Messages between two ranks, and the way to share further memory; None where the engine has none.
-    p2p: _core.Mail | None = None
+    p2p: _core.P2P | None = None
     fd_passing: FdPassing | None = None
 
     # What a mismatch shows of this rank's call, for engines that send it along: the line of the script, the shapes.

@@ -113,7 +113,7 @@ class Group(HostGroup):
     ) -> None:  # what a reduction is
         """Reduce tensors of one type to everyone."""
         dtype, reduction, factor = self._reduction(name, tensors[0], op)
-        if len(tensors) > 1 and via.engine.capabilities.tensor_lists and _core.apart(extents(tensors)):
+        if len(tensors) > 1 and via.engine.capabilities.tensor_lists and _core.disjoint(extents(tensors)):
             with Flats(tensors, factor=factor, device=via.device) as flats:
                 via.engine.all_reduce_list(flats.places, dtype, reduction, timeout_ns)
             return

@@ -423,10 +423,10 @@ QUICK: tuple[str, ...] = tuple(_SHORT)
 
 
 @functools.cache
-def way() -> _core.Way:
+def way() -> _core.TorchFacts:
     """Tell the core what it has to know of torch."""
     known = {code: op for op, code in REDUCTIONS.items()}
-    return _core.Way(
+    return _core.TorchFacts(
         (torch.Tensor, torch.nn.Parameter),
         dict(DTYPES),
         tuple(known.get(code) for code in range(PREMUL_SUM)),  # which is no object, but one for each factor
@@ -449,7 +449,7 @@ def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
     kind, whole, own = _SHORT[name]
     names = tuple(map(sys.intern, inspect.signature(function).parameters))
     roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
-    made = _core.Quick(way(), guarded(name, function), name, names, roles, operation_code(kind), whole)
+    made = _core.FastPath(way(), guarded(name, function), name, names, roles, operation_code(kind), whole)
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 

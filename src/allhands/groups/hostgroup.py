@@ -196,7 +196,7 @@ class HostGroup(_Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End this rank's part, after what is in line."""
         if self._gate is not None:
-            self._gate.shut = 1
+            self._gate.fast_path_closed = 1
         self.session.member.off_end(self._end)
         self._line.close(_END_S)
         if self.mail is not None:
@@ -295,7 +295,9 @@ class HostGroup(_Base):  # type: ignore[misc]
     def _introduce(self) -> None:
         if self._gate is not None:
             same = self.ranks == list(range(self.size()))
-            self._gate.introduce(self._limit_ns, self._group_name, None if same else tuple(self.ranks), self.board)
+            self._gate.configure_fast_path(
+                self._limit_ns, self._group_name, None if same else tuple(self.ranks), self.board
+            )
 
     def _sparse(self, name: str, tensors: list[torch.Tensor], opts: Any, *, can: bool = False) -> Any:
         """Reduce sparse tensors to everyone with Gloo, in their turn and after comparing the calls.

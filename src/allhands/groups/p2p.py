@@ -151,7 +151,7 @@ class Message(dist.Work):
         if over:
             self._settle(future)
         elif self._request is not None:
-            self._mail.core.due(self._request)
+            self._mail.core.start_timeout(self._request)
         # A failed future handed over as it is ends the process in torch's C++ code; one made so raises.
         return future.then(lambda done: done.value())
 
@@ -194,7 +194,7 @@ class Mail:
     """One rank's messages in a group. The methods may be called from any thread."""
 
     def __init__(self, group: HostGroup) -> None:
-        self.core = cast("_core.Mail", group.engine.p2p)
+        self.core = cast("_core.P2P", group.engine.p2p)
         self._group = group
         self._keys = itertools.count()
         # Kept until they are over: torch's callers may forget both the Work and the tensor.
@@ -218,7 +218,7 @@ class Mail:
             return
         self._closed = True
         deadline = time.monotonic() + within_s
-        while self.core.unsent() and member.verdict is None and time.monotonic() < deadline:
+        while self.core.pending_sends() and member.verdict is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         self.core.stop()
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -242,7 +242,7 @@ class Mail:
     def look(self, request: Any) -> int:
         """Move things on and return how a posted message is."""
         self._group.session.member.check_process()
-        return self.core.look(request)
+        return self.core.test(request)
 
     def outcome(self, call: Call, outcome: int) -> int:
         """Return the rank that a message came from or went to; raise where it did neither."""
@@ -329,7 +329,7 @@ class Mail:
                 self._thread.start()
 
     def _run(self) -> None:
-        while keys := self.core.serve():
+        while keys := self.core.progress():
             for key in keys:
                 message = self._pending.get(key)
                 while message is None and key in self._pending:

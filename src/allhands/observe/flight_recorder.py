@@ -115,13 +115,13 @@ class _Own:
     def __init__(self) -> None:
         given = _given()
         self.descriptor = make() if given is None else given
-        self.core = _core.Board(self.descriptor)
+        self.core = _core.FlightRecorder(self.descriptor)
 
 
 def make() -> int:
     """Create the memory of a flight recorder, for this process or a child; return its descriptor."""
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, _core.board_bytes())
+    os.ftruncate(descriptor, _core.flight_recorder_bytes())
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     return descriptor
 
@@ -137,7 +137,7 @@ def _given() -> int | None:
     descriptor = int(number)
     try:
         ours = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} ")  # noqa: PTH115
-        whole = ours and os.fstat(descriptor).st_size == _core.board_bytes()
+        whole = ours and os.fstat(descriptor).st_size == _core.flight_recorder_bytes()
         return descriptor if whole and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS else None
     except OSError:
         return None
@@ -152,14 +152,14 @@ def _mine() -> _Own:
 os.register_at_fork(after_in_child=_mine.cache_clear)
 
 
-def own() -> _core.Board:
+def own() -> _core.FlightRecorder:
     """Return this process's flight recorder, for writing."""
     return _mine().core
 
 
 def set_rank(rank: int, world_size: int) -> None:
     """Record the rank and world size of this process."""
-    own().sign(rank, world_size)
+    own().set_rank(rank, world_size)
 
 
 def board(pid: int | None = None) -> FlightRecorder:

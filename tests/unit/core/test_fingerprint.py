@@ -123,7 +123,7 @@ def test_a_difference_to_a_call_that_was_left_is_found(name: str) -> None:
 
         together(2, work)
         assert codes == [MISMATCH] * 2
-        assert views[0].found or views[1].found
+        assert views[0].found_mismatch or views[1].found_mismatch
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -168,7 +168,7 @@ def test_what_a_rank_left_outlives_its_departure() -> None:
     """Readers take what a root left before it departed; whoever needs more of it is told."""
     with segments(2, SLOT) as views:
         assert broadcast(views[0], np.full(1, 7, "f4")) == OK
-        views[0].depart()
+        views[0].leave()
         got = np.zeros(1, "f4")
         assert broadcast(views[1], got) == OK
         assert got[0] == 7

@@ -37,7 +37,7 @@ def sizes() -> list[int]:
     return sorted({4 * UNIT * parts // 4 + more for parts in (1, 2, 3, 4) for more in (0, 1)} | {9 * UNIT + 17})
 
 
-@pytest.mark.parametrize("hands", range(1, _core.MOST_HANDS + 1))
+@pytest.mark.parametrize("hands", range(1, _core.MAX_HELPER_THREADS + 1))
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_element_is_reduced_once(ranks: int, hands: int) -> None:
     """Wherever parts, chunks and slices end, with any number of hands; a tensor that gets no result stays as it is."""
@@ -75,7 +75,7 @@ def test_a_window_is_shared_between_hands(hands: int) -> None:
                 mine[:] = np.arange(count) % 5 + rank
                 assert views[rank].all_reduce(*place(mine), F32, SUM, LIMIT_NS) == 0
                 assert np.array_equal(mine, 3 * (np.arange(count) % 5) + 3)
-            assert views[rank].direct == 4
+            assert views[rank].window_calls == 4
 
         # The core looks for a window by address; here all ranks are one process, and each finds its own.
         together(ranks, work)
@@ -176,5 +176,5 @@ def test_more_hands_than_there_may_be() -> None:
     """They are refused where the segment is made."""
     descriptor = os.memfd_create("test")
     with pytest.raises(ValueError, match="MOST_HANDS"):
-        _core.segment_format(descriptor, 2, 4096, os.urandom(16), _core.MOST_HANDS + 1)
+        _core.segment_format(descriptor, 2, 4096, os.urandom(16), _core.MAX_HELPER_THREADS + 1)
     os.close(descriptor)

@@ -25,26 +25,26 @@ EAGER = 4096
 
 
 @contextmanager
-def mails(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[_core.Mail]]:
+def mails(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[_core.P2P]]:
     """Yield the mail of each rank of a fresh segment."""
     with posts(ranks, pidfds) as found:
         yield [mail for mail, _ in found]
 
 
 @contextmanager
-def posts(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[tuple[_core.Mail, _core.Segment]]]:
+def posts(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[tuple[_core.P2P, _core.Segment]]]:
     """Yield the mail and the segment of each rank."""
     with segments(ranks, 4096, pidfds) as views:
-        yield [(_core.Mail(view), view) for view in views]
+        yield [(_core.P2P(view), view) for view in views]
 
 
 @contextmanager
-def served(mail: _core.Mail) -> Iterator[list[int]]:
+def served(mail: _core.P2P) -> Iterator[list[int]]:
     """Serve ``mail`` in a thread; yield the list that the keys of finished messages go to."""
     keys: list[int] = []
 
     def run() -> None:
-        while found := mail.serve():
+        while found := mail.progress():
             keys.extend(found)
 
     thread = threading.Thread(target=run)
@@ -205,11 +205,11 @@ def test_served_messages_need_nobody_who_waits() -> None:
         second = one.post_send(*place(data), F4, 1, 0, LIMIT_NS, 18)
         until(lambda: received == [17] and sent == [18])
         assert np.array_equal(data, got)
-        assert (two.look(first), one.look(second)) == (0, 1 << 8)
+        assert (two.test(first), one.test(second)) == (0, 1 << 8)
         # The thread goes cold and is woken again.
         time.sleep(0.05)
         third = two.post_recv(*place(got), F4, 0, 0, LIMIT_NS, 19)
-        assert one.unsent() == 0
+        assert one.pending_sends() == 0
         back = data[::-1].copy()
         fourth = one.post_send(*place(back), F4, 1, 0, LIMIT_NS, 20)
         assert two.wait(third, LIMIT_NS) == 0
@@ -229,7 +229,7 @@ def test_a_thread_that_waits_keeps_nobody_untold() -> None:
             request = one.post_recv(*place(got), U1, 1, tag, LIMIT_NS, tag)
             assert two.send(*place(never), U1, 0, tag, LIMIT_NS) == 0
             until(lambda tag=tag: tag in keys)  # type: ignore[misc]
-            assert one.look(request) == 1 << 8
+            assert one.test(request) == 1 << 8
         assert outcomes == []
         assert two.send(*place(never), U1, 0, 1, LIMIT_NS) == 0
         blocked.join()
@@ -272,7 +272,7 @@ def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> No
                     data = np.zeros(size, "u1")
                     codes[0] = mail["one"].send(*place(data), F4, 1, 3, LIMIT_NS) % 256
                     # A small message is sent when it stands in the box: the next call tells.
-                    until(lambda: mail["two"].odd() is not None)
+                    until(lambda: mail["two"].mismatch() is not None)
                     codes[0] = codes[0] or mail["one"].send(*place(data), F4, 1, 3, LIMIT_NS) % 256
                 else:
                     codes[1] = mail["two"].recv(*place(got), dtype, 0, 3, LIMIT_NS)
@@ -280,7 +280,7 @@ def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> No
             together(2, lambda rank, work=work, one=one, two=two: work(rank, one=one, two=two))  # type: ignore[misc]
             assert codes == [MISMATCH, MISMATCH]
             assert (got == 7).all()
-            assert one.odd() == (0, 1, 3, F4, size, dtype, wanted)
+            assert one.mismatch() == (0, 1, 3, F4, size, dtype, wanted)
             assert view.barrier(LIMIT_NS) == MISMATCH
 
 
@@ -309,7 +309,7 @@ def test_waiting_may_have_a_limit_of_its_own() -> None:
         got = np.zeros(8, "u1")
         request = one.post_recv(*place(got), U1, 1, 0, LIMIT_NS, 5)
         assert one.wait(request, 30_000_000) == UNDER_WAY
-        assert one.look(request) == UNDER_WAY
+        assert one.test(request) == UNDER_WAY
         assert two.send(*place(np.arange(8, dtype="u1")), U1, 0, 0, LIMIT_NS) == 0
         until(lambda: keys == [5])
         assert one.wait(request, 0) == 1 << 8
@@ -326,14 +326,14 @@ def test_an_end_wakes_whoever_waits(size: int) -> None:
 
         def end() -> None:
             view.end(1)
-            two.ring()
+            two.wake_all()
 
         timer = threading.Timer(0.1, end)
         timer.start()
         assert one.recv(*place(data), U1, 1, 0, LIMIT_NS) == 1 << 8 | ABORTED
         assert one.send(*place(data), U1, 1, 0, LIMIT_NS) == 1 << 8 | ABORTED
         until(lambda: sorted(keys) == [6, 7])
-        assert three.wait(posted, LIMIT_NS) == three.look(other) == 1 << 8 | ABORTED
+        assert three.wait(posted, LIMIT_NS) == three.test(other) == 1 << 8 | ABORTED
         timer.join()
 
 
@@ -407,4 +407,4 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         with pytest.raises(OverflowError):
             one.send(*place(data), U1, 1, -1, LIMIT_NS)
     with pytest.raises(TypeError, match="Segment"):
-        _core.Mail(3)  # type: ignore[arg-type]
+        _core.P2P(3)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def test_random_operations_agree_with_numpy(ranks: int, where: str) -> None:
                 assert code == 0, (step, name, kind, count, code)
 
         together(ranks, work)
-        assert all((view.reached > 0) == (where == "reading" and ranks > 1) for view in views)
+        assert all((view.single_copy_calls > 0) == (where == "reading" and ranks > 1) for view in views)
 
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
@@ -159,7 +159,7 @@ def test_a_mismatch_ends_the_group_for_all() -> None:
 def test_who_comes_to_an_ended_group_has_said_its_size(name: str, size: int) -> None:
     """Ranks may differ in it, so it tells whose call is the odd one, also where a rank heard of the end at once."""
     with segments(3, SLOT) as views:
-        together(2, lambda rank: views[rank].agree(65 + rank, 1, 12, 40, -1, LIMIT_NS))
+        together(2, lambda rank: views[rank].compare_only(65 + rank, 1, 12, 40, -1, LIMIT_NS))
         parts = [np.ones(size, "u1") for _ in views]
         mine, all_, end = place(parts[0]), places(parts), (1, LIMIT_NS)
         calls: dict[str, Callable[[], int]] = {
@@ -179,8 +179,8 @@ def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None
         codes = [[-1, -1] for _ in views]
 
         def work(rank: int) -> None:
-            codes[rank][0] = views[rank].agree(66, 1, 12, 40, -1, LIMIT_NS)
-            codes[rank][1] = views[rank].agree(*(odd if rank == 1 else (66, 1, 12, 40, -1)), LIMIT_NS)
+            codes[rank][0] = views[rank].compare_only(66, 1, 12, 40, -1, LIMIT_NS)
+            codes[rank][1] = views[rank].compare_only(*(odd if rank == 1 else (66, 1, 12, 40, -1)), LIMIT_NS)
 
         together(3, work)
         assert codes == [[0, MISMATCH]] * 3
@@ -192,7 +192,7 @@ def test_agree_is_no_operation_of_the_core() -> None:
         codes = [0, 0]
 
         def work(rank: int) -> None:
-            codes[rank] = views[rank].barrier(LIMIT_NS) if rank else views[rank].agree(65, 0, 0, 0, -1, LIMIT_NS)
+            codes[rank] = views[rank].barrier(LIMIT_NS) if rank else views[rank].compare_only(65, 0, 0, 0, -1, LIMIT_NS)
 
         together(2, work)
         assert codes == [MISMATCH] * 2
@@ -234,7 +234,7 @@ def test_who_departs_keeps_nobody_waiting() -> None:
     """What a rank did before it left still counts; whoever waits for more of it is told at once."""
     with segments(2, SLOT) as views:
         together(2, lambda rank: bool(views[rank].barrier(LIMIT_NS)))
-        views[1].depart()
+        views[1].leave()
         assert views[0].barrier(LIMIT_NS) == DEPARTED
         assert views[0].culprit() == 1
     with segments(2, SLOT) as views:
@@ -242,7 +242,7 @@ def test_who_departs_keeps_nobody_waiting() -> None:
 
         def work(rank: int) -> None:
             assert views[rank].broadcast(*place(data[rank]), DTYPES["f4"], 1, LIMIT_NS) == 0
-            views[rank].depart()
+            views[rank].leave()
 
         together(2, work)
         assert data[0][-1] == 1

@@ -34,14 +34,14 @@ def test_one_rank_that_may_not_read_sends_all_through_the_slots() -> None:
     ranks = 3
     with segments(ranks, SLOT, swift=False) as views:
         for rank, view in enumerate(views):
-            view.reach((NOBODY if rank == 1 else os.getpid(),) * ranks)
+            view.enable_single_copy((NOBODY if rank == 1 else os.getpid(),) * ranks)
 
         def work(rank: int) -> None:
             for _ in range(3):
                 gather(views[rank], rank, [READ] * ranks)
 
         together(ranks, work)
-        assert [view.reached for view in views] == [0] * ranks
+        assert [view.single_copy_calls for view in views] == [0] * ranks
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_ranks_with_parts_of_any_size_come_to_one_way(sizes: list[int], reached:
             gather(views[rank], rank, [READ] * 3)
 
         together(3, work)
-        assert [view.reached for view in views] == [reached + 1] * 3
+        assert [view.single_copy_calls for view in views] == [reached + 1] * 3
 
 
 @pytest.mark.parametrize("largest", [READ, STAGED])
@@ -81,7 +81,7 @@ def test_parts_of_any_size_for_each_rank(largest: int) -> None:
             assert all((part == 10 * source + rank).all() for source, part in enumerate(got))
 
         together(ranks, work)
-        assert [view.reached for view in views] == [int(largest == READ)] * ranks
+        assert [view.single_copy_calls for view in views] == [int(largest == READ)] * ranks
 
 
 def test_roots_read_and_are_read() -> None:
@@ -98,7 +98,7 @@ def test_roots_read_and_are_read() -> None:
             assert (mine == rank + 1).all()
 
         together(ranks, work)
-        assert [view.reached for view in views] == [2] * ranks
+        assert [view.single_copy_calls for view in views] == [2] * ranks
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached
     """Of two ranks the other reads at the root, unless it may not: then all goes through the slots, also that call."""
     with segments(ranks, SLOT, swift=False) as views:
         for rank, view in enumerate(views):
-            view.reach((NOBODY if blind and rank == 1 else os.getpid(),) * ranks)
+            view.enable_single_copy((NOBODY if blind and rank == 1 else os.getpid(),) * ranks)
 
         def work(rank: int) -> None:
             for step in range(3):
@@ -124,7 +124,7 @@ def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached
                 assert (data == 7 + step).all(), f"rank {rank} has wrong bytes"
 
         together(ranks, work)
-        assert [view.reached for view in views] == [reached] * ranks
+        assert [view.single_copy_calls for view in views] == [reached] * ranks
 
 
 def test_pids_are_said_once_and_for_each_rank() -> None:
@@ -132,10 +132,10 @@ def test_pids_are_said_once_and_for_each_rank() -> None:
     with segments(2, SLOT) as views:
         for wrong in ((1,), [1, 2], ("a", "b")):
             with pytest.raises((ValueError, TypeError)):
-                views[0].reach(wrong)  # type: ignore[arg-type]
-        views[1].reach((1, 2))
+                views[0].enable_single_copy(wrong)  # type: ignore[arg-type]
+        views[1].enable_single_copy((1, 2))
         with pytest.raises(ValueError, match="once"):
-            views[1].reach((1, 2))
+            views[1].enable_single_copy((1, 2))
 
 
 def test_nobody_reads_where_slots_are_swift() -> None:
@@ -154,4 +154,4 @@ def test_nobody_reads_where_slots_are_swift() -> None:
             assert all((part == 10 * source + rank).all() for source, part in enumerate(got))
 
         together(2, work)
-        assert [view.reached for view in views] == [0, 0]
+        assert [view.single_copy_calls for view in views] == [0, 0]

@@ -30,7 +30,7 @@ def test_any_sizes_of_any_type(ranks: int, hands: int) -> None:
                 made = np.random.default_rng(step)
                 everyone = [[made.integers(0, 4, size + 1).astype(kind) for size in sizes] for _ in range(ranks)]
                 mine = [each.copy() for each in everyone[rank]]
-                told = views[rank].all_reduce_bundle(places([each[:-1] for each in mine]), DTYPES[kind], SUM, LIMIT_NS)
+                told = views[rank].all_reduce_list(places([each[:-1] for each in mine]), DTYPES[kind], SUM, LIMIT_NS)
                 assert told == 0, (step, kind, sizes)
                 for index, each in enumerate(mine):
                     assert np.array_equal(each[:-1], sum(given[index][:-1] for given in everyone)), (step, index)
@@ -50,7 +50,7 @@ def test_what_no_cache_holds(kind: str) -> None:
         def work(rank: int) -> None:
             mine = [each.copy() for each in everyone[rank]]
             given = places([each[:-1] for each in mine])
-            assert views[rank].all_reduce_bundle(given, DTYPES[kind], SUM, LIMIT_NS) == 0
+            assert views[rank].all_reduce_list(given, DTYPES[kind], SUM, LIMIT_NS) == 0
             for index, each in enumerate(mine):
                 assert np.array_equal(each[:-1], sum(other[index][:-1] for other in everyone)), index
                 assert each[-1] == everyone[rank][index][-1], index
@@ -67,7 +67,7 @@ def test_one_tensor_is_the_same_call_as_alone() -> None:
             if rank:
                 assert views[1].all_reduce(*place(data[1]), DTYPES["f4"], SUM, LIMIT_NS) == 0
             else:
-                assert views[0].all_reduce_bundle(place(data[0]), DTYPES["f4"], SUM, LIMIT_NS) == 0
+                assert views[0].all_reduce_list(place(data[0]), DTYPES["f4"], SUM, LIMIT_NS) == 0
 
         together(2, work)
     assert all((each == 2).all() for each in data)
@@ -81,7 +81,7 @@ def test_other_sizes_are_a_mismatch(sizes: tuple[int, ...]) -> None:
 
         def work(rank: int) -> None:
             data = [np.ones(size, "f4") for size in (sizes if rank else (10, 20))]
-            codes[rank] = views[rank].all_reduce_bundle(places(data), DTYPES["f4"], SUM, LIMIT_NS)
+            codes[rank] = views[rank].all_reduce_list(places(data), DTYPES["f4"], SUM, LIMIT_NS)
 
         together(2, work)
         assert codes == [MISMATCH] * 2
@@ -91,19 +91,19 @@ def test_other_sizes_are_a_mismatch(sizes: tuple[int, ...]) -> None:
 def test_who_shares_memory_is_found() -> None:
     """In whatever order they stand; those that touch, and those without bytes, share none."""
     data = np.zeros(100, "u1")
-    assert _core.apart(places([data[50:], data[:50], data[20:20]]))
-    assert not _core.apart(places([data[50:], data[:10], data[49:50], data[40:60]]))
-    assert not _core.apart(places([data, data]))
-    assert not _core.apart(places([data, data[20:20], data[99:]]))
+    assert _core.disjoint(places([data[50:], data[:50], data[20:20]]))
+    assert not _core.disjoint(places([data[50:], data[:10], data[49:50], data[40:60]]))
+    assert not _core.disjoint(places([data, data]))
+    assert not _core.disjoint(places([data, data[20:20], data[99:]]))
 
 
 @pytest.mark.parametrize("bad", [(), (1,), (0, 0, 0), ("x", 0), (0, "x"), (0, 0, 0, "x"), [0, 0]])
 def test_what_is_no_list_of_tensors_is_refused(bad: Any) -> None:
     """None at all, half of one, and what is no number; what was taken apart by then is freed once."""
     with segments(1, SLOT) as views, pytest.raises((TypeError, ValueError)):
-        views[0].all_reduce_bundle(bad, DTYPES["f4"], SUM, LIMIT_NS)
+        views[0].all_reduce_list(bad, DTYPES["f4"], SUM, LIMIT_NS)
     with pytest.raises((TypeError, ValueError)):
-        _core.apart(bad)
+        _core.disjoint(bad)
 
 
 def test_copies_of_memory() -> None:

@@ -16,10 +16,10 @@ def test_recorder_of_the_launcher(case: str, tmp_path: Path, monkeypatch: pytest
     pid = os.getpid() + (case == "another pid")
     if case == "a plain file":
         descriptor = os.open(tmp_path / "recorder", os.O_CREAT | os.O_RDWR)
-        os.ftruncate(descriptor, _core.board_bytes())
+        os.ftruncate(descriptor, _core.flight_recorder_bytes())
     elif case in {"too small", "not sealed"}:
         descriptor = os.memfd_create("allhands-recorder")
-        os.ftruncate(descriptor, 64 if case == "too small" else _core.board_bytes())
+        os.ftruncate(descriptor, 64 if case == "too small" else _core.flight_recorder_bytes())
     else:
         descriptor = flight_recorder.make()
     monkeypatch.setenv("ALLHANDS_RECORDER_FD", "some:thing" if case == "words" else f"{descriptor}:{pid}")
@@ -36,7 +36,7 @@ def test_empty_memory_is_no_recorder() -> None:
     try:
         with pytest.raises(LookupError):
             flight_recorder.parse(1, descriptor)
-        _core.Board(descriptor)
+        _core.FlightRecorder(descriptor)
         assert flight_recorder.parse(1, descriptor).entries == ()
     finally:
         os.close(descriptor)

@@ -119,7 +119,7 @@ class HierarchicalEngine(GlooEngine):
         self._lay_out_records()
         if local is not None:
             # Ranks here mostly wait for one that waits for the network, and needs the core.
-            local.segment.patience(0, 50)
+            local.segment.set_wait_policy(0, 50)
 
     def _lay_out_records(self) -> None:
         """Prepare the table of all records: one block per host, each with room for the ranks of the largest."""

@@ -40,7 +40,7 @@ _LIVE: weakref.WeakSet[Mpi] = weakref.WeakSet()
 
 def _shut_in_child() -> None:
     for each in _LIVE:
-        each.ferry.shut = 1
+        each.ferry.fast_path_closed = 1
 
 
 os.register_at_fork(after_in_child=_shut_in_child)

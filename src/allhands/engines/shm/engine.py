@@ -39,7 +39,7 @@ __all__ = ["MAX_RANKS", "MIN_SLOT_KIB", "ShmEngine", "cores", "form"]
 MIN_SLOT_KIB = 64
 
 # Above this the segment would take a gigabyte, and hardly any host has the cores.
-MAX_RANKS = _core.MOST_RANKS
+MAX_RANKS = _core.MAX_RANKS
 
 # How a call of the core ends, by its return code.
 _FAILURES: dict[int, type[EngineFailure]] = {
@@ -59,7 +59,7 @@ _LIVE: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
 
 def _disable_fast_path_in_child() -> None:
     for each in _LIVE:
-        each.segment.shut = 1
+        each.segment.fast_path_closed = 1
 
 
 os.register_at_fork(after_in_child=_disable_fast_path_in_child)
@@ -71,7 +71,7 @@ class ShmEngine(Engine):
     name = "shm"
     capabilities = Capabilities(p2p=True, shared_tensors=True, tensor_lists=True, one_host=True)
     fast_path: _core.Segment
-    p2p: _core.Mail
+    p2p: _core.P2P
     fd_passing: FdPassing
 
     def __init__(  # noqa: PLR0917  # what a segment needs
@@ -84,7 +84,7 @@ class ShmEngine(Engine):
         fd_passing: FdPassing,
     ) -> None:
         self.segment = self.fast_path = segment
-        self.p2p = _core.Mail(segment)
+        self.p2p = _core.P2P(segment)
         self._rank = rank
         self.segment_nbytes = nbytes
         # Of each rank; 0 where the rank is in another pid namespace.
@@ -111,7 +111,7 @@ class ShmEngine(Engine):
 
     def all_reduce_list(self, parts: Parts, dtype: int, reduction: int, timeout_ns: int) -> None:
         """Reduce several tensors as one."""
-        if code := self.segment.all_reduce_bundle(parts, dtype, reduction, timeout_ns):
+        if code := self.segment.all_reduce_list(parts, dtype, reduction, timeout_ns):
             raise self.failure(code)
 
     def reduce(self, address: int, nbytes: int, dtype: int, reduction: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
@@ -153,7 +153,7 @@ class ShmEngine(Engine):
 
     def compare_only(self, operation: int, reduction: int, dtype: int, nbytes: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what a call is
         """Compare a call that another engine performs."""
-        if code := self.segment.agree(operation, reduction, dtype, nbytes, root, timeout_ns):
+        if code := self.segment.compare_only(operation, reduction, dtype, nbytes, root, timeout_ns):
             raise self.failure(code)
 
     def failure(self, code: int, culprit: int | None = None) -> EngineFailure:
@@ -161,9 +161,9 @@ class ShmEngine(Engine):
         culprit = self.segment.culprit() if culprit is None else culprit
         if code != _MISMATCH:
             return _FAILURES[code](culprit=culprit)
-        odd = self.p2p.odd()
+        odd = self.p2p.mismatch()
         message = MessageMismatch(*odd) if odd is not None else None
-        return CallMismatch(culprit=culprit, message=message, found_here=bool(self.segment.found))
+        return CallMismatch(culprit=culprit, message=message, found_here=bool(self.segment.found_mismatch))
 
     def missing(self) -> list[int]:
         """Return the ranks that have not begun this rank's current call."""
@@ -173,12 +173,12 @@ class ShmEngine(Engine):
     def abort(self, rank: int) -> None:
         """End every call under way."""
         self.segment.end(rank)
-        self.p2p.ring()
+        self.p2p.wake_all()
 
     def close(self, within_s: float) -> None:
         """Make no further call: peers that wait for one raise PeerLeft."""
         del within_s
-        self.segment.depart()
+        self.segment.leave()
 
     def window(self, nbytes: int, timeout_s: float) -> _core.Window:
         """Create memory that all ranks map, ``nbytes`` for each. Every rank of the group calls this."""
@@ -205,9 +205,9 @@ def form(store: Store, rank: int, ranks: int, timeout_s: float, check: Callable[
         segment = _core.Segment(descriptor, handover.size, rank, handover.nonce, pidfds)
     finally:
         os.close(descriptor)
-    segment.patience(*_wait_policy(ranks))
+    segment.set_wait_policy(*_wait_policy(ranks))
     pids = tuple(handover.pids) if handover.namespace == pid_namespace() else (0,) * ranks
-    segment.reach(pids)
+    segment.enable_single_copy(pids)
     return ShmEngine(segment, rank, handover.size, pidfds, pids, fd_passing)
 
 
@@ -227,8 +227,8 @@ def _helper_threads(ranks: int) -> int:
     """Return the helper threads of each rank: by default one per core that no rank uses."""
     wanted = settings.read().helper_threads
     if wanted >= 0:
-        return min(wanted, _core.MOST_HANDS)
-    return max(0, min(_core.MOST_HANDS, cores() // ranks - 1)) if ranks > 1 else 0
+        return min(wanted, _core.MAX_HELPER_THREADS)
+    return max(0, min(_core.MAX_HELPER_THREADS, cores() // ranks - 1)) if ranks > 1 else 0
 
 
 def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:

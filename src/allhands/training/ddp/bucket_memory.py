@@ -217,13 +217,13 @@ class TensorList(NamedTuple):
     order: tuple[int, ...]
     counter: torch.Tensor | None
 
-    def gather(self, grad_hook: _core.Intake, names: Sequence[str], rank: int) -> Gathered:
+    def gather(self, grad_hook: _core.GradHook, names: Sequence[str], rank: int) -> Gathered:
         """Return the tensors to reduce. Raises as `copy_in` does."""
         found: list[torch.Tensor] | None = grad_hook.gather(self.order)
         copied: list[BucketPart] = []
         if found is None:
             in_place = {part.position: each for part in self.parts if (each := _plain_gradient(part)) is not None}
-            if in_place and not _core.apart(extents([*in_place.values()])):
+            if in_place and not _core.disjoint(extents([*in_place.values()])):
                 in_place = {}
             copied = [part for part in self.parts if part.position not in in_place]
             with torch.no_grad():

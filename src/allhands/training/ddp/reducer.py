@@ -117,7 +117,7 @@ class Reducer:
         self._next_pass()
         self._has_optimizers = False
         handles = [
-            each.register_post_accumulate_grad_hook(functools.partial(self._grad_hook.came, index))  # type: ignore[no-untyped-call]
+            each.register_post_accumulate_grad_hook(functools.partial(self._grad_hook.on_gradient, index))  # type: ignore[no-untyped-call]
             for index, each in enumerate(self.parameters)
         ]
         self.remove = weakref.finalize(self, _remove, handles)
@@ -139,7 +139,7 @@ class Reducer:
         layouts = tuple(part.view for _, part in places)
         views_to_fill = layouts if self.views else (None,) * len(layouts)
         # In place, gradients are checked when they are gathered, not when they arrive.
-        self._grad_hook.arrange(
+        self._grad_hook.set_places(
             tuple(number for number, _ in places), None if self._can_reduce_in_place else views_to_fill, layouts
         )
         self._trained = []
@@ -191,11 +191,11 @@ class Reducer:
             ]
             self._trained = trained
         self._now = _BackwardPass([0] * len(self.parameters), self._pending.copy(), synchronized=self.always)
-        self._grad_hook.rest()
+        self._grad_hook.disable()
 
     # Gradients arrive ----------------------------------------------------------------------------------------------
 
-    def _make_grad_hook(self) -> _core.Intake:
+    def _make_grad_hook(self) -> _core.GradHook:
         """Return the hook of all parameters. It holds no reference to the reducer, whose end removes the hooks."""
         reference = weakref.ref(self)
 
@@ -215,7 +215,7 @@ class Reducer:
                 reducer.start_pass()
 
         self.on_output_gradient = on_output_gradient
-        return _core.Intake(collectives.way(), tuple(self.parameters), on_gradient, on_bucket)
+        return _core.GradHook(collectives.way(), tuple(self.parameters), on_gradient, on_bucket)
 
     def _count_in_core(self) -> None:
         """Let the core count the gradients of this pass; it calls `on_gradient` for unusual ones.
@@ -225,7 +225,7 @@ class Reducer:
         now = self._now
         if self.passes and now.synchronized and not now.in_core and now.end is not None:
             now.in_core = True
-            self._grad_hook.begin(now.end, now.counts, now.pending, self._used, self._needed)
+            self._grad_hook.begin_pass(now.end, now.counts, now.pending, self._used, self._needed)
 
     def start_pass(self) -> None:
         """Reduce the gradients of the backward pass that calls this."""
@@ -251,7 +251,7 @@ class Reducer:
         now = self._now
         if now.ready:
             raise ddp_failures.backward_unfinished(self.rank, now.ready, len(self.buckets))
-        if now.end is None and (not self._overlap or self._grad_hook.trains(self._trained)):
+        if now.end is None and (not self._overlap or self._grad_hook.trained_as(self._trained)):
             # No gradient has arrived since it was prepared. If all are reduced at the end, trained parameters are
             # checked there.
             now.synchronized = self.always

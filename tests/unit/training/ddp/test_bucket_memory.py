@@ -22,10 +22,10 @@ def make_buckets(*dtypes: torch.dtype) -> tuple[list[torch.nn.Parameter], list[B
 
 def gather(tensors: TensorList, given: list[torch.nn.Parameter]) -> tuple[list[list[float]], list[int]]:
     """Return the values that a list contributes, and the positions of the gradients that were copied."""
-    grad_hook = _core.Intake(collectives.way(), tuple(given), lambda _: None, lambda: None)
+    grad_hook = _core.GradHook(collectives.way(), tuple(given), lambda _: None, lambda: None)
     views = {part.position: part.view for part in tensors.parts}
     layouts = tuple(views[position] for position in range(len(given)))
-    grad_hook.arrange((0,) * len(given), (None,) * len(given), layouts)
+    grad_hook.set_places((0,) * len(given), (None,) * len(given), layouts)
     found = tensors.gather(grad_hook, [f"p{position}" for position in range(len(given))], 0)
     return [each.view(-1).tolist() for each in found.tensors], [part.position for part in found.copied]
 

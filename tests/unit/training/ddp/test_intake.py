@@ -25,10 +25,10 @@ class _Books:
         self.views = [self.memory[at : at + 3] for at in (0, 3, 6)]
         self.left_to_python: list[int] = []
         self.completed = 0
-        self.intake = _core.Intake(
+        self.intake = _core.GradHook(
             collectives.way(), tuple(self.parameters), self.left_to_python.append, self._complete
         )
-        self.intake.arrange((0, 0, 1), tuple(self.views) if views else (None,) * 3, tuple(self.views))
+        self.intake.set_places((0, 0, 1), tuple(self.views) if views else (None,) * 3, tuple(self.views))
         self.end: _End | None = _End()
         self.counts, self.left, self.used, self.needed = [0] * 3, [2, 1], [0] * 3, [1] * 3
 
@@ -38,12 +38,12 @@ class _Books:
     def begin(self) -> None:
         """Let a pass begin."""
         assert self.end is not None
-        self.intake.begin(weakref.ref(self.end), self.counts, self.left, self.used, self.needed)
+        self.intake.begin_pass(weakref.ref(self.end), self.counts, self.left, self.used, self.needed)
 
     def give(self, index: int, gradient: Any) -> None:
         """Let a gradient come."""
         self.parameters[index].grad = gradient
-        self.intake.came(index, self.parameters[index])
+        self.intake.on_gradient(index, self.parameters[index])
 
 
 def test_a_gradient_is_counted_and_moved_into_its_bucket() -> None:
@@ -71,12 +71,12 @@ def test_without_views_gradients_stay_where_they_came() -> None:
 def test_gradients_that_all_stay_are_not_looked_at() -> None:
     """They are counted as they come, whatever they are; `gather` looks at them."""
     books = _Books()
-    books.intake.arrange((0, 0, 1), None, tuple(books.views))
+    books.intake.set_places((0, 0, 1), None, tuple(books.views))
     books.begin()
     books.give(0, torch.ones(3))
     books.give(1, None)
     assert (books.counts, books.left, books.completed, books.left_to_python) == ([1, 1, 0], [0, 1], 1, [])
-    assert books.intake.lie()
+    assert books.intake.move_all()
     assert books.intake.gather((0,)) is not None
     assert books.intake.gather((0, 1)) is None
 
@@ -84,11 +84,11 @@ def test_gradients_that_all_stay_are_not_looked_at() -> None:
 def test_who_trains_is_compared_with_what_was_known() -> None:
     """One that was frozen or unfrozen since is noticed, and so is a list that is none of these."""
     books = _Books()
-    assert books.intake.trains([True] * 3)
+    assert books.intake.trained_as([True] * 3)
     books.parameters[1].requires_grad_(False)
-    assert not books.intake.trains([True] * 3)
-    assert books.intake.trains([True, False, True])
-    assert not books.intake.trains([])
+    assert not books.intake.trained_as([True] * 3)
+    assert books.intake.trained_as([True, False, True])
+    assert not books.intake.trained_as([])
 
 
 def test_each_parameter_has_a_place() -> None:
@@ -96,7 +96,7 @@ def test_each_parameter_has_a_place() -> None:
     books = _Books()
     for of, views, likes in (((0,), None, (None,) * 3), ((0, 0, 1), (None,), (None,) * 3), ((0, 0, 1), None, ())):
         with pytest.raises(ValueError, match="for each parameter"):
-            books.intake.arrange(of, views, likes)
+            books.intake.set_places(of, views, likes)
 
 
 def test_a_gradient_that_comes_several_times_completes_once() -> None:
@@ -129,7 +129,7 @@ def test_what_is_not_plain_is_left_to_python(gradient: Any) -> None:
     books.begin()
     books.give(0, gradient)
     assert (books.left_to_python, books.counts, books.memory.sum()) == ([0], [0, 0, 0], 0)
-    assert not books.intake.lie()
+    assert not books.intake.move_all()
 
 
 def test_outside_of_a_pass_everything_is_left_to_python() -> None:
@@ -137,7 +137,7 @@ def test_outside_of_a_pass_everything_is_left_to_python() -> None:
     books = _Books()
     books.give(0, torch.ones(3))
     books.begin()
-    books.intake.rest()
+    books.intake.disable()
     books.give(0, torch.ones(3))
     books.begin()
     books.end = None
@@ -150,9 +150,9 @@ def test_what_came_otherwise_is_moved_at_the_end() -> None:
     books = _Books()
     for parameter in books.parameters[:2]:
         parameter.grad = torch.ones(3)
-    assert not books.intake.lie()
+    assert not books.intake.move_all()
     books.parameters[2].grad = torch.full((3,), 2.0)
-    assert books.intake.lie()
+    assert books.intake.move_all()
     assert books.memory.tolist() == [1, 1, 1, 1, 1, 1, 2, 2, 2]
     assert all(each.grad is view for each, view in zip(books.parameters, books.views, strict=True))
 

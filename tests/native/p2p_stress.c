@@ -1,4 +1,4 @@
-/* The mail of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at
+/* The p2p of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at
  * once while a server moves on what nobody waits for. Prints "ok" and ends with 0, or says what is wrong. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -19,7 +19,7 @@ static const size_t SIZES[] = {0, 8, 4096, 4097, 20000, 131072, MOST};
 
 struct rank {
     struct ah_group group;
-    struct ah_mail *mail;
+    struct ah_p2p *p2p;
     /* One for each worker: how many of its messages the server has told of. */
     _Atomic int told[WORKERS];
 };
@@ -41,7 +41,7 @@ static void *serve(void *context)
     uint64_t keys[4];
     size_t number;
 
-    while ((number = ah_mail_serve(self->mail, keys, 4)) != 0) {
+    while ((number = ah_p2p_progress(self->p2p, keys, 4)) != 0) {
         for (size_t index = 0; index < number; index++)
             atomic_fetch_add(&self->told[keys[index]], 1);
     }
@@ -61,26 +61,26 @@ static void *work(void *context)
                                   .peer = (mine + shift) % RANKS, .sends = 1};
         struct ah_message receive = {.data = in, .bytes = bytes, .tag = send.tag, .dtype = 1,
                                      .peer = (mine + RANKS - shift) % RANKS};
-        struct ah_letter *letter;
+        struct ah_request *request;
         struct ah_outcome outcome;
         int leave = step % 3 == 0;
 
         memset(out, (int)mine * 50 + step % 50, bytes);
         memset(in, 255, bytes);
         atomic_store(&rank->told[self->number], 0);
-        outcome = ah_mail_post(rank->mail, &receive, -1, (uint64_t)self->number, &letter);
-        if (ah_mail_do(rank->mail, &send, -1, NULL).code != AH_OK)
+        outcome = ah_p2p_post(rank->p2p, &receive, -1, (uint64_t)self->number, &request);
+        if (ah_p2p_run(rank->p2p, &send, -1, NULL).code != AH_OK)
             fail("a send did not end well");
-        if (letter && leave) {
+        if (request && leave) {
             /* Nobody waits: the server must bring it. */
             while (atomic_load(&rank->told[self->number]) == 0)
                 sched_yield();
-            outcome = ah_mail_look(rank->mail, letter);
-        } else if (letter) {
-            outcome = ah_mail_wait(rank->mail, letter, -1, NULL);
+            outcome = ah_p2p_test(rank->p2p, request);
+        } else if (request) {
+            outcome = ah_p2p_wait(rank->p2p, request, -1, NULL);
         }
-        if (letter)
-            ah_mail_drop(rank->mail, letter);
+        if (request)
+            ah_p2p_free_request(rank->p2p, request);
         if (outcome.code != AH_OK || outcome.peer != receive.peer)
             fail("a receive did not end well");
         for (size_t at = 0; at < bytes; at++) {
@@ -110,7 +110,7 @@ int main(void)
         if (ah_segment_open(&ranks[rank].group, memory, bytes, rank, nonce, pidfds) != AH_OK)
             fail("not a segment");
         ranks[rank].group.yields = 20;
-        ranks[rank].mail = ah_mail_open(&ranks[rank].group);
+        ranks[rank].p2p = ah_p2p_open(&ranks[rank].group);
         pthread_create(&servers[rank], NULL, serve, &ranks[rank]);
     }
     for (int rank = 0; rank < RANKS; rank++) {
@@ -124,9 +124,9 @@ int main(void)
             pthread_join(threads[rank][number], NULL);
     }
     for (int rank = 0; rank < RANKS; rank++) {
-        ah_mail_stop(ranks[rank].mail);
+        ah_p2p_stop(ranks[rank].p2p);
         pthread_join(servers[rank], NULL);
-        ah_mail_free(ranks[rank].mail);
+        ah_p2p_free(ranks[rank].p2p);
     }
     munmap(memory, bytes);
     puts("ok");

@@ -1,4 +1,4 @@
-/* Where the chunks of tickets stand, and how it is decided in which way they are written. */
+/* Where the chunks of tickets stand, and how it is decided in which facts they are written. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,11 +26,11 @@ static size_t places(struct ah_group *group, size_t bytes)
     unsigned char *seen[TICKETS];
 
     for (uint32_t ticket = 0; ticket < TICKETS; ticket++) {
-        unsigned char *slot = ah_slot(group, 1, ticket), *place = ah_slot_at(group, 1, ticket, bytes, bytes);
+        unsigned char *slot = ah_slot(group, 1, ticket), *place = ah_cico_slot_at(group, 1, ticket, bytes, bytes);
         size_t before = 0;
 
         check(place >= slot && place + bytes <= slot + group->slot_bytes, "a chunk leaves its slot");
-        check(place - slot == ah_slot_at(group, 2, ticket, bytes, bytes) - ah_slot(group, 2, ticket), "ranks differ in a place");
+        check(place - slot == ah_cico_slot_at(group, 2, ticket, bytes, bytes) - ah_slot(group, 2, ticket), "ranks differ in a place");
         while (before < number && seen[before] != place)
             before++;
         if (before == number)
@@ -52,47 +52,47 @@ static void check_places(void)
     group.ring_bytes = (size_t)2 << 20;
     check(places(&group, (size_t)64 << 10) == 32, "a ring of 2 MiB has 32 places of 64 KiB");
     check(places(&group, (size_t)40 << 10) == 48, "and 12 of 40 KiB in each of 4 slots");
-    check(places(&group, SLOT) == AH_DEPTH, "what fills a slot has one place in each");
-    check(places(&group, 0) > AH_DEPTH, "and nothing has many");
+    check(places(&group, SLOT) == AH_SLOTS, "what fills a slot has one place in each");
+    check(places(&group, 0) > AH_SLOTS, "and nothing has many");
     group.ring_bytes = 0;
-    check(places(&group, 4096) == AH_DEPTH, "without a ring there is one place in each slot");
+    check(places(&group, 4096) == AH_SLOTS, "without a ring there is one place in each slot");
     free(memory);
 }
 
 /* What is decided after both ways took so long, so many times. */
-static int decided(struct ah_store *store, uint64_t through, uint64_t past, int times)
+static int decided(struct ah_nt_store *store, uint64_t through, uint64_t bypass, int times)
 {
     for (int time = 0; time < times; time++) {
         store->ticks[0] = through;
-        store->ticks[1] = past;
-        ah_judge(store);
+        store->ticks[1] = bypass;
+        ah_nt_store_decide(store);
     }
-    return store->past;
+    return store->bypass;
 }
 
-/* How many writes it takes until they go the other way, where one through the caches takes `through` ticks, but for the first of each
- * ten, and one past them 500; 1000 where they never do. */
-static int until_other(struct ah_store *store, uint64_t through)
+/* How many writes it takes until they go the other facts, where one through the caches takes `through` ticks, but for the first of each
+ * ten, and one bypass them 500; 1000 where they never do. */
+static int until_other(struct ah_nt_store *store, uint64_t through)
 {
-    int past = store->past, writes = 0;
+    int bypass = store->bypass, writes = 0;
 
-    while (store->past == past && writes < 1000) {
-        int way = ah_turn(store);
+    while (store->bypass == bypass && writes < 1000) {
+        int facts = ah_nt_store_choose(store);
 
-        ah_note(store, way, way ? 500 : writes % 10 == 0 ? 600 : through);
+        ah_nt_store_record(store, facts, facts ? 500 : writes % 10 == 0 ? 600 : through);
         writes++;
-        if (way != store->past)
-            ah_judge(store);
+        if (facts != store->bypass)
+            ah_nt_store_decide(store);
     }
     return writes;
 }
 
 static void check_notes(void)
 {
-    struct ah_store store = {0};
+    struct ah_nt_store store = {0};
 
     check(until_other(&store, 700) == 1000, "where one is as fast as the other, they go through the caches");
-    ah_note(&store, 0, 1000000000);
+    ah_nt_store_record(&store, 0, 1000000000);
     check(until_other(&store, 700) == 1000, "also after an interruption");
     check(until_other(&store, 6000) < 40, "what is slow is seen soon, though some of it is fast");
     check(until_other(&store, 6000) == 1000, "and is not taken up again");
@@ -101,11 +101,11 @@ static void check_notes(void)
 
 int main(void)
 {
-    struct ah_store store = {0};
+    struct ah_nt_store store = {0};
 
     check_places();
     check_notes();
-    check(!decided(&store, 2000, 1000, 10), "a little slower is no reason to go past the caches: who reads pays for it");
+    check(!decided(&store, 2000, 1000, 10), "a little slower is no reason to go bypass the caches: who reads pays for it");
     check(!decided(&store, 5000, 1000, 1), "once may be chance");
     check(!decided(&store, 2000, 1000, 1) && !decided(&store, 5000, 1000, 1), "and so may be twice, not running");
     check(decided(&store, 5000, 1000, 1), "twice running is not");

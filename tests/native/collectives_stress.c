@@ -108,21 +108,21 @@ struct buffers {
 static int reduce_in_pieces(struct ah_group *group, struct ah_part whole, uint32_t dtype, uint32_t reduction, unsigned *choice)
 {
     size_t width = ah_dtype_bytes(dtype), left = whole.bytes / width, number = 1 + next(choice) % MOST_PIECES;
-    struct ah_bundle bundle;
+    struct ah_tensor_list tensors;
     int code;
 
-    if (ah_bundle_make(&bundle, number) != 0)
+    if (ah_tensor_list_alloc(&tensors, number) != 0)
         return AH_INVALID;
     for (size_t piece = 0; piece < number; piece++) {
         size_t some = piece == number - 1 ? left : next(choice) % (left + 1);
 
-        bundle.parts[piece] = (struct ah_part){.data = whole.data, .bytes = some * width};
+        tensors.parts[piece] = (struct ah_part){.data = whole.data, .bytes = some * width};
         whole.data += some * width;
         left -= some;
     }
-    ah_bundle_count(&bundle);
-    code = ah_bundle_is_apart(&bundle) ? ah_all_reduce_bundle(group, bundle, dtype, reduction, LIMIT_NS) : AH_INVALID;
-    ah_bundle_free(&bundle);
+    ah_tensor_list_set_ends(&tensors);
+    code = ah_tensor_list_is_disjoint(&tensors) ? ah_all_reduce_list(group, tensors, dtype, reduction, LIMIT_NS) : AH_INVALID;
+    ah_tensor_list_free(&tensors);
     return code;
 }
 
@@ -168,7 +168,7 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
         code = reduce_in_pieces(group, in[0], dtype, reduction, choice);
         break;
     case AH_REDUCE:
-        code = ah_reduce_to(group, in[0], dtype, reduction, root, LIMIT_NS);
+        code = ah_reduce_to_root(group, in[0], dtype, reduction, root, LIMIT_NS);
         break;
     case AH_BROADCAST:
         code = ah_broadcast(group, in[0], dtype, root, LIMIT_NS);
@@ -219,7 +219,7 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
 }
 
 /* Enough for every hand to have a part, and not a multiple of anything. */
-#define LARGE_ELEMENTS ((size_t)(AH_MOST_HANDS + 1) * (1 << 16) + 4099)
+#define LARGE_ELEMENTS ((size_t)(AH_MAX_HELPER_THREADS + 1) * (1 << 16) + 4099)
 #define LARGE_TURNS 3
 
 /* Tensors that all hands of all ranks share, one after the other. */
@@ -241,7 +241,7 @@ static void *lift(void *given)
         for (size_t at = 0; at < count; at++)
             data[at] = (float)value(turn, rank->number, 0, at);
         if (run->ending == ABORT && turn == run->last && rank->number == run->odd)
-            ah_end(&group, AH_ABORTED, rank->number);
+            ah_group_end(&group, AH_ABORTED, rank->number);
         rank->code = ah_all_reduce(&group, (struct ah_part){.data = (unsigned char *)data, .bytes = count * sizeof *data}, AH_F32,
                                    AH_SUM, LIMIT_NS);
         for (size_t at = 0; rank->code == AH_OK && at < count; at += 61) {
@@ -250,7 +250,7 @@ static void *lift(void *given)
         }
     }
     rank->culprit = group.culprit;
-    ah_dismiss(&group);
+    ah_helper_threads_stop(&group);
     free(data);
     return NULL;
 }
@@ -267,7 +267,7 @@ static void *work(void *given)
     if (ah_segment_open(&group, run->memory, run->bytes, rank->number, NONCE, pidfds) != AH_OK)
         fail(rank, 0, "not a segment");
     group.ticket = run->start;
-    group.sequence = group.pending = group.room = group.met = run->first;
+    group.sequence = group.uncompared = group.reusable = group.synchronized = run->first;
     group.spins = run->seed % 2 ? 50 : 0;
     group.yields = 5;
     for (uint32_t each = 0; each < MOST_RANKS; each++) {
@@ -279,11 +279,11 @@ static void *work(void *given)
         if (next(&own) % 8 == 0)
             sched_yield();
         if (run->ending == ABORT && operation == run->last && rank->number == run->odd)
-            ah_end(&group, AH_ABORTED, rank->number);
+            ah_group_end(&group, AH_ABORTED, rank->number);
         rank->code = operate(rank, &group, operation, &choice, &use);
     }
     rank->culprit = group.culprit;
-    ah_dismiss(&group);
+    ah_helper_threads_stop(&group);
     for (uint32_t each = 0; each < MOST_RANKS; each++) {
         free(use.in[each]);
         free(use.out[each]);
@@ -313,11 +313,11 @@ static void stress(struct run *run)
 
         atomic_store(&member->arrived, run->start);
         atomic_store(&member->reduced, run->start);
-        atomic_store(&member->taken, run->start);
-        atomic_store(&member->noted, run->first);
+        atomic_store(&member->consumed, run->start);
+        atomic_store(&member->begun, run->first);
         atomic_store(&member->checked, run->first);
-        for (uint32_t card = 0; card < AH_CALLS; card++)
-            atomic_store(&member->cards[card].stamp, run->first);
+        for (uint32_t card = 0; card < AH_CALL_DEPTH; card++)
+            atomic_store(&member->fingerprints[card].stamp, run->first);
     }
     for (uint32_t number = 0; number < run->ranks; number++) {
         ranks[number] = (struct rank){.run = run, .number = number};
@@ -351,10 +351,10 @@ int main(int argc, char **argv)
         stress(&run);
         done += run.ending == TO_THE_END ? run.operations : run.last;
     }
-    for (unsigned turn = 0; turn < 2 * AH_MOST_HANDS; turn++) {
-        struct run run = {.ranks = 2 + turn % 2, .seed = seed + turn, .hands = 1 + turn % AH_MOST_HANDS, .last = turn % LARGE_TURNS};
+    for (unsigned turn = 0; turn < 2 * AH_MAX_HELPER_THREADS; turn++) {
+        struct run run = {.ranks = 2 + turn % 2, .seed = seed + turn, .hands = 1 + turn % AH_MAX_HELPER_THREADS, .last = turn % LARGE_TURNS};
 
-        run.ending = turn < AH_MOST_HANDS ? TO_THE_END : ABORT;
+        run.ending = turn < AH_MAX_HELPER_THREADS ? TO_THE_END : ABORT;
         run.odd = turn % run.ranks;
         stress(&run);
     }
