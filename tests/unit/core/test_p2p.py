@@ -398,7 +398,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         assert one.send(*place(data), U1, -1, 0, LIMIT_NS) % 256 == BROKEN
         assert one.recv(*place(data), U1, 2, 0, LIMIT_NS) % 256 == BROKEN
         request = one.post_recv(*place(data), U1, 1, 0, LIMIT_NS, 1)
-        with pytest.raises(ValueError, match="another Mail"):
+        with pytest.raises(ValueError, match="another P2P object"):
             two.wait(request, 0)
         with pytest.raises(ValueError, match="PyCapsule"):
             one.wait(3, 0)
