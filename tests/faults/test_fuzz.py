@@ -146,7 +146,7 @@ def babble(member: Raw, chance: random.Random) -> None:
     while True:
         body = mutate(chance, samples()[4], samples())
         # A mutation may be a sound message of a kind that ends things; those are other tests'.
-        if not body.startswith(b"\x86\xa4type\xa3Ask"):
+        if not body.startswith(b"\x87\xa4type\xacStoreRequest"):
             continue
         member.sock.sendall(pack(body))
         with contextlib.suppress(TimeoutError):

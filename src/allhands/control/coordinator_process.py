@@ -147,10 +147,12 @@ def start(options: Options, deadline: float, ask: Callable[[], None] | None = No
         coordinator = owner.ours if owner is not None else not options.host
         stranger = owner is not None and not coordinator
         limit = min(started + (_FREE_S if coordinator else _FREE_UNKNOWN_S), deadline)
-        if listening.trouble.slug != "port-in-use" or stranger or time.monotonic() >= limit:
+        if listening.trouble.slug != "port-in-use" or stranger:
             raise error(listening.trouble)
         if coordinator and ask is not None:
             ask()
+        if time.monotonic() >= limit:
+            raise error(listening.trouble)
         time.sleep(0.05)
 
 

@@ -59,7 +59,7 @@ def test_a_notice_from_another_host_is_never_certainly_dead() -> None:
 
 
 def test_a_posted_notice_is_read_by_others(tmp_path: Path) -> None:
-    """What rank 0 posts, token included, is what another board at the same path reads."""
+    """What rank 0 posts, token included, is what another place at the same path reads."""
     posted = announcement()
     FileRendezvous(str(tmp_path / "meet")).publish(posted)
     assert FileRendezvous(str(tmp_path / "meet")).read() == posted
@@ -71,9 +71,9 @@ def test_nothing_is_posted_yet(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "meet"
     if content is not None:
         path.write_bytes(content)
-    board = FileRendezvous(str(path))
-    assert board.read() is None
-    board.prepare()
+    place = FileRendezvous(str(path))
+    assert place.read() is None
+    place.prepare()
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_junk_is_a_stale_file(tmp_path: Path, content: bytes) -> None:
     """A file with anything else in it is never taken for a meeting and never overwritten."""
     path = tmp_path / "meet"
     path.write_bytes(content)
-    board = FileRendezvous(str(path))
-    for step in (board.read, board.prepare):
+    place = FileRendezvous(str(path))
+    for step in (place.read, place.prepare):
         with pytest.raises(ConnectError) as caught:
             step()
         assert caught.value.slug == "stale-file"
@@ -106,9 +106,9 @@ def test_junk_is_a_stale_file(tmp_path: Path, content: bytes) -> None:
 
 def test_a_place_that_is_no_file_is_unusable(tmp_path: Path) -> None:
     """A path that cannot be read or written says what the file system answered."""
-    board = FileRendezvous(str(tmp_path))
+    place = FileRendezvous(str(tmp_path))
     with pytest.raises(ConnectError, match="Is a directory") as caught:
-        board.read()
+        place.read()
     assert caught.value.slug == "stale-file"
     missing = FileRendezvous(str(tmp_path / "no" / "meet"))
     assert missing.read() is None
@@ -119,13 +119,13 @@ def test_a_place_that_is_no_file_is_unusable(tmp_path: Path) -> None:
 
 def test_a_dead_notice_is_replaced(tmp_path: Path) -> None:
     """What a dead coordinator left is recognised, and the next rank 0 posts over it."""
-    board = FileRendezvous(str(tmp_path / "meet"))
-    board.publish(announcement(pid=NOBODY))
+    place = FileRendezvous(str(tmp_path / "meet"))
+    place.publish(announcement(pid=NOBODY))
     fresh = FileRendezvous(str(tmp_path / "meet"))
     fresh.prepare()
     living = announcement()
     fresh.publish(living)
-    assert board.read() == living
+    assert place.read() == living
 
 
 def test_a_living_notice_is_not_replaced(tmp_path: Path) -> None:
@@ -139,9 +139,12 @@ def test_a_living_notice_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_notice_from_another_host_may_be_replaced(tmp_path: Path) -> None:
     """Whether a coordinator elsewhere lives cannot be seen, so it does not block the file for ever."""
-    board = FileRendezvous(str(tmp_path / "meet"))
-    board.publish(msgspec.structs.replace(announcement(), key="another kernel"))
-    board.prepare()
+    place = FileRendezvous(str(tmp_path / "meet"))
+    place.publish(msgspec.structs.replace(announcement(), key="another kernel"))
+    place.prepare()
+    fresh = announcement()
+    place.publish(fresh)
+    assert place.read() == fresh
 
 
 def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
@@ -159,12 +162,12 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
 def test_clear_removes_what_was_posted_here(tmp_path: Path) -> None:
     """When everyone has come, the file goes; a second time, or without a file, nothing happens."""
     path = tmp_path / "meet"
-    board = FileRendezvous(str(path))
-    board.clear()
-    board.publish(announcement())
-    board.clear()
+    place = FileRendezvous(str(path))
+    place.clear()
+    place.publish(announcement())
+    place.clear()
     assert not path.exists()
-    board.clear()
+    place.clear()
 
 
 def test_clear_leaves_what_others_posted(tmp_path: Path) -> None:
@@ -183,13 +186,13 @@ def test_clear_leaves_what_others_posted(tmp_path: Path) -> None:
 def test_nobody_reads_half_a_notice(tmp_path: Path) -> None:
     """While notices are posted over each other, a reader sees a whole one at every moment, and no rest stays."""
     path = tmp_path / "meet"
-    board = FileRendezvous(str(path))
-    board.publish(announcement())
+    place = FileRendezvous(str(path))
+    place.publish(announcement())
     done = threading.Event()
 
     def post() -> None:
         for length in range(300):
-            board.publish(announcement(token=b"t" * (length * 50)))
+            place.publish(announcement(token=b"t" * (length * 50)))
         done.set()
 
     thread = threading.Thread(target=post)
@@ -306,3 +309,4 @@ def test_outbound_address_is_an_address_of_this_host() -> None:
     address = outbound_address()
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.bind((address, 0))
+        assert sock.getsockname()[0] == address

@@ -11,19 +11,19 @@ from allhands.control.waiting_line import WaitingLine
 
 
 class Stream(io.StringIO):
-    """A stream that is a terminal or not, as told."""
+    """A stream that is a terminal or not."""
 
     def __init__(self, *, terminal: bool) -> None:
         super().__init__()
         self.terminal = terminal
 
     def isatty(self) -> bool:
-        """Say what was told."""
+        """Return what the test chose."""
         return self.terminal
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,8 +51,8 @@ def run(stream: Stream, clock: Clock, seconds: float, **kw: bool) -> WaitingLine
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_first_second_is_quiet(clock: Clock, *, terminal: bool) -> None:
-    """A group that forms at once says nothing, and leaves nothing to clean up."""
+def test_nothing_is_printed_in_the_first_second(clock: Clock, *, terminal: bool) -> None:
+    """A group that forms at once prints nothing, and leaves nothing to erase."""
     stream = Stream(terminal=terminal)
     run(stream, clock, 0.5).done()
     assert stream.getvalue() == ""
@@ -82,27 +82,38 @@ def test_a_terminal_has_one_line_that_changes(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_only_one_rank_speaks(clock: Clock, *, terminal: bool) -> None:
-    """A rank that is told to be quiet writes nothing, however long it waits."""
+def test_a_line_that_is_not_shown_prints_nothing(clock: Clock, *, terminal: bool) -> None:
+    """With shown=False nothing is written, however long the wait."""
     stream = Stream(terminal=terminal)
     run(stream, clock, 30, shown=False).done()
     assert stream.getvalue() == ""
 
 
-def test_a_closed_stream_does_not_end_the_job(clock: Clock) -> None:
-    """Where nobody can read any more, waiting goes on without words."""
-    stream = Stream(terminal=False)
-    shown = run(stream, clock, 0.5)
-    stream.close()
-    for clock.now in (1002.0, 1020.0):
-        shown("into the void")
-    shown.done()
+class Broken(Stream):
+    """A stream that counts writes and refuses them."""
+
+    writes = 0
+
+    def write(self, _: str) -> int:
+        """Refuse, as a closed pipe does."""
+        self.writes += 1
+        raise BrokenPipeError
 
 
-def test_a_process_without_stderr_does_not_end_either(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some launchers start programs with no standard error at all."""
+def test_a_broken_stream_is_written_to_once(clock: Clock) -> None:
+    """After the first error nothing more is written, and the caller goes on."""
+    stream = Broken(terminal=True)
+    run(stream, clock, 30)
+    assert stream.writes == 1
+
+
+def test_a_process_without_stderr_prints_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a standard error nothing is printed, also not to one that appears later."""
     monkeypatch.setattr(sys, "stderr", None)
     shown = WaitingLine("allhands rank 0")
+    later = Stream(terminal=False)
+    monkeypatch.setattr(sys, "stderr", later)
     clock.now += 20
-    shown("into the void")
+    shown("line")
     shown.done()
+    assert later.getvalue() == ""
