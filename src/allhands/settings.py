@@ -9,10 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["LAUNCHER_TABLE", "SEATS", "TABLE", "Settings", "read"]
-
-# Set, to anything, in processes that hold places for ranks of Open MPI and end by themselves after the last rank.
-SEATS = "ALLHANDS_SEATS"
+__all__ = ["LAUNCHER_TABLE", "TABLE", "Settings", "read"]
 
 # name -> meaning, for `allhands help environment` and docs/environment.md.
 TABLE: dict[str, str] = {
@@ -28,7 +25,6 @@ TABLE: dict[str, str] = {
     "ALLHANDS_SLOT_KIB": "KiB of a slot of shared memory; a group of n ranks has 4 n slots (default 1024)",
     "ALLHANDS_HELPER_THREADS": "helper threads of each rank, up to 3 (default: one per spare core); rank 0's counts",
     "ALLHANDS_ENGINE": "shm (default), gloo or mpi: what moves CPU tensors; rank 0's setting counts",
-    SEATS: "marks the processes that hold ranks' places in Open MPI's world (set by the engine mpi)",
     "ALLHANDS_CUDA": "auto, nccl, cuda_ipc or host: the way of CUDA tensors on one host; rank 0's setting counts",
     "ALLHANDS_MIXED_VERSIONS": "1 allows ranks of different torch versions in one group",
 }

@@ -1,4 +1,4 @@
-"""The collective tests of shared memory and of the relay, all on MPI: both families, with mpirun and without."""
+"""The collective tests of shared memory and of Gloo, all on MPI, under the mpirun of Open MPI and of MPICH."""
 
 from __future__ import annotations
 
@@ -56,23 +56,16 @@ __all__ = [
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
 
-WAYS = ["openmpi", "mpich", "mpirun.openmpi", "mpirun.mpich"]
 
+@pytest.fixture(autouse=True, params=mpirun.FAMILIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start every rank by the mpirun of one family, with the MPI engine."""
+    mpirun.require(request.param)
 
-@pytest.fixture(autouse=True, params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every rank use MPI of one family: started by its mpirun, or as the tests start theirs."""
-    launcher, _, family = request.param.rpartition("mpirun.")
-    del launcher
-    mpirun.require(family)
-    start = harness.start
-    chosen = {"ALLHANDS_ENGINE": "mpi", "MPI4PY_MPIABI": family}
+    def start(source: str, ranks: int, env: Any = None, **kw: Any) -> harness.Job:
+        given = {"ALLHANDS_ENGINE": "mpi", **(env or {})}
+        timeout = max(90.0, kw.pop("timeout", 0.0))
+        return mpirun.start(request.param, source, ranks, given, timeout=timeout, **kw)
 
-    def on_mpi(source: str, ranks: int, env: Any = None, **kw: Any) -> harness.Job:
-        given = {**chosen, **(env or {})}
-        if not request.param.startswith("mpirun."):
-            return start(source, ranks, given, **kw)
-        return mpirun.start(family, source, ranks, given, timeout=max(90.0, kw.pop("timeout", 0.0)), **kw)
-
-    monkeypatch.setattr(harness, "start", on_mpi)
-    monkeypatch.setattr(test_shm, "ENGINE", "MpiGroup")
+    monkeypatch.setattr(harness, "start", start)
+    monkeypatch.setattr(test_shm, "ENGINE", "WideGroup")

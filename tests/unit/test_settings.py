@@ -6,7 +6,7 @@ import pytest
 
 from allhands import settings
 from allhands.errors import AllhandsError, ArgumentError, ConnectError
-from allhands.settings import LAUNCHER_TABLE, SEATS, TABLE, Settings, read
+from allhands.settings import LAUNCHER_TABLE, TABLE, Settings, read
 
 SECRET = "open-sesame-7391"
 # Read by the environment of allhands' own launcher, because they say who the process is.
@@ -31,9 +31,7 @@ def token_file(folder: Path, contents: bytes, mode: int = 0o600) -> Path:
 
 def test_tables_list_every_variable() -> None:
     """The tables are the settings and the launcher's variables: exactly the variables that are read."""
-    assert set(TABLE) | set(LAUNCHER_TABLE) == {
-        f"ALLHANDS_{field.upper()}" for field in Settings._fields
-    } | LAUNCHER | {SEATS}
+    assert set(TABLE) | set(LAUNCHER_TABLE) == {f"ALLHANDS_{field.upper()}" for field in Settings._fields} | LAUNCHER
     assert not set(TABLE) & set(LAUNCHER_TABLE)
     assert set(LAUNCHER_TABLE) >= LAUNCHER
     assert all(TABLE.values())
@@ -157,4 +155,4 @@ def test_settings_do_not_change() -> None:
     """Settings are read once and stay as they are."""
     with pytest.raises(AttributeError):
         read({}).token = "x"  # type: ignore[misc]  # that is the point
-    assert settings.__all__ == ["LAUNCHER_TABLE", "SEATS", "TABLE", "Settings", "read"]
+    assert settings.__all__ == ["LAUNCHER_TABLE", "TABLE", "Settings", "read"]

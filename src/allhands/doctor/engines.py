@@ -133,12 +133,13 @@ def _gpus(found: Installed) -> int:
 
 def _mpi() -> tuple[str, str, str]:
     """Return why there is no MPI, or "" with the family and the library's own name and version."""
-    if why := library.lacking():
+    if why := library.load_failure():
         return why, "", ""
     try:
-        return "", library.family(), library.world_of(library.load())
+        name = library.library_name()
     except (ImportError, OSError, RuntimeError) as problem:
-        return f"mpi4py is here, but cannot be imported: {problem}", "", ""
+        return f"mpi4py is installed, but cannot be imported: {problem}", "", ""
+    return "", "openmpi" if name.startswith("Open MPI") else "mpich", name
 
 
 # What follows from it -----------------------------------------------------------------------------------------
@@ -294,10 +295,9 @@ def _mpi_offer(found: Installed, ground: Ground) -> Offer:
     moves = "tensors of CPUs and GPUs, by an MPI library through mpi4py"
     if not found.torch:
         return _without_torch("mpi", moves)
-    why, fix = ground.no_mpi, library.COMMANDS
-    if not why and ground.family == "openmpi" and not found.mpi and not ground.launched:
-        why = "Open MPI's library is here, but not its mpirun, which ranks that something else started need too"
-        fix += "; or take MPICH, which needs none: MPI4PY_MPIABI=mpich"
+    why, fix = ground.no_mpi, library.INSTALL
+    if not why and not found.mpi and not ground.launched:
+        why = f"the library of {ground.mpi} is installed, but no mpirun, which has to start the ranks"
     if why:
         what = "mpi was asked for, but no MPI can be used here"
         return _missing("mpi", moves, "mpi-missing", what=what, why=why, fix=fix)

@@ -25,7 +25,7 @@ def needs(backend: str, world_size: int, rank: int, device: torch.device | None 
     who = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
     try:
         for name in _names(backend):
-            _check(name, who, rank)
+            _check(name, world_size, who, rank)
         _check_device(device, who, rank)
         _check_descriptors(world_size, who, rank)
     except AllhandsError as problem:
@@ -38,7 +38,7 @@ def _names(backend: str) -> list[str]:
     return [part.rpartition(":")[2].strip().lower() for part in backend.split(",") if part.strip()]
 
 
-def _check(name: str, who: str, rank: int) -> None:
+def _check(name: str, world_size: int, who: str, rank: int) -> None:
     parts = {"who": who, "ranks": (rank,), "hosts": (socket.gethostname(),)}
     if name not in dist.Backend.backend_list:
         known = [known for known in dist.Backend.backend_list if known not in {"undefined", "fake"}]
@@ -68,8 +68,10 @@ def _check(name: str, who: str, rank: int) -> None:
                 fix="run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
                 **parts,
             )
-    if name == "mpi" and (why := library.lacking()):
-        raise library.missing(why, who, ranks=(rank,), hosts=(socket.gethostname(),))
+    if name == "mpi":
+        why, fix = library.unavailable(world_size)
+        if why:
+            raise library.missing(why, who, fix, (rank,), (socket.gethostname(),))
     if name in {"ucc", "xccl"} and not dist.is_backend_available(name):
         raise fail(
             "backend-unknown",

@@ -7,6 +7,7 @@ CPU tensors go to the group's engine (`engines.shm`, `hierarchical`, `gloo`), CU
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,8 @@ from ..engines.base import Engine, parts_of
 from ..engines.dtypes import dtype_code
 from ..engines.gloo.engine import GlooEngine
 from ..engines.hierarchical import engine as hierarchical
+from ..engines.mpi import library as mpi
+from ..engines.mpi.engine import MpiEngine
 from ..engines.shm import engine as shm
 from ..engines.shm.fd_passing import Apart
 from . import engine_choice, lifecycle
@@ -57,20 +60,37 @@ def create(options: Any, pg_options: Any) -> Any:
         return gloo
     ranks = list(options.global_ranks_in_group) or list(range(size))
     engine_name = engine_choice.chosen(store, rank)
-    if engine_name == "mpi":
-        from .mpigroup import form  # It is made of what stands below.
-
-        return form(store, rank, ranks, options.group_id, gloo=gloo, session=session, timeout=options.timeout)
-    engine = _engine(engine_name, store, gloo, rank, ranks, session=session, timeout=options.timeout)
+    engine = _engine(
+        engine_name, store, gloo, rank, ranks, group=options.group_id, session=session, timeout=options.timeout
+    )
     kind = Group if engine.capabilities.one_host else WideGroup
     return kind(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
 
 
 def _engine(  # what a group is
-    name: str, store: Store, gloo: Any, rank: int, ranks: list[int], *, session: _session.Session, timeout: timedelta
+    name: str,
+    store: Store,
+    gloo: Any,
+    rank: int,
+    ranks: list[int],
+    *,
+    group: str,
+    session: _session.Session,
+    timeout: timedelta,
 ) -> Engine:
     """Make the engine that fits the ranks of a group, Gloo's where that is ``name``; each of them calls this."""
     size, check = len(ranks), session.member.check
+    if name == "mpi":
+        deadline = time.monotonic() + timeout.total_seconds()
+        world = mpi.join(
+            session.member.rank,
+            session.member.world_size,
+            subset=size < session.member.world_size,
+            deadline=deadline,
+            check=check,
+        )
+        comm = world.communicator(store, rank, ranks, group, deadline=deadline, check=check)
+        return MpiEngine(world, comm, gloo, rank, ranks)
     if name == "gloo" or (session.one_host and size > shm.MAX_RANKS):
         return GlooEngine(gloo, rank, ranks)
     if session.one_host:

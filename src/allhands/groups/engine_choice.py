@@ -59,7 +59,7 @@ def asking_for(engine: str) -> Iterator[None]:
 
 def engine_of(group: Any) -> str:
     """Return the name of the engine of ``group`` where it is one of `ENGINES`, else ""."""
-    name = getattr(group, "engine_name", "")
+    name = getattr(getattr(group, "engine", None), "name", "")
     return name if name in ENGINES else ""
 
 

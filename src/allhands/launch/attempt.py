@@ -14,7 +14,6 @@ import msgspec
 
 from ..environments.world import Address
 from ..observe.flight_recorder import FlightRecorder
-from ..settings import SEATS
 from .exit_evidence import OomMonitor
 from .options import Job
 from .output import Output
@@ -272,16 +271,12 @@ class Attempt:
     async def _end_leftovers(self) -> None:
         """End the processes that outlive the workers: wait a moment, then SIGTERM, then SIGKILL."""
         termination = Termination(self.job.grace_s)
-        waiting_until_s = time.monotonic() + LEFTOVER_S
         termination.begin(time.monotonic(), LEFTOVER_S if not self._termination.begun else 0.0)
         # Twice, because one scan misses a process whose parent is exiting.
         while others := self._other_processes() or self._other_processes():
             number = termination.due(time.monotonic())
             if self._termination.kill_s is not None and time.monotonic() >= self._termination.kill_s:
                 number = signal.SIGKILL
-            if number and time.monotonic() < waiting_until_s:
-                # These end by themselves after the last rank.
-                others = [pid for pid in others if not environment_variable(pid, SEATS)]
             if number and others:
                 self._describe_leftovers(others)
                 send_signal(others, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from allhands.doctor import stack_check
 from allhands.doctor.engines import Ground, Offer, look, offers, render, report
 from allhands.doctor.request import Case
 from allhands.doctor.versions import Installed, installed
-from allhands.engines.mpi import library, seats
+from allhands.engines.mpi import library
 from allhands.engines.needs import needs
 from allhands.engines.shm.fd_passing import no_room
 
@@ -109,9 +108,8 @@ def test_what_is_missing(name: str, found: Installed, ground: Ground, slug: str)
     assert said.fix
 
 
-def test_mpich_needs_no_mpirun() -> None:
-    """Nor does Open MPI in a process that its mpirun started."""
-    assert offer("mpi", Installed(torch="2.13.0"), Ground(family="mpich", mpi="MPICH 4.0")).available
+def test_a_launched_process_needs_no_mpirun() -> None:
+    """In a process that an mpirun started there is one, wherever it is."""
     assert offer(
         "mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI", launched="openmpi")
     ).available
@@ -145,14 +143,11 @@ def test_gpu_missing_in_the_words_of_ranks(visible: str | None, monkeypatch: pyt
 
 
 def test_mpi_missing_in_the_words_of_ranks() -> None:
-    """No MPI, and an Open MPI without its mpirun, get what a rank gets."""
-    rank = library.missing("there is none", "rank 0").diagnosis
+    """Where there is no MPI, reason and fix are those that a rank reports."""
+    rank = library.missing("there is none", "rank 0", library.INSTALL).diagnosis
     said = offer("mpi", CPU, Ground(no_mpi="there is none"))
     assert (said.slug, said.what, said.why, said.fix) == (rank.slug, rank.what, rank.why, rank.fix)
     assert said.fix in page("mpi-missing")
-    seatless = offer("mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI v4.1.4"))
-    assert seatless.why in inspect.getsource(seats)
-    assert seatless.fix.removeprefix(library.COMMANDS) in inspect.getsource(seats)
 
 
 def test_no_room_in_the_words_of_ranks() -> None:
@@ -178,7 +173,7 @@ def test_without_mpi4py(tmp_path: Path) -> None:
     assert said["gloo"]["available"]
     assert not said["mpi"]["available"]
     assert said["mpi"]["why"].startswith("the module mpi4py is not installed in ")
-    assert said["mpi"]["fix"] == library.COMMANDS
+    assert said["mpi"]["fix"] == library.INSTALL
     assert said["torch"] == torch.__version__
 
 
@@ -194,7 +189,7 @@ def test_without_an_mpi_library(tmp_path: Path) -> None:
     """With mpi4py and no library of an MPI, it is the library that is missed."""
     said = bare(tmp_path, *NEEDED, "torch", "mpi4py", MPI4PY_MPIABI="nobodys")
     assert said["mpi"]["slug"] == "mpi-missing"
-    assert said["mpi"]["why"].startswith("mpi4py is here, but finds no MPI library")
+    assert said["mpi"]["why"].startswith("mpi4py is installed, but finds no MPI library")
 
 
 def test_without_room() -> None:

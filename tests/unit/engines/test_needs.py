@@ -92,12 +92,24 @@ def test_nccl_with_a_gpu_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mpi_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps MPI from being used, and what to type, is said."""
-    monkeypatch.setattr(library, "lacking", lambda: "the module mpi4py is not installed")
+    """The diagnosis has the reason and the commands to type."""
+    monkeypatch.setattr(library, "load_failure", lambda: "the module mpi4py is not installed")
     found = lacking("mpi")
     assert found.slug == "mpi-missing"
     assert "mpi4py is not installed" in found.why
     assert "pip install 'allhands[mpi]'" in found.fix
+
+
+def test_mpi_in_a_process_that_no_mpirun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fix is the line that starts the ranks, with their number."""
+    monkeypatch.setattr(library, "load_failure", lambda: "")
+    monkeypatch.setattr(library, "launched", lambda: "")
+    monkeypatch.setattr(library, "_flag", lambda _: False)
+    found = needs("mpi", 4, 1)
+    assert found is not None
+    assert (found.slug, found.ranks) == ("mpi-missing", (1,))
+    assert "no mpirun, mpiexec or srun started this process" in found.why
+    assert "`mpirun -n 4 python train.py`" in found.fix
 
 
 def test_a_backend_that_this_torch_was_built_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,3 @@
-"""MPI through mpi4py: which library, how a process gets into an MPI world, and the collectives on top."""
+"""MPI through mpi4py: finding the library, joining its world, and the engine on its collectives."""
 
 __all__: list[str] = []

@@ -1,268 +1,293 @@
-"""The MPI library of this process: found by what started the process, loaded through mpi4py, initialised by us.
+"""The MPI of this process: finding mpi4py and its library, joining the world of the ranks, communicators of groups.
 
-mpi4py's wheels speak to either family of MPI, chosen when they are imported. Nothing here communicates.
+MPI is initialised once in a process and finalised at its exit; groups are created and destroyed in between.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib
 import importlib.util
+import json
 import os
-import platform
-import struct
+import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from ... import _core
 from ...errors import AllhandsError, fail
+from ..base import EngineTimeout
 
-__all__ = [
-    "COMMANDS",
-    "ask",
-    "family",
-    "finalise",
-    "handle",
-    "initialise",
-    "lacking",
-    "launched",
-    "load",
-    "missing",
-    "port",
-    "world_of",
-]
+__all__ = ["INSTALL", "World", "join", "launched", "library_name", "load_failure", "missing", "unavailable"]
 
-# What to type where something is missing, most of it as root.
-COMMANDS = (
+# What to type where mpi4py or an MPI library is missing.
+INSTALL = (
     "as root `apt-get install openmpi-bin libopenmpi-dev` (or `apt-get install mpich`), then "
     "`pip install 'allhands[mpi]'` (mpi4py and numpy); in a checkout `make mpi` does both"
 )
-
-# mpi4py's own variables: whoever sets them has decided.
-_ABI, _PATH = "MPI4PY_MPIABI", "MPI4PY_LIBMPI"
-
-# What tells of the mpirun that started this process. Slurm's and others' launchers set one of these too.
-_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE")
-_HYDRA = ("PMI_SIZE", "PMI_RANK", "PMI_FD", "PMI_PORT")
-
-# What mpi4py's wheel asks for, and what Debian calls MPICH's library.
-_STANDARD, _DEBIANS = "libmpi.so.12", "libmpich.so.12"
-
-# <elf.h>, which the standard library does not name.
-_MACHINES = {"x86_64": 62, "aarch64": 183}
-_NEEDED, _SONAME, _HASH, _STRTAB, _SYMTAB, _STRSZ, _SYMENT = 1, 14, 4, 5, 6, 10, 11
-
-# MPI_THREAD_MULTIPLE, the same number in both families.
-_MULTIPLE = 3
-
-# What the core calls, in the order of `enum ah_mpi_call` in csrc/mpi.h.
-_CALLS = (
-    "MPI_Isend",
-    "MPI_Irecv",
-    "MPI_Send_init",
-    "MPI_Recv_init",
-    "MPI_Startall",
-    "MPI_Testall",
-    "MPI_Cancel",
-    "MPI_Request_free",
-    "MPI_Iallgather",
-    "MPI_Ibcast",
-    "MPI_Error_string",
+_START = (
+    "start the ranks by MPI's launcher: `mpirun -n {size} python train.py` (or mpiexec, or srun with its MPI plugin)"
+)
+_SELECT = (
+    "start the ranks with the mpirun that belongs to the library: mpirun.openmpi for Open MPI, mpirun.mpich for MPICH; "
+    "MPI4PY_MPIABI=openmpi or =mpich selects the library"
 )
 
-# Bytes of a handle in each family: a pointer, and a number. Another MPI than these two has other types behind them.
-_HANDLE_BYTES = {"openmpi": 8, "mpich": 4}
+# Set by the launchers: mpirun of Open MPI and Slurm's PMIx plugin; mpiexec of MPICH and Intel MPI and Slurm's PMI-2.
+_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE")
+_MPICH = ("PMI_SIZE", "PMI_RANK", "PMI_FD", "PMI_PORT")
 
+# The name that mpi4py's extension for MPICH's ABI is linked to, and the name that Debian gives to MPICH's library.
+_STANDARD_NAME, _DEBIAN_NAME = "libmpi.so.12", "libmpich.so.12"
+
+# MPI_THREAD_MULTIPLE in both ABIs, and the least tag that every MPI accepts as its largest.
+_MULTIPLE, _MAX_TAG = 3, 32767
+
+# How often a wait for a blocking function of MPI checks the deadline and the group.
+_POLL_S = 0.02
+
+_Check = Callable[[], None]
+
+_world: World | None = None
 _lock = threading.Lock()
 
 
 def launched(env: Mapping[str, str] = os.environ) -> str:
-    """Return which family's mpirun started this process: openmpi, mpich, or "" for neither."""
+    """Return the ABI of the MPI launcher that started this process: openmpi, mpich, or "" for no launcher."""
     if any(name in env for name in _OPEN_MPI):
         return "openmpi"
-    return "mpich" if any(name in env for name in _HYDRA) else ""
+    return "mpich" if any(name in env for name in _MPICH) else ""
+
+
+def unavailable(size: int) -> tuple[str, str]:
+    """Return why this rank of ``size`` cannot use MPI, and what to do; ("", "") where it can. Initialises nothing."""
+    if reason := load_failure():
+        return reason, INSTALL
+    if not launched() and not _flag("MPI_Initialized"):
+        return "no mpirun, mpiexec or srun started this process: its MPI knows no other rank", _START.format(size=size)
+    return "", ""
 
 
 @functools.cache
-def lacking() -> str:
-    """Return in words why no MPI can be used by this process, "" where one can. Initialises nothing."""
+def load_failure() -> str:
+    """Return why no MPI library can be loaded, "" where one can."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"the module mpi4py is not installed in {sys.prefix}"
     try:
-        _extension()
+        load()
     except (ImportError, OSError, RuntimeError) as problem:
-        return f"mpi4py is here, but finds no MPI library that it can load: {_first(problem)}"
+        lines = "; ".join(str(problem).splitlines()[:3]) or type(problem).__name__
+        return f"mpi4py is installed, but finds no MPI library that it can load: {lines}"
     return ""
 
 
-def missing(why: str, who: str, fix: str = COMMANDS, **more: Any) -> AllhandsError:
-    """Return mpi-missing."""
-    return fail("mpi-missing", "mpi was asked for, but no MPI can be used here", who=who, why=why, fix=fix, **more)
-
-
 @functools.cache
-def _extension() -> tuple[str, ctypes.CDLL]:
-    """Find mpi4py's extension for the MPI of this process and map it with its library; return where, and a handle."""
-    with _chosen():
-        spec = importlib.util.find_spec("mpi4py.MPI")
-        if spec is None or not spec.origin:
-            raise ImportError("mpi4py has no extension module for this MPI")
-        try:
-            handle = ctypes.CDLL(spec.origin, mode=os.RTLD_LAZY | os.RTLD_LOCAL)
-        except OSError as problem:
-            if _STANDARD not in str(problem):
-                raise
-            _stand_in()
-            handle = ctypes.CDLL(spec.origin, mode=os.RTLD_LAZY | os.RTLD_LOCAL)
-    return spec.origin, handle
+def load() -> ctypes.CDLL:
+    """Load mpi4py's extension module with its MPI library, without importing it; return a handle to both."""
+    if family := launched():
+        # mpi4py's wheels have an extension for each ABI; by itself mpi4py takes that of the library it finds first.
+        os.environ.setdefault("MPI4PY_MPIABI", family)
+    spec = importlib.util.find_spec("mpi4py.MPI")
+    if spec is None or not spec.origin:
+        raise ImportError("mpi4py has no extension module for this MPI")
+    try:
+        return ctypes.CDLL(spec.origin)
+    except OSError as problem:
+        if _STANDARD_NAME not in str(problem):
+            raise
+        _load_debian_mpich()
+        return ctypes.CDLL(spec.origin)
 
 
-def load() -> Any:
-    """Return mpi4py's module MPI. It initialises nothing, and nothing at exit: both are ours to decide."""
+def import_mpi() -> Any:
+    """Import mpi4py.MPI, which initialises MPI only where the program imported it before."""
+    load()
     if "mpi4py.MPI" not in sys.modules:
         import mpi4py
 
-        _extension()
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
     return importlib.import_module("mpi4py.MPI")
 
 
-def initialise() -> bool:
-    """Initialise MPI, in as long as that takes; return whether it was us who did it. Other threads run on meanwhile."""
-    with _lock:
-        handle = _extension()[1]
-        if ask(handle, "MPI_Initialized"):
-            return False
-        given = ctypes.c_int()
-        if status := handle.MPI_Init_thread(None, None, _MULTIPLE, ctypes.byref(given)):
-            raise RuntimeError(f"MPI_Init_thread failed with error {status}")
-        return True
+def library_name() -> str:
+    """Return name and version of the MPI library."""
+    version = str(import_mpi().Get_library_version())
+    return version.split("\0", maxsplit=1)[0].split(",", maxsplit=1)[0].splitlines()[0].strip()
 
 
-def finalise() -> None:
-    """End MPI: waits for all ranks. Other threads run on meanwhile."""
-    _extension()[1].MPI_Finalize()
+def _load_debian_mpich() -> None:
+    """Load Debian's MPICH under the name that mpi4py's extension is linked to.
 
-
-def family() -> str:
-    """Return which family the library of this process belongs to: openmpi or mpich."""
-    return "openmpi" if hasattr(_extension()[1], "ompi_mpi_comm_self") else "mpich"
-
-
-def port(module: Any, *, alone: bool) -> _core.Port:
-    """Return the library as the core calls it: one call at a time where it wants to be ``alone`` with each."""
-    kind = family()
-    found = module._sizeof(module.Request)  # noqa: SLF001  # mpi4py offers it by no other name
-    if found != _HANDLE_BYTES[kind]:
-        raise missing(
-            f"{world_of(module)} has handles of {found} bytes, as neither Open MPI nor MPICH has",
-            f"this process (pid {os.getpid()})",
-            "use Open MPI or MPICH; MPI4PY_MPIABI=openmpi or =mpich chooses the library",
-        )
-    library = _extension()[1]
-    addresses = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _CALLS)
-    return _core.Port(kind, addresses, handle(module, module.REQUEST_NULL), alone)
-
-
-def handle(module: Any, of: Any) -> int:
-    """Return the number by which the library knows one of mpi4py's objects."""
-    return int(module._handleof(of))  # noqa: SLF001  # mpi4py offers it by no other name
-
-
-def ask(handle: ctypes.CDLL | None, question: str) -> bool:
-    """Ask `MPI_Initialized` or `MPI_Finalized`."""
-    answer = ctypes.c_int()
-    getattr(handle or _extension()[1], question)(ctypes.byref(answer))
-    return bool(answer.value)
-
-
-def world_of(module: Any) -> str:
-    """Return the name and version of the MPI library, for people."""
-    return (
-        str(module.Get_library_version()).split("\0", maxsplit=1)[0].split(",", maxsplit=1)[0].splitlines()[0].strip()
-    )
-
-
-class _chosen:  # noqa: N801  # used as `with _chosen():`
-    """Let mpi4py take the family whose mpirun started this process, for the length of a block.
-
-    Where nothing says which, it takes what it finds, and MPICH if it finds nothing but that is here.
+    The linker compares the name inside the library (DT_SONAME), so a symbolic link would not do: load a copy in memory
+    that has the standard name, which is shorter, in its place.
     """
-
-    def __enter__(self) -> None:
-        self._set = False
-        if os.environ.get(_ABI) or os.environ.get(_PATH):
-            return
-        family = launched() or ("" if _loads("libmpi.so") or _loads("libmpi.so.40") else "mpich" * _loads(_DEBIANS))
-        if family:
-            os.environ[_ABI], self._set = family, True
-
-    def __exit__(self, *_: object) -> None:
-        if self._set:
-            del os.environ[_ABI]
-
-
-def _loads(name: str) -> bool:
+    ctypes.CDLL(_DEBIAN_NAME)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    path = next(line.split(maxsplit=5)[5] for line in maps if f"/{_DEBIAN_NAME}" in line)
+    old, new = f"{_DEBIAN_NAME}\0".encode(), f"{_STANDARD_NAME}\0".encode()
+    descriptor = os.memfd_create(_STANDARD_NAME, os.MFD_CLOEXEC)
     try:
-        ctypes.CDLL(name, mode=os.RTLD_LAZY | os.RTLD_LOCAL)
-    except OSError:
-        return False
-    return True
-
-
-def _stand_in() -> None:
-    """Map a library without contents that is called as the wheel wants it and leads to the one that is here.
-
-    The linker compares the name that a library gives itself, so neither a link nor loading it first would do.
-    """
-    machine = _MACHINES.get(platform.machine())
-    if machine is None or not _loads(_DEBIANS):
-        raise OSError(f"{_STANDARD}: cannot open shared object file, and there is no {_DEBIANS} either")
-    descriptor = os.memfd_create(_STANDARD, os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, _elf(machine, _STANDARD, _DEBIANS))
-        ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=os.RTLD_LAZY | os.RTLD_LOCAL)
+        os.write(descriptor, Path(path).read_bytes().replace(old, new.ljust(len(old), b"\0")))
+        ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
 
 
-def _elf(machine: int, name: str, needed: str) -> bytes:
-    """Return a 64-bit shared object that has a name, needs another, and holds nothing."""
-    texts = b"\0" + name.encode() + b"\0" + needed.encode() + b"\0"
-    header, segment, segments = 64, 56, 2
-    dynamic = header + segment * segments
-    symbols = dynamic + 16 * 8
-    table = symbols + 24
-    strings = table + 16
-    end = strings + len(texts)
-    entries = (
-        (_NEEDED, 2 + len(name)),
-        (_SONAME, 1),
-        (_HASH, table),
-        (_STRTAB, strings),
-        (_SYMTAB, symbols),
-        (_STRSZ, len(texts)),
-        (_SYMENT, 24),
-        (0, 0),
-    )
-    return b"".join(
-        (
-            b"\x7fELF\x02\x01\x01".ljust(16, b"\0"),
-            struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, header, 0, 0, header, segment, segments, 64, 0, 0),
-            struct.pack("<IIQQQQQQ", 1, 6, 0, 0, 0, end, end, 0x1000),
-            struct.pack("<IIQQQQQQ", 2, 6, dynamic, dynamic, dynamic, 16 * 8, 16 * 8, 8),
-            *(struct.pack("<QQ", *entry) for entry in entries),
-            bytes(24),  # the one symbol that every table begins with
-            struct.pack("<IIII", 1, 1, 0, 0),
-            texts,
-        )
+def _flag(question: str) -> bool:
+    """Return the answer of MPI_Initialized or MPI_Finalized."""
+    answer = ctypes.c_int()
+    getattr(load(), question)(ctypes.byref(answer))
+    return bool(answer.value)
+
+
+def missing(why: str, who: str, fix: str, ranks: tuple[int, ...] = (), hosts: tuple[str, ...] = ()) -> AllhandsError:
+    """Return mpi-missing."""
+    return fail(
+        "mpi-missing",
+        "mpi was asked for, but no MPI can be used here",
+        who=who,
+        why=why,
+        fix=fix,
+        ranks=ranks,
+        hosts=hosts,
     )
 
 
-def _first(problem: BaseException) -> str:
-    """Return what ``problem`` says, on one line."""
-    return "; ".join(str(problem).splitlines()[:3]) or type(problem).__name__
+def join(rank: int, size: int, *, subset: bool, deadline: float, check: _Check) -> World:
+    """Return this process's MPI world, after initialising MPI where the program has not done so.
+
+    All ranks of the job call this, or only a ``subset``, which can use a world but not initialise it. Raises
+    mpi-missing, EngineTimeout at the deadline, or what ``check`` raises once the group is over.
+    """
+    global _world  # noqa: PLW0603  # a process has one MPI
+    with _lock:
+        if _world is None:
+            why, fix = unavailable(size)
+            initialised = not why and _flag("MPI_Initialized")
+            if not why and subset and not initialised:
+                why = (
+                    "the default group does not use MPI, and some of the ranks cannot initialise it without the others"
+                )
+                fix = 'form the default group with init_process_group("mpi")'
+            if why:
+                raise missing(why, f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})", fix)
+            if not initialised:
+                _interruptible(_initialise, deadline, check, "MPI_Init")
+            _world = World(owned=not initialised)
+        return _world
+
+
+def _initialise() -> None:
+    # MPICH's UCX ends the process when it reads the memory of a rank that died. Without this transport large messages
+    # on one host are copied twice, and the survivors can report the death.
+    os.environ.setdefault("UCX_TLS", "^cma")
+    # Through ctypes, which releases the GIL; mpi4py holds it here and in MPI_Finalize, which wait for other ranks.
+    if status := load().MPI_Init_thread(None, None, _MULTIPLE, ctypes.byref(ctypes.c_int())):
+        raise RuntimeError(f"MPI_Init_thread failed with error {status}")
+
+
+def _interruptible(function: Callable[[], Any], deadline: float, check: _Check, name: str) -> Any:
+    """Run a blocking function of MPI in a thread, which is abandoned at the deadline or when ``check`` raises."""
+    results: list[Any] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, name="allhands-mpi-start", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)
+        check()
+        if time.monotonic() > deadline:
+            raise EngineTimeout(f"Timed out waiting for the other ranks in {name}")
+    if problems:
+        raise problems[0]
+    return results[0]
+
+
+class World:
+    """MPI_COMM_WORLD of this process."""
+
+    def __init__(self, *, owned: bool) -> None:
+        """``owned`` is whether allhands initialised MPI, and so finalises it."""
+        self.mpi = import_mpi()
+        self.comm = self.mpi.COMM_WORLD
+        # Errors become exceptions; MPI's default is to end the process.
+        self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        self.name = library_name()
+        # Without MPI_THREAD_MULTIPLE only one thread may be inside MPI at a time.
+        self.serialised = self.mpi.Query_thread() != self.mpi.THREAD_MULTIPLE
+        self._lock = threading.Lock()
+        # Whether a call was abandoned: MPI_Finalize would wait for it for ever.
+        self.abandoned = False
+        self._pid = os.getpid()
+        if owned:
+            # mpirun takes a rank that exits without MPI_Finalize for one that failed.
+            atexit.register(self._finalise)
+        if launched() == "mpich":
+            _ignore_sigusr1()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of MPI that does not wait for other ranks."""
+        if not self.serialised:
+            return function(*args)
+        with self._lock:
+            return function(*args)
+
+    def communicator(
+        self, store: Any, rank: int, ranks: list[int], name: str, *, deadline: float, check: _Check
+    ) -> Any:
+        """Return a communicator of ``ranks`` in their order; each of them calls this, with the group's store."""
+        who = f"{socket.gethostname()}, pid {os.getpid()}"
+        store.set(f"mpi/{rank}", json.dumps([self.comm.Get_rank(), self.comm.Get_size(), self.name, who]))
+        members = [json.loads(store.get(f"mpi/{number}").decode()) for number in range(len(ranks))]
+        _check_world(members, ranks)
+        group = self.comm.Get_group().Incl([member[0] for member in members])
+        # Two threads may create groups of different names at the same time; the tag keeps their messages apart.
+        tag = zlib.crc32(name.encode()) % _MAX_TAG
+        found = _interruptible(lambda: self.comm.Create_group(group, tag), deadline, check, "MPI_Comm_create_group")
+        found.Set_errhandler(self.mpi.ERRORS_RETURN)
+        return found
+
+    def _finalise(self) -> None:
+        # Not in a forked child, nor after a failure.
+        if os.getpid() == self._pid and not self.abandoned and not _flag("MPI_Finalized"):
+            load().MPI_Finalize()
+
+
+def _check_world(members: list[tuple[int, int, str, str]], ranks: list[int]) -> None:
+    """Raise mpi-missing unless ``members``, by group rank, are different ranks of one MPI world."""
+    taken: dict[int, int] = {}
+    first = members[0][2]
+    for number, (world_rank, size, library, who) in zip(ranks, members, strict=True):
+        other = taken.setdefault(world_rank, number)
+        if library != first:
+            why = f"rank {ranks[0]} uses {first}, rank {number} uses {library}"
+        elif other != number:
+            why = f"ranks {other} and {number} are both rank {world_rank} of an MPI world of {size}: {first} does not "
+            why += "know that they belong together"
+        else:
+            continue
+        raise missing(why, f"rank {number} ({who})", _SELECT, ranks=tuple(ranks))
+
+
+def _ignore_sigusr1() -> None:
+    """Ignore SIGUSR1 unless it has a handler: mpiexec -disable-auto-cleanup sends it when another rank died.
+
+    Through C, because Python sets signal handlers in the main thread only.
+    """
+    function = ctypes.CDLL(None).signal
+    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    if before := function(signal.SIGUSR1, ctypes.c_void_p(int(signal.SIG_IGN))):
+        function(signal.SIGUSR1, before)
