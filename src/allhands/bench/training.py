@@ -42,7 +42,7 @@ def race(asked: Course, notify: _Notify = lambda _: None) -> list[dict[str, Any]
     """Run the ranks of ``asked``, and return a row for each model, without memory. Raises engine-failed."""
     rows: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
-    with Crew(asked, program="learner") as crew:
+    with Crew(asked, program="ddp_rank") as crew:
         for words in crew.words():
             if "spells" in words:
                 spells = {who: [Spell(*each) for each in told] for who, told in words["spells"].items()}
@@ -121,7 +121,7 @@ def held(asked: Course, who: str) -> dict[str, float]:
     for model in asked.models:
         alone = Course(asked.ranks, (model,), 1, who=(who,))
         before = 0
-        with Crew(alone, program="learner") as crew:
+        with Crew(alone, program="ddp_rank") as crew:
             for words in crew.words():
                 if words.get("phase") == "before":
                     before = sum(map(_begin, crew.pids.values()))
