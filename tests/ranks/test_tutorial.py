@@ -1,4 +1,4 @@
-"""The tutorial's Python is one script, and it runs."""
+"""The Python blocks of the tutorial form one script, which runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SCRIPT = "\n".join(re.findall(r"^```python\n(.*?)^```$", TUTORIAL, flags=re.DOTA
 @pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_tutorial_runs(ranks: int) -> None:
-    """All Python blocks in one script end well, alone and on three ranks."""
+    """All Python blocks in one script succeed, on one rank and on three."""
     assert SCRIPT.count("\n") > 40
     each = {rank: {"ALLHANDS_RANK": str(rank), "ALLHANDS_WORLD_SIZE": str(ranks)} for rank in range(ranks)}
     for result in harness.launch(SCRIPT, ranks, each=each):
         assert result.returncode == 0, result.stderr
 
 
-def test_what_the_tutorial_shows_exists() -> None:
+def test_commands_of_the_tutorial_exist() -> None:
     """The options and files in the shell commands are those of the examples."""
     lines = re.findall(r"^allhands run -n \d (examples/\S+)(.*?)(?:#.*)?$", TUTORIAL, flags=re.MULTILINE)
     assert len(lines) == 3
@@ -38,7 +38,7 @@ def test_what_the_tutorial_shows_exists() -> None:
 
 
 def test_from_scratch_step_by_step() -> None:
-    """The teaching example prints its six steps, and its own data parallel training agrees with torch's."""
+    """The example prints its six steps, and its own data-parallel training gives the result of torch's."""
     done = subprocess.run(
         [sys.executable, "-m", "allhands", "run", "-n", "2", "--no-prefix", ROOT / "examples" / "from_scratch.py"],
         capture_output=True,
@@ -48,7 +48,7 @@ def test_from_scratch_step_by_step() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(\d)\. ", done.stdout, flags=re.MULTILINE) == list("123456")
-    assert done.stdout.count("as by hand: True") == 2
+    assert done.stdout.count("equal to 3: True") == 2
     last = done.stdout.splitlines()[-2:]
     assert last[0].removeprefix("  rank 0: ") == last[1].removeprefix("  rank 1: ")
     for before, after in re.findall(r"loss (\S+) became (\S+)", done.stdout):
