@@ -101,7 +101,7 @@ def failures() -> dict[str, dict[str, Any]]:
         ),
         ("odd", "SpawnRaised", "rank 1 raised Odd: no such", {"cause": "None"}),
         ("exit", "SpawnExited", "rank 1 called sys.exit(3)", {"code": 3, "signal": None}),
-        ("silent", "SpawnExited", "rank 1 ended with exit status 4 and said nothing", {"code": 4, "signal": None}),
+        ("silent", "SpawnExited", "rank 1 ended with exit status 4 without a message", {"code": 4, "signal": None}),
         ("kill", "SpawnExited", "rank 1 was ended by SIGKILL", {"code": -9, "signal": "SIGKILL"}),
         ("crash", "SpawnExited", "in string_at", {"code": -11, "signal": "SIGSEGV"}),
         ("value", "SpawnRaised", "what rank 1 returned cannot be handed to the parent", {}),

@@ -45,7 +45,7 @@ class ExitEvidence:
         # The signal that the launcher sent to end it; 0 for none.
         self.sent, self.sent_s = 0, 0.0
         self.started_s = self.ended_s = 0.0
-        self.board = flight_recorder.make()
+        self._recorder = flight_recorder.make()
         self._record, self._fatal = (os.memfd_create(name, os.MFD_CLOEXEC) for name in (record_name, "allhands-fatal"))
 
     @property
@@ -66,7 +66,7 @@ class ExitEvidence:
     def recording(self) -> flight_recorder.FlightRecorder | None:
         """Return its flight recorder; None where it made no call."""
         try:
-            found = flight_recorder.parse(self.pid, self.board)
+            found = flight_recorder.parse(self.pid, self._recorder)
         except LookupError:
             return None
         return found if found.entries else None

@@ -205,7 +205,7 @@ class WorkerProcess(ExitEvidence):
             record=self._record,
             fatal=self._fatal,
             stacks=self._stacks,
-            board=self.board,
+            recorder=self._recorder,
             init=job.init,
         )
         # -u as torchrun: a line appears when it is printed, and none is lost in a crash.
@@ -215,7 +215,7 @@ class WorkerProcess(ExitEvidence):
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=(self._record, self._fatal, self._stacks, self.board),
+            pass_fds=(self._record, self._fatal, self._stacks, self._recorder),
             # A process group to signal, and a session: Linux's autogroup scheduler divides the cores by session, and
             # ranks that share one start half as fast beside other jobs.
             start_new_session=True,
@@ -271,7 +271,7 @@ class WorkerProcess(ExitEvidence):
 
     def close(self) -> None:
         """Close the descriptors; no evidence can be read afterwards."""
-        for descriptor in (self.board, self._record, self._fatal, self._stacks):
+        for descriptor in (self._recorder, self._record, self._fatal, self._stacks):
             os.close(descriptor)
 
 

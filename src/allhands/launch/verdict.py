@@ -320,7 +320,7 @@ def _blamed_by_others(outcomes: Sequence[Outcome], failed: list[Outcome], findin
     if early:
         what = f"{ranks(outcome.rank for outcome in early)} ended well, but before the others were done"
         why = f"{early[0]} ended with exit status 0 after {duration(early[0].after_s)}; {why}".rstrip("; ")
-        fix = "let every rank make the same calls before it ends; one that is done early still has to take part"
+        fix = "let every rank make the same calls before it exits; one that is done early still has to take part"
     return Verdict(
         cause="lost" if not named or set(named) - set(by_rank) or early else "exception",
         culprits=named,
@@ -336,7 +336,7 @@ def _blamed_by_others(outcomes: Sequence[Outcome], failed: list[Outcome], findin
 
 def _stalled(outcomes: Sequence[Outcome], stall: Stall) -> Verdict:
     lagging = stall.lagging
-    what = f"the job stood still for {duration(stall.after_s)}: "
+    what = f"the job made no progress for {duration(stall.after_s)}: "
     suspended = [rank for rank in lagging if "stopped" in stall.states.get(rank, "")]
     if lagging:
         what += f"the others wait for {ranks(lagging)}"
@@ -431,8 +431,12 @@ def _did(outcome: Outcome) -> str:
         return f"raised {record['kind']}" + (f": {first}" if first else "")
     if record.get("end") == "exit":
         code = str(record.get("message", ""))
-        return f"called sys.exit({code})" if code.lstrip("-").isdecimal() else f"exited, saying: {code.splitlines()[0]}"
-    without = "" if record.get("end") == "program" else " and said nothing"
+        return (
+            f"called sys.exit({code})"
+            if code.lstrip("-").isdecimal()
+            else f"exited with the message: {code.splitlines()[0]}"
+        )
+    without = "" if record.get("end") == "program" else " without a message"
     return f"ended with exit status {outcome.status}{without}"
 
 
@@ -441,19 +445,19 @@ def _why(outcome: Outcome) -> str:
         return outcome.oom
     record = outcome.record
     if outcome.status == -signal.SIGKILL:
-        return "someone sent SIGKILL, not allhands (observed); no sign that memory ran out"
+        return "another process sent SIGKILL, not allhands (observed); no sign that memory ran out"
     if outcome.status == -signal.SIGBUS:
         return "probably a mapped file or shared memory that is smaller than it was (a full /dev/shm)"
     if outcome.status < 0 and outcome.stack:
-        return "the kernel stopped it in native code (observed); its Python stack is below"
+        return "it crashed in native code (observed); its Python stack is below"
     if -outcome.status in _CRASHES:
-        return "it ended in native code (observed), and left no Python stack with the launcher"
+        return "it crashed in native code (observed), and left no Python stack"
     if outcome.status < 0:
         return "the signal came from outside, not from allhands (observed)"
     if outcome.raised and (record["kind"] in _CHILD_ERRORS or record.get("remote")):
-        return "the exception comes from a process that this rank had started; that one's traceback is in it"
+        return "the exception comes from a process that this rank had started, whose traceback it contains"
     if outcome.raised and record["kind"] == "MemoryError":
-        return "memory was refused to it: its own limit (ulimit -v), or the machine's"
+        return "an allocation of memory failed: its own limit (ulimit -v), or the machine's"
     if outcome.raised and "SyntaxError" in record["bases"]:
         return "the script cannot be compiled, so it did not begin"
     if record.get("end") == "exit":

@@ -41,9 +41,9 @@ PROGRAM = (
 _MOST_TEXT = 64 * 1024
 
 
-def encode_task(kind: str, *, agent: int, record: int, fatal: int, stacks: int, board: int, init: bool) -> str:
+def encode_task(kind: str, *, agent: int, record: int, fatal: int, stacks: int, recorder: int, init: bool) -> str:
     """Return the command-line argument that tells a worker what to run: descriptors, and the agent's pid."""
-    return ",".join([kind, *(str(int(number)) for number in (agent, record, fatal, stacks, board, init))])
+    return ",".join([kind, *(str(int(number)) for number in (agent, record, fatal, stacks, recorder, init))])
 
 
 def main() -> None:
@@ -52,15 +52,15 @@ def main() -> None:
     if sys.path[:-1].count(appended):
         sys.path.pop()
     kind, *numbers = task.split(",")
-    agent, record, fatal, stacks, board, init = map(int, numbers)
+    agent, record, fatal, stacks, recorder, init = map(int, numbers)
     die_with_parent(agent)
-    os.environ["ALLHANDS_RECORDER_FD"] = f"{board}:{os.getpid()}"
+    os.environ["ALLHANDS_RECORDER_FD"] = f"{recorder}:{os.getpid()}"
     for descriptor in (record, fatal, stacks):
         os.set_inheritable(descriptor, False)
     if kind == "program":
         write_exit_record(record, {"end": "program"})
         os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
-    os.set_inheritable(board, False)
+    os.set_inheritable(recorder, False)
     faulthandler.enable(fatal)
     faulthandler.register(SIGNAL, file=stacks)
     _run(kind, target, arguments, record, init=bool(init))

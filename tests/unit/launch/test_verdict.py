@@ -1,4 +1,4 @@
-"""Outcomes in, verdict out: who is to blame and who only followed."""
+"""Outcomes in, verdict out: root causes and consequences."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_ended_by_agent() -> None:
         (-9, {}, "signal", 137, "was ended by SIGKILL"),
         (-9, {"oom": "the kernel's log"}, "oom", 137, "was killed because memory ran out"),
         (3, {"record": {"end": "exit", "message": "3", "site": "a.py:1"}}, "exit", 3, "called sys.exit(3)"),
-        (1, {"record": {"end": "exit", "message": "bad\nday"}}, "exit", 1, "exited, saying: bad"),
-        (4, {}, "exit", 4, "ended with exit status 4 and said nothing"),
+        (1, {"record": {"end": "exit", "message": "bad\nday"}}, "exit", 1, "exited with the message: bad"),
+        (4, {}, "exit", 4, "ended with exit status 4 without a message"),
         (1, {"record": raised("ValueError", "a\nb")}, "exception", 1, "raised ValueError: a"),
     ],
 )

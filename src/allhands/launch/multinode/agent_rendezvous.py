@@ -55,7 +55,7 @@ class AgentRendezvous:
         if self._settings.tls_cert or self._settings.tls_ca:
             raise fail(
                 "invalid-argument",
-                "the agents of several nodes do not speak TLS, and ALLHANDS_TLS_CERT or ALLHANDS_TLS_CA is set",
+                "the agents of several nodes do not use TLS, and ALLHANDS_TLS_CERT or ALLHANDS_TLS_CA is set",
                 who=f"the launcher (pid {os.getpid()})",
                 why="their messages would cross the network unencrypted",
                 fix="unset them for this job and use ALLHANDS_TOKEN, or a network that is private",

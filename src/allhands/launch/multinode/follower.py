@@ -37,25 +37,14 @@ from ..attempt import Attempt, NodeReport
 from ..options import Job
 from ..verdict import NodeLoss, judge
 from ..verdict_text import AttemptResult, result, verdict_text
+from . import agent_messages as messages
 from .agent_messages import (
     SILENCE_NOTICE_S,
     SILENCE_TIMEOUT_S,
-    AttemptOver,
-    ChannelClosed,
-    ChannelData,
-    CollectStacks,
-    EndAttempt,
     FromFollower,
     FromLeader,
-    JobLayout,
     RendezvousStopped,
-    ReportNode,
-    RequestStop,
-    StallChanged,
-    StartAttempt,
-    Stop,
     StopCounter,
-    WorkerFailed,
     decode_from_leader,
     silence_text,
 )
@@ -88,7 +77,7 @@ class JoinedConnection(NamedTuple):
     sock: socket.socket
     splitter: Splitter
     frames: list[bytes]
-    layout: JobLayout
+    layout: messages.JobLayout
 
 
 def agent_claim(job: Job) -> Claim:
@@ -155,7 +144,7 @@ class Join:
                     return joined
                 sock.close()
                 if time.monotonic() >= self._deadline:
-                    raise self._lost("it said goodbye")
+                    raise self._lost("it closed: the job there is over")
             time.sleep(_POLL_S)
 
     def _answer(self, sock: socket.socket) -> JoinedConnection | None:
@@ -170,7 +159,7 @@ class Join:
         while True:
             for index, frame in enumerate(frames):
                 match decode_from_leader(frame):
-                    case JobLayout() as layout:
+                    case messages.JobLayout() as layout:
                         return JoinedConnection(sock, splitter, frames[index + 1 :], layout)
                     case Closing():
                         return None
@@ -186,7 +175,7 @@ class Join:
                 self._progress(line)
             case Ping():
                 self._send(sock, Pong())
-            case Stop(number, by):
+            case messages.Stop(number, by):
                 raise RendezvousStopped(number, by)
             case LogLine():
                 pass
@@ -196,7 +185,7 @@ class Join:
     def _receive(self, sock: socket.socket, splitter: Splitter) -> list[bytes]:
         while True:
             if self._stop:
-                self._send(sock, RequestStop(self._stop, 1))
+                self._send(sock, messages.RequestStop(self._stop, 1))
                 raise RendezvousStopped(self._stop, "this node")
             try:
                 until = min(self._deadline + _REFUSAL_S, time.monotonic() + _POLL_S)
@@ -210,10 +199,10 @@ class Join:
             if time.monotonic() >= self._deadline + _REFUSAL_S:
                 raise fail(
                     "coordinator-silent",
-                    f"node 0's agent at {self._address} gave no word by the deadline",
+                    f"node 0's agent at {self._address} did not decide by the deadline",
                     who=self._who,
-                    why=f"it took our answer and did not decide within {duration(self._job.timeout_s)} (observed)",
-                    fix="look at the agent of node 0: it may be stopped or starved",
+                    why=f"it received the claim and did not decide within {duration(self._job.timeout_s)} (observed)",
+                    fix="check the agent of node 0: it may be stopped or starved",
                     ranks=(0,),
                     certain=False,
                 )
@@ -229,7 +218,7 @@ class Join:
             f"node 0's agent at {self._address} went away during the roll call",
             who=self._who,
             why=f"{how} (observed)",
-            fix="look at the screen of node 0; start all nodes again",
+            fix="see the output of node 0; start all nodes again",
             ranks=(0,),
         )
 
@@ -255,7 +244,7 @@ class Follower(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         # The last attempt that the leader started, and its last verdict.
         self._started = -1
-        self._over: AttemptOver | None = None
+        self._over: messages.AttemptOver | None = None
         self._changed = asyncio.Event()
         self._loss: NodeLoss | None = None
         self._closed = False
@@ -277,7 +266,7 @@ class Follower(asyncio.Protocol):
         for frame in self._joined.frames:
             self._received(frame)
 
-    def _set_layout(self, layout: JobLayout) -> None:
+    def _set_layout(self, layout: messages.JobLayout) -> None:
         self._hosts = layout.hosts
         self.job = self.job._replace(node_rank=layout.node, layout=tuple(layout.ranks))
 
@@ -334,16 +323,16 @@ class Follower(asyncio.Protocol):
 
     def _received(self, frame: bytes) -> None:
         match decode_from_leader(frame):
-            case ChannelData() | ChannelClosed() as message:
+            case messages.ChannelData() | messages.ChannelClosed() as message:
                 self._tunnel.received(message)
             case Ping():
                 self._send(Pong())
-            case JobLayout() as layout:
+            case messages.JobLayout() as layout:
                 self._set_layout(layout)
-            case StartAttempt(attempt, host, port):
+            case messages.StartAttempt(attempt, host, port):
                 self.master = Address(host, port)
                 self._started = attempt
-            case AttemptOver() as over:
+            case messages.AttemptOver() as over:
                 self._over = over
             case Refused(diagnosis):
                 self._refused = diagnosis
@@ -363,11 +352,11 @@ class Follower(asyncio.Protocol):
             self._early.append(message)
             return
         match message:
-            case EndAttempt(number, wait_s) if number == self.number:
+            case messages.EndAttempt(number, wait_s) if number == self.number:
                 attempt.end(wait_s)
-            case CollectStacks(number) if number == self.number:
+            case messages.CollectStacks(number) if number == self.number:
                 attempt.end_stalled()
-            case Stop(number, by, times):
+            case messages.Stop(number, by, times):
                 stops = self._stop_counter.add(by, times)
                 if stops:
                     self.message(f"{by} was asked to stop: ending the job")
@@ -409,24 +398,24 @@ class Follower(asyncio.Protocol):
     def worker_failed(self) -> None:
         """Report it to the leader."""
         self._note_ending()
-        self._send(WorkerFailed(self.number))
+        self._send(messages.WorkerFailed(self.number))
 
     def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
         """Report it to the leader, which has the states of all nodes."""
-        self._send(StallChanged(self.number, stalled, in_collective))
+        self._send(messages.StallChanged(self.number, stalled, in_collective))
 
     def stop(self, number: int) -> int:
         """Report it to the leader, which notifies the others."""
         self._note_ending()
         self._own_stops += 1
-        self._send(RequestStop(number, self._own_stops))
+        self._send(messages.RequestStop(number, self._own_stops))
         self._changed.set()
         return self._stop_counter.add("this node", self._own_stops)
 
     async def settle(self, report: NodeReport) -> AttemptResult:
         """Send the report to the leader, and wait for its verdict."""
         self._tunnel.close()
-        self._send(ReportNode(self.number, _shortened(report), time.monotonic()))
+        self._send(messages.ReportNode(self.number, _shortened(report), time.monotonic()))
         # A second request to stop does not wait for other nodes.
         while self._over is None and self._loss is None and self._own_stops < 2:
             self._check_silence()
@@ -445,7 +434,7 @@ class Follower(asyncio.Protocol):
             self.message(f"waiting for {silence_text(f'node 0 ({self._hosts[0]})', quiet_s)}")
 
     @staticmethod
-    def _leader_result(over: AttemptOver) -> AttemptResult:
+    def _leader_result(over: messages.AttemptOver) -> AttemptResult:
         return AttemptResult(over.exit_code, over.text, over.report, restart=over.restart)
 
     def _own_result(self, report: NodeReport | None) -> AttemptResult:

@@ -25,26 +25,14 @@ from ..start import reserve_port
 from ..termination import EXPLAIN_S
 from ..verdict import NodeLoss, Outcome, Stall, judge, should_restart
 from ..verdict_text import AttemptResult, brief_text, result
+from . import agent_messages as messages
 from .agent_messages import (
     SILENCE_NOTICE_S,
     SILENCE_TIMEOUT_S,
-    AttemptOver,
-    ChannelClosed,
-    ChannelData,
-    ChannelOpened,
-    CollectStacks,
-    EndAttempt,
     FromFollower,
     FromLeader,
-    JobLayout,
     RendezvousStopped,
-    ReportNode,
-    RequestStop,
-    StallChanged,
-    StartAttempt,
-    Stop,
     StopCounter,
-    WorkerFailed,
     decode_from_follower,
     silence_text,
 )
@@ -244,7 +232,7 @@ class Leader:
         self.job = self.job._replace(node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
         token = "" if self._has_shared_token else self.token
         for node, follower in self._agents.members.items():
-            follower.send_message(JobLayout(node, list(self.job.layout), self._hosts, token))
+            follower.send_message(messages.JobLayout(node, list(self.job.layout), self._hosts, token))
 
     async def _wait(self, timeout_s: float | None = None) -> None:
         self._changed.clear()
@@ -263,7 +251,7 @@ class Leader:
             if node != excluded:
                 follower.send_message(message)
 
-    def _send_channel(self, node: int, message: ChannelData | ChannelClosed) -> None:
+    def _send_channel(self, node: int, message: messages.ChannelData | messages.ChannelClosed) -> None:
         follower = self._agents.members.get(node)
         if follower is not None:
             follower.send_message(message)
@@ -288,7 +276,7 @@ class Leader:
             self._port = reserve_port(self.address)
             host = self.job.coordinator.host if self.job.coordinator is not None else self.address
             self.master = Address(host, self._port.getsockname()[1])
-        self._send_all(StartAttempt(number, self.master.host, self.master.port))
+        self._send_all(messages.StartAttempt(number, self.master.host, self.master.port))
         return None
 
     def _notice(self, line: str) -> None:
@@ -299,7 +287,7 @@ class Leader:
 
     def _stopped_while_waiting(self) -> AttemptResult:
         text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
-        over = AttemptOver(self.number, restart=False, exit_code=128 + self._stopped, text=text, report="")
+        over = messages.AttemptOver(self.number, restart=False, exit_code=128 + self._stopped, text=text, report="")
         self._send_all(over)
         return AttemptResult(over.exit_code, text, "")
 
@@ -317,7 +305,7 @@ class Leader:
     def _end_attempt(self, wait_s: float, excluded: int = -1) -> None:
         if self._ending_s is None:
             self._ending_s = time.monotonic() + wait_s
-            self._send_all(EndAttempt(self.number, wait_s), excluded)
+            self._send_all(messages.EndAttempt(self.number, wait_s), excluded)
 
     def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
         """Entry it for this node."""
@@ -329,7 +317,7 @@ class Leader:
         running = [each for each in (0, *self._agents.members) if each not in self._reports]
         if self._ending_s is None and job_stalled(running, self._stall_states):
             self._ending_s = time.monotonic()
-            self._send_all(CollectStacks(self.number))
+            self._send_all(messages.CollectStacks(self.number))
             if self.attempt is not None:
                 self.attempt.end_stalled()
 
@@ -342,7 +330,7 @@ class Leader:
         name = self._name(node)
         self._stopped, self._stopped_by = self._stopped or number, self._stopped_by or name
         self._ending_s = self._ending_s or time.monotonic()
-        self._send_all(Stop(number, name, times), excluded=node)
+        self._send_all(messages.Stop(number, name, times), excluded=node)
         self._changed.set()
         return self._stop_counter.add(name, times)
 
@@ -351,22 +339,22 @@ class Leader:
     def _received(self, follower: FollowerConnection, message: FromFollower) -> None:
         node = follower.rank
         match message:
-            case ChannelOpened() | ChannelData() | ChannelClosed():
+            case messages.ChannelOpened() | messages.ChannelData() | messages.ChannelClosed():
                 self._tunnel.received(node, follower.came_from, message)
-            case WorkerFailed(attempt) if attempt == self.number:
+            case messages.WorkerFailed(attempt) if attempt == self.number:
                 self._end_attempt(EXPLAIN_S, excluded=node)
                 if self.attempt is not None:
                     self.attempt.end()
-            case StallChanged(attempt, stalled, in_collective) if attempt == self.number:
+            case messages.StallChanged(attempt, stalled, in_collective) if attempt == self.number:
                 self._note_stall(node, stalled=stalled, in_collective=in_collective)
-            case RequestStop(number, times):
+            case messages.RequestStop(number, times):
                 stops = self._stop(node, number, times)
                 if stops:
                     self.message(f"{self._name(node)} was asked to stop: ending the job")
                 for _ in range(stops):
                     if self.attempt is not None:
                         self.attempt.stop(number)
-            case ReportNode(attempt, report, clock_s) if attempt == self.number:
+            case messages.ReportNode(attempt, report, clock_s) if attempt == self.number:
                 self._reports[node] = on_local_clock(report, time.monotonic() - clock_s)
                 self._changed.set()
             case _:
@@ -415,7 +403,7 @@ class Leader:
         restart = should_restart(self.job, verdict, self.number, stopped=bool(self._stopped))
         ended = result(self.job, self.number, verdict, merged.outcomes, merged.leftovers, restart=restart)
         brief = brief_text(verdict) if verdict is not None else ""
-        self._send_all(AttemptOver(self.number, restart, ended.exit_code, brief, ended.report))
+        self._send_all(messages.AttemptOver(self.number, restart, ended.exit_code, brief, ended.report))
         return ended
 
     async def _collect_reports(self) -> None:

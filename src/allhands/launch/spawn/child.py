@@ -54,7 +54,7 @@ class ChildTask:
     removed_variables: tuple[str, ...]
     record: InheritedFd
     fatal: InheritedFd
-    board: InheritedFd
+    recorder: InheritedFd
     # Receives the pickle of the return value or the exception.
     result: InheritedFd
 
@@ -94,7 +94,7 @@ def _set_up(task: ChildTask) -> None:
         die_with_parent(task.parent)
     else:
         _watch_parent(task.parent)
-    for each in (task.record, task.fatal, task.board, task.result):
+    for each in (task.record, task.fatal, task.recorder, task.result):
         os.set_inheritable(each.number, False)
     import faulthandler
 
@@ -102,7 +102,7 @@ def _set_up(task: ChildTask) -> None:
     for name in task.removed_variables:
         os.environ.pop(name, None)
     os.environ.update(task.environment)
-    os.environ["ALLHANDS_RECORDER_FD"] = f"{task.board.number}:{os.getpid()}"
+    os.environ["ALLHANDS_RECORDER_FD"] = f"{task.recorder.number}:{os.getpid()}"
 
 
 def _watch_parent(parent: int) -> None:

@@ -352,7 +352,7 @@ class _SpawnedRank(ExitEvidence):
             removed_variables=removed_variables,
             record=InheritedFd(self._record),
             fatal=InheritedFd(self._fatal),
-            board=InheritedFd(self.board),
+            recorder=InheritedFd(self._recorder),
             result=InheritedFd(self._result),
         )
 
@@ -428,7 +428,7 @@ class _SpawnedRank(ExitEvidence):
 
     def close(self) -> None:
         """Close the descriptors; no evidence can be read afterwards."""
-        for name in ("pidfd", "board", "_record", "_fatal", "_result"):
+        for name in ("pidfd", "_recorder", "_record", "_fatal", "_result"):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
