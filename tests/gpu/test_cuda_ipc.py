@@ -7,28 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import harness, test_shm
-from ranks.test_shm import (
-    MISMATCHES,
-    check,
-    test_every_reduction_on_every_type,
-    test_sixteen_bit_sums_round_once,
-    test_strides_scalars_and_large_tensors,
-)
-
-# Tests of another module: pytest finds them here too, and the fixture below turns them to the GPU.
-__all__ = [
-    "test_every_reduction_on_every_type",
-    "test_sixteen_bit_sums_round_once",
-    "test_strides_scalars_and_large_tensors",
-]
+from conformance.engines import ENGINES, check, on_gpu
+from conformance.engines import FORM as ON_SHM
+from conformance.test_failures import MISMATCHES
+from conformance.test_operations import test_random_operations_agree_with_a_model as run_random_operations
+from ranks import harness
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda finds no GPU on this machine"),
 ]
 
-FORM = test_shm.FORM.replace("timeout=20", "timeout=60")
+FORM = ON_SHM.replace("timeout=20", "timeout=60")
 
 # A deadline for what takes milliseconds: several tests use the GPU at once.
 AT_ONCE_S = 2.0
@@ -39,19 +29,16 @@ def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tensors on the GPU where a test names no device, and let no tensor go by way of the host."""
     start = harness.start
 
-    def on_gpu(source: str, ranks: int, env: Any = None, **kw: Any) -> harness.Job:
-        threads = "torch.set_num_threads(1)\n"
-        source = source.replace(threads, threads + 'torch.set_default_device("cuda:0")\n')
-        kw = {"fresh": True, **kw, "timeout": max(180, kw.get("timeout", 0))}
-        return start(source, ranks, {"ALLHANDS_CUDA": "cuda_ipc", **(env or {})}, **kw)
+    def begin(source: str, ranks: int, env: Any = None, **kw: Any) -> harness.Job:
+        return on_gpu(source, ranks, env or {}, begin=start, **kw)
 
-    monkeypatch.setattr(harness, "start", on_gpu)
+    monkeypatch.setattr(harness, "start", begin)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_random_operations_agree_with_a_model(ranks: int) -> None:
     """Random operations on random types and sizes give what a model computes from everyone's data."""
-    test_shm.test_random_operations_agree_with_a_model(ranks)
+    run_random_operations(ENGINES["cuda_ipc"], ranks)
 
 
 def test_the_rows_grow_with_the_calls() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.engines import FORM, check
 from ranks import harness, test_shm
-from ranks.test_shm import FORM, check
 
 pytestmark = [
     pytest.mark.gpu,

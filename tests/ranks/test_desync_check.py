@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.engines import check
+from conformance.test_failures import MISMATCHES
 from ranks import harness, test_shm
-from ranks.test_shm import MISMATCHES, check
 
 pytestmark = pytest.mark.usefixtures("nursery")
 

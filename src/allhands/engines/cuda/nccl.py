@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class NcclEngine(StreamEngine):
     def __init__(self, counters: Counters, nccl: Any, rank: int, ranks: int, device: torch.device) -> None:
         super().__init__(counters, rank, ranks, device)
         self._nccl = nccl
-        self._aborted = False
+        self._aborting: threading.Thread | None = None
 
     def all_reduce(self, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int) -> None:
         """Reduce in place."""
@@ -150,16 +151,18 @@ class NcclEngine(StreamEngine):
         self._end()
 
     def abort(self, rank: int) -> None:
-        """Release the stream; NCCL's kernels end only by its own abort, which may take seconds."""
+        """Release the stream. NCCL's kernels end only by its own abort, which may take seconds: not in this thread."""
         super().abort(rank)
-        if not self._aborted:
-            self._aborted = True
-            self._nccl.abort()
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=self._nccl.abort, name="allhands-nccl-abort", daemon=True)
+            self._aborting.start()
 
     def close(self, within_s: float) -> None:
         """Shut NCCL down and free what is shared."""
-        if not self._aborted:
+        if self._aborting is None:
             self._nccl.shutdown()
+        else:
+            self._aborting.join(within_s)
         super().close(within_s)
 
     def _run(self, issue: Callable[..., Any], *args: Any) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +60,29 @@ def test_a_gpu_is_told_by_what_is_unique_to_it(monkeypatch: pytest.MonkeyPatch) 
     uuids = {torch.device("cuda", 0): "GPU-a", torch.device("cuda", 1): "GPU-b"}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
     assert [nccl.gpu(torch.device("cuda", index)) for index in (0, 1)] == ["GPU-a", "GPU-b"]
+
+
+def test_abort_does_not_wait_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort may take long: the stream is released first, and the caller, who has others to wake, goes on."""
+    begun, finish = threading.Event(), threading.Event()
+    released: list[str] = []
+
+    def slow_abort() -> None:
+        released.append("nccl")
+        begun.set()
+        finish.wait(10)
+
+    def init(self: Any, counters: Any, rank: int, ranks: int, device: Any) -> None:
+        del rank, ranks, device
+        self.counters = counters
+
+    monkeypatch.setattr(nccl.StreamEngine, "__init__", init)
+    counters: Any = SimpleNamespace(release=lambda: released.append("stream"))
+    engine = nccl.NcclEngine(counters, SimpleNamespace(abort=slow_abort), 0, 2, torch.device("cpu"))
+    engine.abort(0)
+    engine.abort(0)
+    assert begun.wait(10)
+    assert not finish.is_set()
+    assert released[0] == "stream"
+    assert released.count("nccl") == 1
+    finish.set()
