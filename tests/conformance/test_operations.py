@@ -92,7 +92,9 @@ dist.destroy_process_group()
         timeout=90,
     )
     check(results)
-    assert {result["engine"] for result in results} == {any_engine.name}
+    # Two ranks are on one simulated host.
+    name = "shm" if any_engine.name == "hierarchical" and ranks < 3 else any_engine.name
+    assert {result["engine"] for result in results} == {name}
 
 
 def test_every_reduction_on_every_type(any_engine: OnEngine) -> None:
