@@ -21,10 +21,9 @@ import pytest
 from click.testing import CliRunner
 
 from allhands import cli
-from allhands.doctor import Finding, open_case, ports
-from allhands.doctor.peer_protocol import Told
-from allhands.doctor.peer_server import Listener
-from allhands.doctor.run_checks import examine
+from allhands.doctor import Finding, make_request, ports, run_checks
+from allhands.doctor.peer_protocol import Report
+from allhands.doctor.peer_server import PeerServer
 from allhands.environments.world import Address
 from ranks import harness
 
@@ -60,7 +59,7 @@ def of(report: dict[str, Any], check: str) -> dict[str, Any]:
 # No fault -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_fault_it_is_green_and_quiet() -> None:
+def test_healthy_machine_is_green() -> None:
     """This machine as it is: nothing is red, a screen of few lines, and torch is not imported."""
     probe = "import sys; from allhands.cli import main\n"
     probe += "try:\n main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
@@ -90,8 +89,8 @@ def test_without_a_fault_it_is_green_and_quiet() -> None:
         (["--listen", "192.0.2.77:29500"], 1, "cannot listen"),
     ],
 )
-def test_what_makes_no_sense(words: list[str], code: int, said: str) -> None:
-    """A command that makes no sense is answered at once, with 2; what cannot be done, with 1."""
+def test_usage_errors(words: list[str], code: int, said: str) -> None:
+    """A usage error exits with 2 at once; a request that cannot be fulfilled exits with 1."""
     done = CliRunner().invoke(cli.main, ["doctor", *words], prog_name="allhands")
     assert (done.exit_code, said in done.output) == (code, True), done.output
 
@@ -99,9 +98,9 @@ def test_what_makes_no_sense(words: list[str], code: int, said: str) -> None:
 # The port -----------------------------------------------------------------------------------------------------
 
 
-def look_at(port: int, **env: str) -> Finding:
-    """Return what is found at a port of this machine."""
-    found, service = ports.check(open_case(Address("127.0.0.1", port), env=env))
+def check_port(port: int, **env: str) -> Finding:
+    """Return the finding of the check of a port of this machine."""
+    found, service = ports.check(make_request(Address("127.0.0.1", port), env=env))
     if service is not None and service.link is not None:
         service.link.close()
     return found[0]
@@ -148,14 +147,14 @@ class Quiet(http.server.BaseHTTPRequestHandler):
 def test_other_services_on_the_port() -> None:
     """SSH and a web server are told apart from a coordinator, and who holds the port is named."""
     with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
-        found = look_at(port)
+        found = check_port(port)
         assert (found.level, found.slug) == ("red", "port-in-use")
         assert "an SSH server" in found.what
         assert f"pid {os.getpid()}" in found.why
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        found = look_at(server.server_address[1])
+        found = check_port(server.server_address[1])
         server.shutdown()
         thread.join()
     assert (found.level, "a web server" in found.what) == ("red", True)
@@ -173,7 +172,7 @@ def test_torchs_store_on_the_port() -> None:
     say(got=store.get("key").decode())
     """
     with harness.running(source, 1) as job:
-        found = look_at(job.wait_for("port")[0])
+        found = check_port(job.wait_for("port")[0])
         (job.folder / "gates" / "looked.test").touch()
         assert harness.well(job.results())[0]["got"] == "value"
     assert (found.level, found.slug) == ("yellow", "wrong-service")
@@ -182,18 +181,18 @@ def test_torchs_store_on_the_port() -> None:
 
 def test_a_free_port() -> None:
     """A port of this machine that nobody holds is free for rank 0."""
-    assert look_at(harness.free_port()).level == "green"
+    assert check_port(harness.free_port()).level == "green"
 
 
 @pytest.mark.soak
-def test_a_service_that_says_nothing() -> None:
-    """One that lets everyone in and says nothing is yellow: it may be a process that is stopped."""
+def test_silent_service() -> None:
+    """A service that accepts connections and sends nothing is yellow: it may be a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        found = look_at(listener.getsockname()[1])
+        found = check_port(listener.getsockname()[1])
         assert (found.level, found.slug, found.certain) == ("yellow", "wrong-service", False)
 
 
-def test_a_visit_disturbs_no_roll_call() -> None:
+def test_doctor_does_not_disturb_a_roll_call() -> None:
     """A coordinator that waits for its ranks is recognised, the token is checked, and the group forms all the same."""
     port = harness.free_port()
     source = """
@@ -212,10 +211,10 @@ def test_a_visit_disturbs_no_roll_call() -> None:
     with harness.running(source, 2, {"PORT": str(port), "ALLHANDS_TOKEN": "secret"}) as job:
         job.wait_for("coming", [0])
         deadline = time.monotonic() + 20
-        while (found := look_at(port, ALLHANDS_TOKEN="secret")).what.startswith("port"):
+        while (found := check_port(port, ALLHANDS_TOKEN="secret")).what.startswith("port"):
             assert time.monotonic() < deadline
         assert (found.level, "a coordinator of allhands listens" in found.what) == ("green", True), found
-        wrong = look_at(port)
+        wrong = check_port(port)
         assert (wrong.level, wrong.slug) == ("red", "not-authorised")
         (job.folder / "gates" / "go").touch()
         assert [result["sum"] for result in harness.well(job.results())] == [2, 2]
@@ -285,7 +284,7 @@ def test_limits_of_a_control_group() -> None:
 
 
 @pytest.mark.parametrize(("most", "level"), [("1", "red"), ("4", "yellow")])
-def test_a_container_that_gives_no_more_threads(most: str, level: str) -> None:
+def test_no_more_threads(most: str, level: str) -> None:
     """The doctor does all its checks with what threads there are, none included, and names the limit."""
     with group(PIDS, pids_dot_max=most) as inside:
         report = typed("-n", "2", "localhost:9", before=inside)
@@ -401,15 +400,15 @@ def test_a_rank_that_only_py_spy_can_read(tmp_path: Path, spy: str) -> None:
     assert f"rank 0 (pid {process.pid}) is at train.py:4 in step: time.sleep(600), sleeping" in found["what"]
 
 
-def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of the doctor's own is said as one, in yellow, beside all else."""
+def test_a_failing_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that raises is reported in yellow, beside the other findings."""
     from allhands.doctor import hostnames
 
     def broken(_: object) -> list[Finding]:
         raise OSError("no")
 
     monkeypatch.setattr(hostnames, "check", broken)
-    found = examine(open_case(env={}))
+    found = run_checks(make_request(env={}))
     fault = next(each for each in found if each.check == "doctor-names")
     assert (fault.level, "OSError: no" in fault.what) == ("yellow", True)
     assert len({each.section for each in found}) >= 4
@@ -417,38 +416,38 @@ def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest
 
 @pytest.mark.parametrize("token", ["", "secret", "wrong"])
 def test_two_doctors_and_their_token(token: str) -> None:
-    """A listener with a token lets in only who has it; what a visitor finds out includes that versions differ."""
-    heard: list[Told | None] = []
-    listener = Listener(Address("127.0.0.1", 0), b"secret", lambda _, told: heard.append(told))
+    """A listener with a token accepts only clients that have it; their report includes that versions differ."""
+    reports: list[Report | None] = []
+    listener = PeerServer(Address("127.0.0.1", 0), b"secret", lambda _, report: reports.append(report))
     listener._torch = "2.0.0"
     thread = threading.Thread(target=listener.serve)
     thread.start()
     try:
-        case = open_case(Address("127.0.0.1", listener.port), env={"ALLHANDS_TOKEN": token})
-        found = examine(case)
+        case = make_request(Address("127.0.0.1", listener.port), env={"ALLHANDS_TOKEN": token})
+        found = run_checks(case)
     finally:
-        listener.end()
+        listener.stop()
         thread.join()
         listener.close()
     slugs = {each.slug for each in found if each.level == "red"}
     assert slugs == (set() if token == "secret" else {"not-authorised"})
     assert [each.slug for each in found if each.check == "versions"] == ["version-mismatch"] * (token == "secret")
-    assert len(heard) == (token == "secret")
+    assert len(reports) == (token == "secret")
 
 
-def test_settings_that_make_no_sense_are_red(tmp_path: Path) -> None:
-    """A token file that others can read is said as what it is, not as a fault of the doctor's."""
+def test_invalid_settings_are_red(tmp_path: Path) -> None:
+    """A token file that others can read is reported with its slug, not as a fault of the doctor."""
     secret = tmp_path / "token"
     secret.write_text("x")
     secret.chmod(0o644)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        case = open_case(Address("127.0.0.1", server.getsockname()[1]), env={"ALLHANDS_TOKEN_FILE": str(secret)})
-        found = examine(case)
+        case = make_request(Address("127.0.0.1", server.getsockname()[1]), env={"ALLHANDS_TOKEN_FILE": str(secret)})
+        found = run_checks(case)
     assert {each.slug for each in found if each.level == "red"} == {"not-authorised"}
 
 
-def test_the_listener_ends_in_good_order() -> None:
-    """Ctrl-C ends it with 0 where nobody came; its port is free again."""
+def test_listener_ends_on_ctrl_c() -> None:
+    """Ctrl-C ends it with 0 if no client connected; its port is free again."""
     port = harness.free_port()
     with subprocess.Popen(
         [*DOCTOR, "--listen", f"127.0.0.1:{port}"], stderr=subprocess.PIPE, text=True, env=harness.environment({})

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from allhands.doctor import Finding, open_case, ports, routes
-from allhands.doctor.peer_client import visit
-from allhands.doctor.peer_protocol import Conversation, Told
-from allhands.doctor.peer_server import Listener
+from allhands.doctor import Finding, Request, make_request, ports, routes
+from allhands.doctor.peer_client import check_peer
+from allhands.doctor.peer_protocol import PeerConnection, Report
+from allhands.doctor.peer_server import PeerServer
 from allhands.environments.world import Address
 from hosts.conftest import Host, Making, ip
 from hosts.machine import Machine, Typed, finish, typed, within
@@ -50,18 +50,20 @@ def on(host: Host, make: Callable[[], Any]) -> Any:
     return value
 
 
-def case_of(host: str, env: Mapping[str, str] | None = None, port: int = PORT) -> Any:
-    """Return the case of somebody who typed HOST:PORT."""
-    return open_case(Address(host, port), env=env or {})
+def request_of(host: str, env: Mapping[str, str] | None = None, port: int = PORT) -> Request:
+    """Return the request of a user who typed HOST:PORT."""
+    return make_request(Address(host, port), env=env or {})
 
 
 @contextlib.contextmanager
-def listening(host: Host, *, clock: Callable[[], float] = time.time, address: str = "") -> Iterator[list[Told | None]]:
-    """Let a doctor listen on ``host``; yields what its visitors tell."""
-    heard: list[Told | None] = []
+def listening(
+    host: Host, *, clock: Callable[[], float] = time.time, address: str = ""
+) -> Iterator[list[Report | None]]:
+    """Let a doctor listen on ``host``; yields the reports of its clients."""
+    reports: list[Report | None] = []
 
-    def start() -> tuple[Listener, threading.Thread]:
-        made = Listener(Address(address or host.ipv4, PORT), b"", lambda _, told: heard.append(told), clock)
+    def start() -> tuple[PeerServer, threading.Thread]:
+        made = PeerServer(Address(address or host.ipv4, PORT), b"", lambda _, report: reports.append(report), clock)
         # A thread has the network of the one that starts it.
         thread = threading.Thread(target=made.serve)
         thread.start()
@@ -69,9 +71,9 @@ def listening(host: Host, *, clock: Callable[[], float] = time.time, address: st
 
     listener, thread = on(host, start)
     try:
-        yield heard
+        yield reports
     finally:
-        listener.end()
+        listener.stop()
         thread.join()
         listener.close()
 
@@ -80,13 +82,13 @@ def look_at(host: Host, there: Host) -> list[Finding]:
     """Return what a doctor on ``host`` finds out about the way to the one that listens on ``there``."""
 
     def come() -> list[Finding]:
-        found, service = ports.check(case_of(there.ipv4))
+        found, service = ports.check(request_of(there.ipv4))
         assert service is not None, found
         assert service.kind == "doctor", found
         assert service.link is not None
         assert service.splitter is not None
         with service.link:
-            return found + visit(Conversation(service.link, service.splitter, service.rest or []))
+            return found + check_peer(PeerConnection(service.link, service.splitter, service.rest or []))
 
     found: list[Finding] = on(host, come)
     return found
@@ -98,12 +100,12 @@ def look_at(host: Host, there: Host) -> list[Finding]:
 def test_refused_filtered_and_no_route_are_told_apart(cables: Making) -> None:
     """Nobody listens; packets vanish; no network leads there: three diagnoses, each in the words of a rank."""
     a, b = cables().hosts
-    refused, _ = on(b, lambda: ports.check(case_of(a.ipv4)))
+    refused, _ = on(b, lambda: ports.check(request_of(a.ipv4)))
     assert (refused[0].slug, refused[0].level) == ("connection-refused", "red")
-    nowhere, _ = on(b, lambda: ports.check(case_of("10.99.0.1")))
+    nowhere, _ = on(b, lambda: ports.check(request_of("10.99.0.1")))
     assert (nowhere[0].slug, nowhere[0].level) == ("no-route", "red")
     b.lose(a)
-    filtered, _ = on(b, lambda: ports.check(case_of(a.ipv4)))
+    filtered, _ = on(b, lambda: ports.check(request_of(a.ipv4)))
     assert (filtered[0].slug, filtered[0].level) == ("connection-filtered", "red")
     assert not filtered[0].certain
 
@@ -116,7 +118,7 @@ def test_interfaces(cables: Making) -> None:
     ip(f"{ours} link set eth9 up", f"{ours} link set eth8 up", f"{ours} link add eth7 type veth peer name eth6")
 
     def look(**env: str) -> list[Finding]:
-        found: list[Finding] = on(b, lambda: routes.check(case_of(a.ipv4, env)))
+        found: list[Finding] = on(b, lambda: routes.check(request_of(a.ipv4, env)))
         return found
 
     # A cable that was just plugged in is not noticed at once.
@@ -137,7 +139,7 @@ def test_interfaces(cables: Making) -> None:
 
 
 @pytest.mark.soak
-def test_an_address_that_does_not_answer_beside_one_that_does(cables: Making) -> None:
+def test_one_of_two_addresses_does_not_answer(cables: Making) -> None:
     """IPv4 and IPv6 are both tried: a name with a dead address of one kind is yellow, and the other one is named."""
     a, b = cables().hosts
     with listening(a):
@@ -150,7 +152,7 @@ def test_an_address_that_does_not_answer_beside_one_that_does(cables: Making) ->
 # Both ways ----------------------------------------------------------------------------------------------------
 
 
-def test_two_machines_that_fit(cables: Making, tmp_path: Path) -> None:
+def test_healthy_machines(cables: Making, tmp_path: Path) -> None:
     """As people type it: one listens, the other looks; both see that ports are open both ways, and exit with 0."""
     a, b = cables().hosts
     for host in (a, b):
@@ -167,15 +169,15 @@ def test_two_machines_that_fit(cables: Making, tmp_path: Path) -> None:
     assert found["throughput"]["details"]["back"] > 0
     assert 0 < found["round-trip"]["details"]["round_trip_s"] < 1
     assert "clock" in found
-    assert f"{b.ipv4} came and found:" in said
+    assert f"{b.ipv4} found:" in said
     assert "ports open both ways" in said
 
 
 def test_one_way_only_and_its_fix(cables: Making) -> None:
-    """Ports of the visitor that its firewall drops are named, with the direction; without the rule all is green."""
+    """Ports of the client that its firewall drops are named, with the direction; without the rule all is green."""
     a, b = cables().hosts
     b.firewall("tcp dport 40000-65535 ct state new drop")
-    with listening(a) as heard:
+    with listening(a) as reports:
         found = look_at(b, a)
         shut = named(found, "ports-back")
         assert (shut.level, shut.slug) == ("red", "ports-filtered")
@@ -184,7 +186,7 @@ def test_one_way_only_and_its_fix(cables: Making) -> None:
         assert not any(each.check == "ports-there" for each in found)
         b.run("nft", "flush", "ruleset")
         assert {each.level for each in look_at(b, a)} == {"green"}
-    assert [told is not None and told.red for told in heard] == [True, False]
+    assert [report is not None and report.red for report in reports] == [True, False]
 
 
 def test_a_firewall_that_rejects_is_seen_there(cables: Making) -> None:
@@ -200,7 +202,7 @@ def test_a_firewall_that_rejects_is_seen_there(cables: Making) -> None:
 
 
 @pytest.mark.soak
-def test_large_packets_that_vanish(cables: Making) -> None:
+def test_large_packets_are_lost(cables: Making) -> None:
     """A switch that passes only smaller packets than the machines send is found, and the fix that is shown works."""
     a, b = cables().hosts
     switch = f"{a.namespace[:-2]}-s"
@@ -232,8 +234,8 @@ def translated(host: Host, seen_as: str) -> Iterator[None]:
         ip(f"-n {host.namespace} addr del {seen_as}/32 dev eth0")
 
 
-def test_an_address_that_is_translated_on_the_way(cables: Making) -> None:
-    """A visitor that the listener sees under another address is told both; without NAT all is green."""
+def test_translated_address(cables: Making) -> None:
+    """A client that the listener sees under another address is told both; without NAT all is green."""
     a, b = cables().hosts
     with listening(a):
         with translated(b, "10.77.0.99"):
@@ -254,8 +256,8 @@ def test_clocks_that_differ(cables: Making) -> None:
     assert "95 s ahead" in skew.what
 
 
-def test_a_rank_that_comes_to_a_doctor_is_told(cables: Making) -> None:
-    """What listens there is no coordinator, and says so itself to whoever takes it for one."""
+def test_rank_that_connects_to_a_doctor(cables: Making) -> None:
+    """The doctor tells a rank that connects that it is no coordinator."""
     from allhands.control import handshake
     from allhands.control.handshake import authenticate
     from allhands.errors import ConnectError

@@ -1,4 +1,4 @@
-"""`allhands doctor` beside a stuck job of four ranks: it names the rank, the line and the collective it misses."""
+"""`allhands doctor` of a stalled job of four ranks: it names the rank, the line and the collective it misses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from allhands.doctor import Finding, jobs
-from allhands.doctor.jobs import examine
+from allhands.doctor.jobs import examine_job
 from allhands.errors import ArgumentError
 from allhands.observe import stacks
 from ranks import harness
@@ -111,7 +111,7 @@ def check_stages(job: harness.Job, pid: Callable[[], int]) -> None:
                 and found[0].details["doing"] == wanted[1]
             )
 
-        (found,) = until(lambda: examine(pid(), None), good)
+        (found,) = until(lambda: examine_job(pid(), None), good)
         assert found.details["rank"] == 2
         assert line_of(script, words, found.details["line"]), found
         assert line_of(script, "dist.all_reduce(", found.details["misses_at"])
@@ -125,7 +125,7 @@ def test_ranks_that_were_started_by_hand(backend: str, monkeypatch: pytest.Monke
     form = f'dist.init_process_group("{backend}", rank=rank, world_size=size, timeout=60)'
     source = STAGES.replace("FORM", form)
     if backend == "gloo":
-        # torch's own Gloo puts messages and collectives of one group in one line, and says no reduction on the board.
+        # torch's own Gloo orders messages and collectives of one group, and its reductions are not recorded.
         source = source.replace("sleeps, locked, branches, loops", "sleeps, locked, loops")
     with harness.running(source, 4) as job:
         job.wait_for("stage", [0, 1, 2, 3])
@@ -133,15 +133,15 @@ def test_ranks_that_were_started_by_hand(backend: str, monkeypatch: pytest.Monke
             # Who only asks about the machine is led there, once the job has stood still for long.
             first = job.ranks[0].pid
             mine = f"job-{first}"
-            assert [each.level for each in jobs.at_work() if each.check == mine] == ["green"]
-            monkeypatch.setattr(jobs, "_STANDSTILL_S", 0.0)
+            assert [each.level for each in jobs.list_jobs() if each.check == mine] == ["green"]
+            monkeypatch.setattr(jobs, "_STALLED_S", 0.0)
             until(
-                lambda: [each.commands for each in jobs.at_work() if each.check == mine],
+                lambda: [each.commands for each in jobs.list_jobs() if each.check == mine],
                 lambda seen: seen == [(f"allhands doctor --pid {first}",)],
             )
             check_stages(job, lambda: job.ranks[3].pid)
             return
-        (found,) = until(lambda: examine(job.ranks[3].pid, None), blamed)
+        (found,) = until(lambda: examine_job(job.ranks[3].pid, None), blamed)
         assert found.details["rank"] == 2
         assert found.details["misses"] == "all_reduce of float32[3]"
         assert line_of((job.folder / "script.py").read_text(), "time.sleep(0.2)", found.details["line"])
@@ -221,7 +221,8 @@ def test_workers_without_a_group() -> None:
     with running(source, ranks=2) as job:
         job.wait_for("ready", 2)
         (found,) = until(
-            lambda: examine(job.process.pid, None), lambda seen: "wait_here" in str(seen[0].details.get("places", ""))
+            lambda: examine_job(job.process.pid, None),
+            lambda seen: "wait_here" in str(seen[0].details.get("places", "")),
         )
         (job.folder / "go").touch()
         assert job.result().code == 0
@@ -244,7 +245,7 @@ def test_ranks_that_wait_in_the_roll_call() -> None:
     with harness.running(source, 2) as job:
         job.wait_for("here", [1])
         (found,) = until(
-            lambda: examine(job.ranks[0].pid, None), lambda seen: bool(seen) and seen[0].slug == "missing-ranks"
+            lambda: examine_job(job.ranks[0].pid, None), lambda seen: bool(seen) and seen[0].slug == "missing-ranks"
         )
         assert found.details == {"waiting": [0], "missing": [1]}
         assert "script.py:7 in <module>: dist.init_process_group(" in found.why
@@ -257,13 +258,13 @@ def test_a_process_that_offers_nothing_is_left_alone() -> None:
             assert stacks.request(process.pid, 0.2) == ""
             assert process.poll() is None
             with pytest.raises(ArgumentError, match=f"no job with the process {process.pid}"):
-                examine(process.pid, None)
+                examine_job(process.pid, None)
         finally:
             process.kill()
     with pytest.raises(ArgumentError, match="there is no process"):
-        examine(process.pid, None)
+        examine_job(process.pid, None)
     with pytest.raises(ArgumentError, match="no job with the name nobody"):
-        examine(None, "nobody")
+        examine_job(None, "nobody")
 
 
 def test_asking_twice_gives_the_stacks_of_now() -> None:

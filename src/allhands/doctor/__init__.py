@@ -1,7 +1,7 @@
-"""Why does it stall, as a command: `allhands doctor`. A machine, the way between two, or a stuck job. No torch."""
+"""`allhands doctor`: checks of a machine, of the way between two machines, and of a stalled job. Needs no torch."""
 
 from .finding import Finding, Level, exit_code
-from .request import Case, open_case
-from .run_checks import examine
+from .request import Request, make_request
+from .run_checks import run_checks
 
-__all__ = ["Case", "Finding", "Level", "examine", "exit_code", "open_case"]
+__all__ = ["Finding", "Level", "Request", "exit_code", "make_request", "run_checks"]

@@ -1,4 +1,7 @@
-"""Several looks at the same time, also on a machine that gives no more threads: there the asker does what is left."""
+"""Run a function on several items concurrently, even if the process may start no more threads.
+
+concurrent.futures raises in that case, and a limit on threads is one of the faults that the doctor looks for.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,30 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-__all__ = ["Together", "together"]
+__all__ = ["Concurrent", "run_concurrently"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# More threads than this gain nothing where each mostly waits for an answer.
-_MOST = 32
+# The work is mostly waiting for answers; more threads than this gain nothing.
+_MOST_THREADS = 32
 
 
-class Together(Generic[_Item, _Result]):
-    """Work that has begun on many things; `results` takes part in it until all is done."""
+class Concurrent(Generic[_Item, _Result]):
+    """Work on several items that has been started; the thread that calls `results` does what is left."""
 
     def __init__(self, work: Callable[[_Item], _Result], items: Sequence[_Item]) -> None:
         self._work = work
         self._results: list[Future[_Result]] = [Future() for _ in items]
-        # Taken from by several threads: popleft is one step of the interpreter.
+        # deque.popleft is atomic.
         self._left = deque(zip(items, self._results, strict=True))
-        for _ in range(min(_MOST, len(items))):
+        for _ in range(min(_MOST_THREADS, len(items))):
             try:
-                threading.Thread(target=self._take, name="allhands-look", daemon=True).start()
+                threading.Thread(target=self._run, name="allhands-doctor", daemon=True).start()
             except RuntimeError:
-                # The limit on processes and threads is reached, which is just what the doctor is to tell of.
-                break
+                break  # The limit on processes and threads is reached.
 
-    def _take(self) -> None:
+    def _run(self) -> None:
         while True:
             try:
                 item, result = self._left.popleft()
@@ -40,15 +42,15 @@ class Together(Generic[_Item, _Result]):
                 return
             try:
                 result.set_result(self._work(item))
-            except BaseException as problem:  # noqa: BLE001  # raised again where the result is asked for
+            except BaseException as problem:  # noqa: BLE001  # raised again by `results`
                 result.set_exception(problem)
 
     def results(self) -> list[_Result]:
-        """Return what came of each item, in their order; raise what the first that failed raised."""
-        self._take()
+        """Return the results in the order of the items; raise the exception of the first item that failed."""
+        self._run()
         return [each.result() for each in self._results]
 
 
-def together(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Do ``work`` on all ``items`` at the same time; return the results in their order."""
-    return Together(work, items).results()
+def run_concurrently(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Call ``work`` on all ``items`` concurrently; return the results in their order."""
+    return Concurrent(work, items).results()

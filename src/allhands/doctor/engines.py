@@ -1,7 +1,7 @@
-"""Which engines can run on this machine, and what is missing for those that cannot: `allhands engines`.
+"""The engines that can run on this machine, and what is missing for the others: `allhands engines`.
 
-The doctor's stack section asks here too. Reasons and fixes are those that ranks would get. torch is not imported: what
-it was built with is read from its files.
+The doctor's check of the software uses it too. Reasons and fixes are those that ranks would report. Nothing is
+imported: versions are read from package metadata, torch's files and the driver's library.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +23,114 @@ import msgspec
 
 from .._version import __version__
 from ..engines.mpi import library
-from .versions import Installed, installed, too_old, torch_folder
 
-__all__ = ["Ground", "Offer", "look", "offers", "render", "report"]
+__all__ = ["Installed", "Offer", "Probe", "installed", "offers", "probe", "render", "report", "too_old"]
 
-# Counts changes of the JSON that a program could trip over: names that go or change their meaning, not new ones.
+# Increased if the JSON changes incompatibly: a field is removed or changes its meaning.
 _SCHEMA = 1
 
 # The smallest group, with slots of the default size.
 _RANKS, _SLOT_BYTES = 2, 1 << 20
 
-# torch's bindings refer to the classes that it was built with by these symbols, and hold none of those that it was not.
+# torch's bindings contain these symbols only if torch was built with the backend.
 _SYMBOLS = {"gloo": b"_ZN4c10d16ProcessGroupGloo", "nccl": b"_ZN4c10d16ProcessGroupNCCL"}
 
-# Lines longer than this are hard to read beside their names.
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+
+# The limit of a line, for reading beside the names.
 _WIDTH = 100
 
+_MOVES = {
+    "shm": "CPU tensors between ranks of one host, through shared memory",
+    "gloo": "CPU tensors over TCP, by torch's Gloo",
+    "rails": "CPU tensors between ranks of several hosts, over TCP; needs nothing more",
+    "nccl": "CUDA tensors, with a GPU for each rank",
+    "cuda_ipc": "CUDA tensors of ranks that share one GPU, which NCCL refuses",
+    "mpi": "tensors of CPUs and GPUs, by an MPI library through mpi4py",
+}
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``slug``, ``what``, ``why``, ``fix`` and ``commands`` are empty where it is available."""
 
-    name: str
-    moves: str
-    available: bool = True
-    version: str = ""
-    slug: str = ""
-    what: str = ""
-    why: str = ""
-    fix: str = ""
-    commands: tuple[str, ...] = ()
+# Installed software -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """What engines stand on, beside the software: found by trying. ``no_…`` are reasons, "" where there are none."""
+class Installed:
+    """Installed versions, "" for what is not installed; ``driver`` is the newest CUDA that the driver can run."""
+
+    torch: str = ""
+    cuda: str = ""
+    hip: str = ""
+    nccl: str = ""
+    driver: str = ""
+    mpi: str = ""
+    mpi4py: str = ""
+    core: bool = True
+
+
+def installed() -> Installed:
+    """Read the versions from package metadata, torch's version file, and the driver's library."""
+    torch = _version("torch")
+    built = _torch_version_file() if torch else {}
+    return Installed(
+        torch=torch,
+        cuda=built.get("cuda", ""),
+        hip=built.get("hip", ""),
+        nccl=next((found for name in _NCCL_PACKAGES if (found := _version(name))), ""),
+        driver=_driver(),
+        mpi=shutil.which("mpirun") or shutil.which("mpirun.openmpi") or "",
+        mpi4py=_version("mpi4py"),
+        core=util.find_spec("allhands._core") is not None,
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _torch_folder() -> Path | None:
+    """Return the folder of torch, None if it is not installed."""
+    spec = util.find_spec("torch")
+    places = (spec.submodule_search_locations or []) if spec is not None else []
+    return next((Path(place) for place in places if (Path(place) / "version.py").exists()), None)
+
+
+def _torch_version_file() -> dict[str, str]:
+    """Parse torch/version.py as text: importing it would import torch."""
+    folder = _torch_folder()
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8") if folder is not None else ""
+    except OSError:
+        return {}
+    return dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
+
+
+def too_old(found: Installed) -> bool:
+    """Return whether the driver cannot run the CUDA that torch is built for."""
+    # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
+    return bool(found.cuda and found.driver) and int(found.cuda.partition(".")[0]) > int(found.driver.partition(".")[0])
+
+
+def _driver() -> str:
+    """Return the newest CUDA version that the driver supports, "" if there is no driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        number = ctypes.c_int(0)
+        if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return ""
+    except (OSError, AttributeError):
+        return ""
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+# Probes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What engines need besides the software, found by trying. ``no_...`` are reasons, "" if there are none."""
 
     no_memory: str = ""
     gloo: bool = True
@@ -66,15 +143,15 @@ class Ground:
     launched: str = ""
 
 
-def look(found: Installed) -> Ground:
-    """Try what engines need: memory without a name, torch's bindings, the driver's GPUs, an MPI library."""
-    built = _built_with() if found.torch else set()
-    no_mpi, family, mpi = _mpi()
-    return Ground(
+def probe(found: Installed) -> Probe:
+    """Try what engines need: shared memory, torch's bindings, the driver's GPUs, an MPI library."""
+    built = _torch_backends() if found.torch else set()
+    no_mpi, family, mpi = _mpi_library()
+    return Probe(
         no_memory=_no_memory() if found.core else "",
         gloo="gloo" in built,
         nccl="nccl" in built,
-        gpus=_gpus(found),
+        gpus=_count_gpus(found),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         no_mpi=no_mpi,
         family=family,
@@ -84,7 +161,7 @@ def look(found: Installed) -> Ground:
 
 
 def _no_memory() -> str:
-    """Make the shared memory of the smallest group, and let it go."""
+    """Allocate the shared memory of the smallest group, and release it."""
     from .. import _core
 
     if not hasattr(os, "memfd_create"):
@@ -102,9 +179,9 @@ def _no_memory() -> str:
     return ""
 
 
-def _built_with() -> set[str]:
-    """Return which of torch's own backends its bindings have."""
-    folder = torch_folder()
+def _torch_backends() -> set[str]:
+    """Return the backends that torch's bindings contain."""
+    folder = _torch_folder()
     if folder is None:
         return set()
     try:
@@ -117,10 +194,10 @@ def _built_with() -> set[str]:
         return set()
 
 
-def _gpus(found: Installed) -> int:
-    """Return how many GPUs this process may use, by the driver's own count: CUDA_VISIBLE_DEVICES has its say."""
+def _count_gpus(found: Installed) -> int:
+    """Return the number of GPUs that the driver shows this process; it obeys CUDA_VISIBLE_DEVICES."""
     if found.hip:
-        return int(Path("/dev/kfd").exists())  # AMD's driver; that there is one is all that is asked.
+        return int(Path("/dev/kfd").exists())  # AMD's driver; only its presence is checked.
     if not found.driver:
         return 0
     count = ctypes.c_int(0)
@@ -131,8 +208,8 @@ def _gpus(found: Installed) -> int:
         return 0
 
 
-def _mpi() -> tuple[str, str, str]:
-    """Return why there is no MPI, or "" with the family and the library's own name and version."""
+def _mpi_library() -> tuple[str, str, str]:
+    """Return the reason why there is no MPI, or "" with the library's family, and its name and version."""
     if why := library.load_failure():
         return why, "", ""
     try:
@@ -142,208 +219,189 @@ def _mpi() -> tuple[str, str, str]:
     return "", "openmpi" if name.startswith("Open MPI") else "mpich", name
 
 
-# What follows from it -----------------------------------------------------------------------------------------
+# Offers -------------------------------------------------------------------------------------------------------
 
 
-def offers(found: Installed, ground: Ground) -> list[Offer]:
-    """Say of each engine whether it can run, and what is missing where it cannot. Pure."""
-    return [
-        _shm(found, ground),
-        _gloo(found, ground),
-        _rails(found),
-        _nccl(found, ground),
-        _cuda_ipc(found, ground),
-        _mpi_offer(found, ground),
-    ]
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. ``slug``, ``what``, ``why``, ``fix`` and ``commands`` are empty if it is available."""
+
+    name: str
+    moves: str
+    available: bool = True
+    version: str = ""
+    slug: str = ""
+    what: str = ""
+    why: str = ""
+    fix: str = ""
+    commands: tuple[str, ...] = ()
 
 
-def _missing(name: str, moves: str, slug: str, **parts: Any) -> Offer:
-    return Offer(name=name, moves=moves, available=False, slug=slug, **parts)
+def offers(found: Installed, probed: Probe) -> list[Offer]:
+    """Return for each engine whether it can run, and what is missing if it cannot. Pure."""
+    checks: dict[str, Callable[[], str | dict[str, Any]]] = {
+        "shm": lambda: _shm(probed),
+        "gloo": lambda: _gloo(found, probed),
+        "rails": lambda: f"allhands {__version__}",
+        "nccl": lambda: _nccl(found, probed),
+        "cuda_ipc": lambda: _cuda_ipc(found, probed),
+        "mpi": lambda: _mpi(found, probed),
+    }
+    return [_offer(name, _without_base(name, found) or check()) for name, check in checks.items()]
 
 
-def _without_torch(name: str, moves: str) -> Offer:
+def _offer(name: str, result: str | dict[str, Any]) -> Offer:
+    """Return the offer of a version, or of the parts that say what is missing."""
+    if isinstance(result, str):
+        return Offer(name=name, moves=_MOVES[name], version=result)
+    return Offer(name=name, moves=_MOVES[name], available=False, **result)
+
+
+def _missing(slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
+    return {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
+
+
+def _without_base(name: str, found: Installed) -> dict[str, Any] | None:
+    """Return what is missing if there is no torch, or no C core for an engine that needs it."""
+    if name in {"shm", "rails"} and not found.core:
+        return _missing(
+            "engine-failed",
+            "the C core of allhands is not built",
+            "there is no module allhands._core beside the package",
+            "install allhands again, or build it in place",
+            "python setup.py build_ext --inplace",
+        )
+    if found.torch:
+        return None
     return _missing(
-        name,
-        moves,
         "version-mismatch",
-        what="torch is not installed in this Python",
-        why=f"{sys.executable} has no package torch",
-        fix="use the Python that the job uses, or install torch there",
-        commands=(f"{sys.executable} -m pip install torch",),
+        "torch is not installed in this Python",
+        f"{sys.executable} has no package torch",
+        "use the Python that the job uses, or install torch there",
+        f"{sys.executable} -m pip install torch",
     )
 
 
-def _without_core(name: str, moves: str) -> Offer:
+def _shm(probed: Probe) -> str | dict[str, Any]:
+    if not probed.no_memory:
+        return f"allhands {__version__}"
     return _missing(
-        name,
-        moves,
-        "engine-failed",
-        what="the C core of allhands is not built",
-        why="there is no module allhands._core beside the package",
-        fix="install allhands again, or build it in place",
-        commands=("python setup.py build_ext --inplace",),
+        "shm-too-small",
+        "there is no room for the shared memory of the smallest group",
+        probed.no_memory,
+        "free memory, or raise the memory limit of the container or cgroup",
     )
 
 
-def _shm(found: Installed, ground: Ground) -> Offer:
-    moves = "CPU tensors between ranks of one host, through shared memory"
-    if not found.core:
-        return _without_core("shm", moves)
-    if not found.torch:
-        return _without_torch("shm", moves)
-    if ground.no_memory:
-        return _missing(
-            "shm",
-            moves,
-            "shm-too-small",
-            what="there is no room for the shared memory of the smallest group",
-            why=ground.no_memory,
-            fix="free memory, or raise the memory limit of the container or cgroup",
-        )
-    return Offer(name="shm", moves=moves, version=f"allhands {__version__}")
-
-
-def _gloo(found: Installed, ground: Ground) -> Offer:
-    moves = "CPU tensors over TCP, by torch's Gloo"
-    if not found.torch:
-        return _without_torch("gloo", moves)
-    if not ground.gloo:
-        return _missing(
-            "gloo",
-            moves,
-            "backend-unknown",
-            what="gloo was asked for, but this torch was built without it",
-            why=f"torch {found.torch} has no gloo in it",
-            fix="install torch's own wheel, or build it with USE_GLOO=1",
-            commands=(f"{sys.executable} -m pip install --force-reinstall torch",),
-        )
-    return Offer(name="gloo", moves=moves, version=f"torch {found.torch}")
-
-
-def _rails(found: Installed) -> Offer:
-    moves = "CPU tensors between ranks of several hosts, over TCP; needs nothing more"
-    if not found.core:
-        return _without_core("rails", moves)
-    return (
-        Offer(name="rails", moves=moves, version=f"allhands {__version__}")
-        if found.torch
-        else _without_torch("rails", moves)
-    )
-
-
-def _nccl(found: Installed, ground: Ground) -> Offer:
-    moves = "CUDA tensors, with a GPU for each rank"
-    if not found.torch:
-        return _without_torch("nccl", moves)
-    if not ground.nccl:
-        return _missing(
-            "nccl",
-            moves,
-            "nccl-missing",
-            what="nccl was asked for, but this torch was built without NCCL",
-            why=f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
-            fix="install a CUDA build of torch, or use backend='gloo'",
-            commands=(f"{sys.executable} -m pip install --force-reinstall torch",),
-        )
-    return _on_gpus("nccl", moves, found, ground, f"NCCL {found.nccl}" if found.nccl else f"torch {found.torch}")
-
-
-def _cuda_ipc(found: Installed, ground: Ground) -> Offer:
-    moves = "CUDA tensors of ranks that share one GPU, which NCCL refuses"
-    if not found.torch:
-        return _without_torch("cuda_ipc", moves)
-    offer = _on_gpus("cuda_ipc", moves, found, ground, f"driver for CUDA {found.driver}")
-    if not offer.available or found.cuda:
-        return offer
+def _gloo(found: Installed, probed: Probe) -> str | dict[str, Any]:
+    if probed.gloo:
+        return f"torch {found.torch}"
     return _missing(
-        "cuda_ipc",
-        moves,
+        "backend-unknown",
+        "gloo was asked for, but this torch was built without it",
+        f"torch {found.torch} has no gloo in it",
+        "install torch's own wheel, or build it with USE_GLOO=1",
+        f"{sys.executable} -m pip install --force-reinstall torch",
+    )
+
+
+def _nccl(found: Installed, probed: Probe) -> str | dict[str, Any]:
+    if probed.nccl:
+        return _on_gpus("nccl", found, probed, f"NCCL {found.nccl}" if found.nccl else f"torch {found.torch}")
+    return _missing(
+        "nccl-missing",
+        "nccl was asked for, but this torch was built without NCCL",
+        f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
+        "install a CUDA build of torch, or use backend='gloo'",
+        f"{sys.executable} -m pip install --force-reinstall torch",
+    )
+
+
+def _cuda_ipc(found: Installed, probed: Probe) -> str | dict[str, Any]:
+    result = _on_gpus("cuda_ipc", found, probed, f"driver for CUDA {found.driver}")
+    if found.cuda or not isinstance(result, str):
+        return result
+    return _missing(
         "driver-mismatch",
-        what=f"there are GPUs, but torch {found.torch} is not built for CUDA",
-        why="torch/version.py names no CUDA",
-        fix="install a CUDA build of torch to use them",
-        commands=(f"{sys.executable} -m pip install --force-reinstall torch",),
+        f"there are GPUs, but torch {found.torch} is not built for CUDA",
+        "torch/version.py names no CUDA",
+        "install a CUDA build of torch to use them",
+        f"{sys.executable} -m pip install --force-reinstall torch",
     )
 
 
-def _on_gpus(name: str, moves: str, found: Installed, ground: Ground, version: str) -> Offer:
+def _on_gpus(name: str, found: Installed, probed: Probe, version: str) -> str | dict[str, Any]:
     if too_old(found):
         return _missing(
-            name,
-            moves,
             "driver-mismatch",
-            what=f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
-            why="cuDriverGetVersion and torch/version.py say so (observed)",
-            fix="install a newer driver, or a torch that is built for an older CUDA",
-            commands=("nvidia-smi",),
+            f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
+            "from cuDriverGetVersion and torch/version.py (observed)",
+            "install a newer driver, or a torch that is built for an older CUDA",
+            "nvidia-smi",
         )
-    if not ground.gpus:
+    if not probed.gpus:
         nothing = "the driver counts no GPU" if found.driver else "there is no driver: libcuda.so.1 cannot be loaded"
         return _missing(
-            name,
-            moves,
             "gpu-missing",
-            what=f"{name} was asked for, but this process sees no GPU",
-            why=f"CUDA_VISIBLE_DEVICES={ground.visible}" if ground.visible is not None else nothing,
-            fix="run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
-            commands=("nvidia-smi -L",),
+            f"{name} was asked for, but this process sees no GPU",
+            f"CUDA_VISIBLE_DEVICES={probed.visible}" if probed.visible is not None else nothing,
+            "run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
+            "nvidia-smi -L",
         )
-    return Offer(name=name, moves=moves, version=f"{ground.gpus} GPU{'s' * (ground.gpus > 1)}, {version}")
+    return f"{probed.gpus} GPU{'s' * (probed.gpus > 1)}, {version}"
 
 
-def _mpi_offer(found: Installed, ground: Ground) -> Offer:
-    moves = "tensors of CPUs and GPUs, by an MPI library through mpi4py"
-    if not found.torch:
-        return _without_torch("mpi", moves)
-    why, fix = ground.no_mpi, library.INSTALL
-    if not why and not found.mpi and not ground.launched:
-        why = f"the library of {ground.mpi} is installed, but no mpirun, which has to start the ranks"
+def _mpi(found: Installed, probed: Probe) -> str | dict[str, Any]:
+    why = probed.no_mpi
+    if not why and not found.mpi and not probed.launched:
+        why = f"the library of {probed.mpi} is installed, but no mpirun, which has to start the ranks"
     if why:
-        what = "mpi was asked for, but no MPI can be used here"
-        return _missing("mpi", moves, "mpi-missing", what=what, why=why, fix=fix)
+        return _missing("mpi-missing", "mpi was asked for, but no MPI can be used here", why, library.INSTALL)
     mpirun = f", mpirun at {found.mpi}" if found.mpi else ""
-    return Offer(name="mpi", moves=moves, version=f"{ground.mpi} with mpi4py {found.mpi4py}{mpirun}")
+    return f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}"
 
 
-# For programs and people --------------------------------------------------------------------------------------
+# Report -------------------------------------------------------------------------------------------------------
 
 
 def report() -> dict[str, Any]:
-    """Return what `allhands engines --json` prints."""
+    """Return the output of `allhands engines --json`."""
     found = installed()
-    ground = look(found)
+    probed = probe(found)
     return {
         "schema": _SCHEMA,
         "allhands": __version__,
         "torch": found.torch,
         "cuda": found.cuda,
-        "gpus": ground.gpus,
-        "mpi": {"family": ground.family, "library": ground.mpi, "mpi4py": found.mpi4py, "mpirun": found.mpi},
-        "engines": [msgspec.to_builtins(each) for each in offers(found, ground)],
+        "gpus": probed.gpus,
+        "mpi": {"family": probed.family, "library": probed.mpi, "mpi4py": found.mpi4py, "mpirun": found.mpi},
+        "engines": [msgspec.to_builtins(each) for each in offers(found, probed)],
     }
 
 
 def render(report: dict[str, Any]) -> str:
-    """Put a report into lines: each engine with what it moves, and what is missing where it cannot run."""
+    """Return a report as lines: each engine with the tensors that it moves, and what is missing if it cannot run."""
     width = max(len(each["name"]) for each in report["engines"])
     columns = min(_WIDTH, max(shutil.get_terminal_size((_WIDTH, 24)).columns, 60))
-    lines: list[str] = []
+    shown: list[str] = []
     for each in report["engines"]:
-        lines.append(f"{each['name']:{width}}  {'yes' if each['available'] else 'no '}  {each['moves']}")
-        rows = [("with", each["version"])] if each["available"] else _why(each)
-        for key, text in rows:
-            start = f"{'':{width}}       {key:5} "
-            lines += textwrap.wrap(
+        shown.append(f"{each['name']:{width}}  {'yes' if each['available'] else 'no '}  {each['moves']}")
+        for key, text in _rows(each):
+            shown += textwrap.wrap(
                 text,
                 columns,
-                initial_indent=start,
-                subsequent_indent=" " * len(start),
+                initial_indent=f"{'':{width}}       {key:5} ",
+                subsequent_indent=" " * (width + 13),
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-    return "\n".join(lines)
+    return "\n".join(shown)
 
 
-def _why(each: dict[str, Any]) -> list[tuple[str, str]]:
-    commands = [("type", command) for command in each["commands"]]
-    return [("why", each["why"]), ("fix", each["fix"]), *commands, ("more", f"allhands explain {each['slug']}")]
+def _rows(each: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if each["available"]:
+        yield "with", each["version"]
+        return
+    yield "why", each["why"]
+    yield "fix", each["fix"]
+    yield from (("type", command) for command in each["commands"])
+    yield "more", f"allhands explain {each['slug']}"

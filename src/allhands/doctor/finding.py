@@ -1,28 +1,41 @@
-"""One thing that the doctor looked at: how it stands, the evidence, and the fix. Plain data, as `--json` prints it."""
+"""A finding of the doctor, and how findings are printed: one screen for people, one JSON object for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from ..diagnosis import Diagnosis
 
-__all__ = ["SECTIONS", "Finding", "Level", "exit_code", "green", "of", "red", "yellow"]
+__all__ = ["SCHEMA", "SECTIONS", "Finding", "Level", "Section", "block", "exit_code", "lines", "render", "report"]
 
 Level = Literal["green", "yellow", "red"]
 
-# In the order in which they are shown: from what everything else needs to what only some jobs have.
+# In the order in which they are shown: from what every job needs to what only some jobs have.
 SECTIONS = ("names", "network", "resources", "stack", "environment", "job")
+
+# The version of the JSON report. Increased when a field changes its meaning or is removed; new fields may be added.
+SCHEMA = 1
+
+_MARKS = {"green": "ok", "yellow": "!", "red": "X"}
+_COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
+_PLAIN = "\x1b[0m"
+
+# The column of the text: the longest name of a section, and a blank on each side.
+_MARGIN = 17
+
+_LABELS = ("why", "fix", "type", "did")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """How one thing stands.
+    """The result of one check.
 
-    ``what`` is one line; ``why`` the evidence; ``fix`` says what to do and ``commands`` what to type, ready for a
-    shell. ``slug`` is the diagnosis that ranks would get, "" where all is well. ``certain`` is False where the cause
-    is inferred. ``details`` are for programs.
+    ``what`` is one line, ``why`` the evidence, ``fix`` the remedy and ``commands`` the shell commands to type.
+    ``slug`` is the diagnosis that ranks would report, "" if there is none. ``certain`` is False if the cause is
+    inferred. ``details`` are for programs.
     """
 
     section: str
@@ -37,36 +50,119 @@ class Finding(msgspec.Struct, frozen=True):
     details: dict[str, Any] = {}
 
 
-def green(section: str, check: str, what: str, why: str = "", **details: Any) -> Finding:
-    """Return a finding that nobody has to do anything about."""
-    return Finding(section, check, "green", what, why, details=details)
+class Section(str):
+    """One of SECTIONS, with constructors of its findings."""
 
+    __slots__ = ()
 
-def yellow(section: str, check: str, slug: str, what: str, **parts: Any) -> Finding:
-    """Return a finding that may stall a job, or that slows it down."""
-    return Finding(section, check, "yellow", what, slug=slug, **parts)
+    def green(self, check: str, what: str, why: str = "", **details: Any) -> Finding:
+        """Return a finding that needs no action."""
+        return Finding(self, check, "green", what, why, details=details)
 
+    def yellow(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
+        """Return a finding that may stall a job, or slows it down."""
+        return Finding(self, check, "yellow", what, slug=slug, **parts)
 
-def red(section: str, check: str, slug: str, what: str, **parts: Any) -> Finding:
-    """Return a finding with which a job cannot run."""
-    return Finding(section, check, "red", what, slug=slug, **parts)
+    def red(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
+        """Return a finding with which a job cannot run."""
+        return Finding(self, check, "red", what, slug=slug, **parts)
 
-
-def of(section: str, check: str, level: Level, diagnosis: Diagnosis, **parts: Any) -> Finding:
-    """Return the finding that says what ``diagnosis`` says, in its words."""
-    return Finding(
-        section,
-        check,
-        level,
-        diagnosis.what,
-        why=diagnosis.why,
-        fix=diagnosis.fix,
-        slug=diagnosis.slug,
-        certain=diagnosis.certain,
-        **parts,
-    )
+    def of(self, check: str, level: Level, diagnosis: Diagnosis, **parts: Any) -> Finding:
+        """Return a finding with the text of ``diagnosis``."""
+        text = {name: getattr(diagnosis, name) for name in ("what", "why", "fix", "slug", "certain")}
+        return Finding(self, check, level, **text, **parts)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 1 where anything is red, else 0."""
+    """Return 1 if any finding is red, else 0."""
     return int(any(found.level == "red" for found in findings))
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings as plain lines, for the screen of another machine."""
+    return _body(findings, {}, 100, colour=False, verbose=False)
+
+
+def render(
+    findings: Sequence[Finding],
+    heading: str,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    verbose: bool = False,
+    done: dict[str, str] | None = None,
+) -> str:
+    """Return the whole screen. ``done`` maps checks to the changes that --fix made."""
+    counts = _counts(findings)
+    if counts["red"] or counts["yellow"]:
+        numbers = [f"{counts[level]} {level}" for level in ("red", "yellow", "green") if counts[level]]
+        summary = ", ".join(numbers) + "; `allhands explain NAME` prints the page of a name in brackets"
+    else:
+        summary = "all is green" if counts["green"] == 1 else f"all {counts['green']} checks are green"
+    return "\n".join([heading, *_body(findings, done or {}, width, colour=colour, verbose=verbose), summary])
+
+
+def _counts(findings: Sequence[Finding]) -> dict[str, int]:
+    return {level: sum(1 for each in findings if each.level == level) for level in ("green", "yellow", "red")}
+
+
+def _body(findings: Sequence[Finding], done: dict[str, str], width: int, *, colour: bool, verbose: bool) -> list[str]:
+    shown: list[str] = []
+    for section in SECTIONS:
+        mine = [each for each in findings if each.section == section]
+        good = [each for each in mine if each.level == "green"]
+        if verbose:
+            texts = [f"{each.what} ({each.why})" if each.why else each.what for each in good]
+        else:
+            texts = ["; ".join(each.what for each in good)] if good else []
+        name = section
+        for text in texts:
+            shown += _paragraph(name, "green", text, width, colour=colour)
+            name = ""
+        # Problems follow, the worst first.
+        for each in sorted((each for each in mine if each.level != "green"), key=lambda each: each.level != "red"):
+            shown += block(name, each, done.get(each.check, ""), width, colour=colour)
+            name = ""
+    return shown
+
+
+def _paragraph(name: str, level: str, text: str, width: int, *, colour: bool) -> list[str]:
+    head = f"  {name:<{_MARGIN - 6}} {_MARKS[level]:>2} "
+    wrapped = _wrap(text, width - _MARGIN)
+    first = head if not colour else f"  {name:<{_MARGIN - 6}} {_COLOURS[level]}{_MARKS[level]:>2}{_PLAIN} "
+    return [first + wrapped[0], *(" " * len(head) + line for line in wrapped[1:])]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(40, width), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def block(name: str, found: Finding, did: str, width: int, *, colour: bool) -> list[str]:
+    """Return the lines of a yellow or red finding; ``name`` of its section, ``did`` the change that --fix made."""
+    slug = f"   [{found.slug}]" if found.slug else ""
+    shown = _paragraph(name, found.level, found.what + slug, width, colour=colour)
+    indent = " " * (_MARGIN + 2)
+    for label, text in zip(_LABELS, (found.why, found.fix, "", did), strict=True):
+        if label == "type":
+            # Commands are not wrapped, so that they can be copied.
+            shown += [f"{indent}{label if number == 0 else '':<5} {each}" for number, each in enumerate(found.commands)]
+        elif text:
+            first, *rest = _wrap(text, width - len(indent) - 6)
+            shown += [f"{indent}{label:<5} {first}", *(f"{indent}      {line}" for line in rest)]
+    return shown
+
+
+def report(
+    findings: Sequence[Finding], *, host: str, target: str, seconds: float, done: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the report for programs; docs/doctor.md describes its fields."""
+    return {
+        "schema": SCHEMA,
+        "host": host,
+        "target": target,
+        "seconds": round(seconds, 3),
+        "exit_code": exit_code(findings),
+        "counts": _counts(findings),
+        "findings": [msgspec.to_builtins(each) for each in findings],
+        "done": done or {},
+    }

@@ -1,219 +1,358 @@
-"""Names: this machine's own, the coordinator's, and who answers for them."""
+"""Name resolution: this machine's own name, the coordinator's, and the name servers.
+
+Name servers are queried directly, with a deadline, because the system's resolver does not report which was silent.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import secrets
+import select
 import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..control.bind import is_loopback
 from ..diagnosis import duration, join
 from ..environments.world import Address
-from .concurrent import together
-from .dns import Answer, ask, listed, resolver
-from .finding import Finding, green, red, yellow
-from .request import Case, Lookup, is_address
+from .concurrent import run_concurrently
+from .finding import Finding, Level, Section
+from .request import Lookup, Request, is_address
 
-__all__ = ["check"]
+__all__ = ["Answer", "Resolver", "check", "hosts_file_entries", "query", "read_resolver"]
 
-_SECTION = "names"
+_NAMES = Section("names")
 
-# How long a name server may take before it counts as silent; a question is sent again meanwhile, so a lost packet does
-# not make it so.
+# RFC 1035 and 3596: types of records, the class of the Internet, "recursion desired".
+_A, _AAAA, _IN, _RECURSE = 1, 28, 1, 0x0100
+
+# Response codes, the last four bits of the flags.
+_NO_SUCH_NAME = 3
+_CODES = {1: "did not understand the question", 2: "failed", 4: "cannot answer that", 5: "refuses to answer"}
+
+# A query is repeated after this; servers on a network answer in milliseconds.
+_REPEAT_S = 0.4
+
+# Large enough for an answer with addresses; servers truncate longer ones.
+_MOST_BYTES = 4096
+
+# glibc queries no more servers than these, and few search domains are longer.
+_MOST_SERVERS, _MOST_SEARCHED = 3, 6
+
+# A name server that does not answer within this counts as silent. Queries are repeated, so one lost packet is harmless.
 _SERVER_S = 1.5
 
-# A name that the files know needs no server; one that answers is only compared with them.
-_SHADOW_S = 0.6
+# Limit for a name that /etc/hosts has: the server's answer is only compared.
+_COMPARE_S = 0.6
 
-# A job looks a name up many times over; from here on that is felt.
+# A job resolves a name many times; from here on that is noticeable.
 _SLOW_S = 1.0
 
 
-def check(case: Case) -> list[Finding]:
-    """Look at this machine's own name, and at the coordinator's where it is one."""
-    found = [_own(case)]
-    target = case.target
-    if target is not None and target.host != "localhost" and not is_address(target.host):
-        found += _target(case, target)
+# Name servers -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Resolver:
+    """The content of /etc/resolv.conf."""
+
+    servers: tuple[str, ...]
+    search: tuple[str, ...]
+
+    def candidates(self, name: str) -> list[str]:
+        """Return the names to query for ``name``: itself, and with the search domains if it has no dot."""
+        bare = name.rstrip(".")
+        if "." in bare or name.endswith("."):
+            return [bare]
+        return [*(f"{bare}.{domain}" for domain in self.search[:_MOST_SEARCHED]), bare]
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer of one server. ``answered`` is whether any packet arrived, ``exists`` whether it knows the name."""
+
+    server: str
+    answered: bool = False
+    addresses: list[str] = field(default_factory=list)
+    error: str = ""
+    seconds: float = 0.0
+    exists: bool = False
+
+
+def read_resolver(path: Path) -> Resolver:
+    """Read ``path``; without servers in it the system queries this machine."""
+    servers: list[str] = []
+    search: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            match line.split("#")[0].split(";")[0].split():
+                case ["nameserver", server, *_]:
+                    servers.append(server)
+                case ["search" | "domain", *domains]:
+                    search = [domain.strip(".") for domain in domains]
+    return Resolver(tuple(servers[:_MOST_SERVERS]) or ("127.0.0.1",), tuple(each for each in search if each))
+
+
+def hosts_file_entries(path: Path, name: str) -> list[str]:
+    """Return the addresses that the hosts file at ``path`` has for ``name``, in its order."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            address, *names = line.split("#")[0].split() or [""]
+            if name.lower() in (each.lower() for each in names):
+                found.append(address)
     return found
 
 
-# This machine's own name --------------------------------------------------------------------------------------
+def query(server: str, names: list[str], timeout_s: float) -> Answer:
+    """Query ``server`` for the IPv4 and IPv6 addresses of ``names``; the first name that has any is used."""
+    answer, started = Answer(server), time.monotonic()
+    questions = {secrets.randbelow(1 << 16): (name, kind) for name in names for kind in (_A, _AAAA) if _encodable(name)}
+    if not questions:
+        return Answer(server, answered=True, error="the name cannot be encoded")
+    found: dict[str, list[str]] = {}
+    left = dict(questions)
+    try:
+        family = socket.AF_INET6 if ":" in server else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((server, 53))
+            sock.setblocking(False)
+            sent = 0.0
+            while left and (now := time.monotonic()) < started + timeout_s:
+                if now - sent >= _REPEAT_S:
+                    sent = now
+                    for number, (name, kind) in left.items():
+                        sock.send(_question(number, name, kind))
+                readable, _, _ = select.select([sock], [], [], min(sent + _REPEAT_S, started + timeout_s) - now)
+                if readable:
+                    _parse(sock.recv(_MOST_BYTES), left, found, answer)
+                    answer.seconds = time.monotonic() - started
+    except OSError as problem:
+        # An ICMP message: the host exists but no server listens, or there is no route.
+        answer.error = answer.error or (problem.strerror or str(problem)).lower()
+    answer.exists = answer.exists or any(found.values())
+    answer.addresses = next((found[name] for name in names if found.get(name)), [])
+    return answer
 
 
-def _own(case: Case) -> Finding:
+def _parse(packet: bytes, left: dict[int, tuple[str, int]], found: dict[str, list[str]], answer: Answer) -> None:
+    """Parse one packet; ignore it if it is malformed or answers none of our questions."""
+    with contextlib.suppress(struct.error, IndexError, ValueError):
+        number, flags, _, records, *_ = struct.unpack_from("!6H", packet)
+        if number not in left or not flags & 0x8000:
+            return
+        name, _ = left.pop(number)
+        answer.answered = True
+        code = flags & 0xF
+        if code not in {0, _NO_SUCH_NAME}:
+            answer.error = _CODES.get(code, f"answers with code {code}")
+            return
+        answer.exists = answer.exists or code == 0
+        at = _skip_name(packet, 12) + 4
+        for _ in range(records):
+            at = _skip_name(packet, at)
+            kind, _, _, size = struct.unpack_from("!HHIH", packet, at)
+            at += 10
+            if (kind, size) in {(_A, 4), (_AAAA, 16)}:
+                found.setdefault(name, []).append(str(ipaddress.ip_address(packet[at : at + size])))
+            at += size
+
+
+def _skip_name(packet: bytes, at: int) -> int:
+    """Return the offset after the name at ``at``."""
+    while length := packet[at]:
+        if length >= 0xC0:
+            return at + 2
+        at += 1 + length
+    return at + 1
+
+
+def _encodable(name: str) -> bool:
+    parts = name.split(".")
+    return name.isascii() and len(name) < 254 and all(0 < len(part) < 64 for part in parts)
+
+
+def _question(number: int, name: str, kind: int) -> bytes:
+    labels = b"".join(bytes([len(part)]) + part.encode("ascii") for part in name.split("."))
+    return struct.pack("!6H", number, _RECURSE, 1, 0, 0, 0) + labels + b"\0" + struct.pack("!HH", kind, _IN)
+
+
+def _query_servers(request: Request, name: str, timeout_s: float = _SERVER_S) -> list[Answer]:
+    """Query every name server concurrently."""
+    known = read_resolver(request.resolver_file)
+    return run_concurrently(lambda server: query(server, known.candidates(name), timeout_s), known.servers)
+
+
+def _silent(answers: list[Answer]) -> list[Answer]:
+    return [each for each in answers if not each.answered]
+
+
+def _describe_silent(silent: list[Answer]) -> str:
+    quiet = f"did not answer within {duration(_SERVER_S)}"
+    return join([f"{each.server} {f'does not answer: {each.error}' if each.error else quiet}" for each in silent])
+
+
+# Checks -------------------------------------------------------------------------------------------------------
+
+
+def check(request: Request) -> list[Finding]:
+    """Check this machine's own name, and the coordinator's if it is a name."""
+    found = [_own_name(request)]
+    target = request.target
+    if target is not None and target.host != "localhost" and not is_address(target.host):
+        found += _target_name(request, target)
+    return found
+
+
+def _own_name(request: Request) -> Finding:
     name = socket.gethostname()
     lookup = Lookup(Address(name, 0)).wait()
     if lookup.error is not None:
-        return _unknown_own(case, name, lookup)
+        return _unknown_own_name(request, name, lookup)
     addresses = [host for _, host in lookup.places]
-    shown = f"{name} is {join(addresses)}"
-    source = "/etc/hosts" if listed(case.hosts_file, name) else "the name service"
-    strangers = [host for host in addresses if not is_loopback(host) and host not in case.local_addresses]
-    if strangers and len(strangers) == len(addresses):
-        return (red if case.several_hosts else yellow)(
-            _SECTION,
+    source = "/etc/hosts" if hosts_file_entries(request.hosts_file, name) else "the name service"
+    outer = _outer(request)
+    if addresses and all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
+        level: Level = "red" if request.several_hosts else "yellow"
+        return Finding(
+            _NAMES,
             "own-name",
-            "address-not-local",
-            f"this machine's own name {name} leads to {join(strangers)}, which is not this machine",
-            why=f"{source} says so; its interfaces have {join(sorted(_outer(case))) or 'no outer address'}",
+            level,
+            f"this machine's own name {name} resolves to {join(addresses)}, which is not this machine",
+            slug="address-not-local",
+            why=f"from {source}; its interfaces have {join(outer) or 'no outer address'}",
             fix=f"correct the line of {name} in /etc/hosts, or its record in DNS; until then set GLOO_SOCKET_IFNAME to "
             "the interface that leads to the other machines",
             commands=(f"getent ahosts {name}", "ip -br addr"),
         )
-    if case.several_hosts and all(is_loopback(host) for host in addresses):
-        outer = sorted(_outer(case))
-        return yellow(
-            _SECTION,
+    if request.several_hosts and all(is_loopback(host) for host in addresses):
+        return _NAMES.yellow(
             "own-name",
             "loopback-advertised",
-            f"this machine's own name {name} leads to {join(addresses)}, where no other machine reaches it",
-            why=f"{source} says so. allhands advertises the interface that leads to the coordinator and is not caught; "
-            "torch's own Gloo advertises what its host name leads to, and so does a MASTER_ADDR of that name",
+            f"this machine's own name {name} resolves to {join(addresses)}, where no other machine reaches it",
+            why=f"from {source}. allhands advertises the interface that leads to the coordinator and is not affected; "
+            "torch's own Gloo advertises the address of the host name, and so does a MASTER_ADDR of that name",
             fix=f"give {name} an outer address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
             commands=(f"sed -i 's/^{addresses[0]}\\(.*{name}\\)/{outer[0]}\\1/' /etc/hosts",) if outer else (),
         )
-    return green(_SECTION, "own-name", shown, f"from {source}", addresses=addresses)
+    return _NAMES.green("own-name", f"{name} is {join(addresses)}", f"from {source}", addresses=addresses)
 
 
-def _unknown_own(case: Case, name: str, lookup: Lookup) -> Finding:
-    outer = sorted(_outer(case))
-    line = f"{outer[0] if outer else '127.0.1.1'} {name}"
-    silent = [each for each in _ask_servers(case, name) if not each.heard]
+def _unknown_own_name(request: Request, name: str, lookup: Lookup) -> Finding:
+    line = f"{next(iter(_outer(request)), '127.0.1.1')} {name}"
+    commands = (f"echo '{line}' >> /etc/hosts",)
+    silent = _silent(_query_servers(request, name))
     if silent:
-        return yellow(
-            _SECTION,
+        return _NAMES.yellow(
             "own-name",
             "name-server-silent",
             f"this machine's own name {name} is in no file, and the name server does not answer",
-            why=_silence(silent),
-            fix=f"put `{line}` into /etc/hosts, or mend /etc/resolv.conf",
-            commands=(f"echo '{line}' >> /etc/hosts",),
+            why=_describe_silent(silent),
+            fix=f"put `{line}` into /etc/hosts, or correct /etc/resolv.conf",
+            commands=commands,
         )
-    return yellow(
-        _SECTION,
+    return _NAMES.yellow(
         "own-name",
         "address-unresolvable",
         f"this machine's own name {name} has no address",
-        why=f"{lookup.error.strerror if lookup.error else ''}; torch's own Gloo looks its host name up when it starts",
+        why=f"{lookup.error.strerror if lookup.error else ''}; torch's own Gloo resolves its host name at its start",
         fix=f"put `{line}` into /etc/hosts",
-        commands=(f"echo '{line}' >> /etc/hosts",),
+        commands=commands,
     )
 
 
-def _outer(case: Case) -> list[str]:
-    # An IPv4 address is what every part of every stack takes; so those come first.
-    found = [address for each in case.interfaces if each.up for address in each.outer]
+def _outer(request: Request) -> list[str]:
+    # IPv4 first: all software accepts it.
+    found = {address for each in request.interfaces if each.up for address in each.outer}
     return sorted(found, key=lambda address: (":" in address, address))
 
 
-# The coordinator's name ---------------------------------------------------------------------------------------
-
-
-def _target(case: Case, target: Address) -> list[Finding]:
-    if case.lookup is None:
+def _target_name(request: Request, target: Address) -> list[Finding]:
+    if request.lookup is None:
         return []
-    lookup = case.lookup.wait()
-    files = listed(case.hosts_file, target.host)
+    lookup = request.lookup.wait()
+    listed = hosts_file_entries(request.hosts_file, target.host)
     if lookup.error is not None:
-        return [_unresolved(case, target, _ask_servers(case, target.host))]
+        return [_unresolved(request, target, _query_servers(request, target.host))]
     addresses = [host for _, host in lookup.places]
     found = []
-    # What the files know is not asked for; but a record elsewhere that says otherwise is what other machines see.
+    # The system does not query a server for names in /etc/hosts, but other machines may.
     own = target.host == socket.gethostname()
-    answers = [] if own else _ask_servers(case, target.host, _SHADOW_S if files else _SERVER_S)
-    told = next((each for each in answers if each.addresses), None)
-    if files and told is not None and not set(told.addresses) & set(addresses):
+    answers = [] if own else _query_servers(request, target.host, _COMPARE_S if listed else _SERVER_S)
+    other = next((each for each in answers if each.addresses), None)
+    if listed and other is not None and not set(other.addresses) & set(addresses):
         found.append(
-            yellow(
-                _SECTION,
+            _NAMES.yellow(
                 "target-name",
                 "name-shadowed",
-                f"/etc/hosts says that {target.host} is {join(files)}, the name server says {join(told.addresses)}",
-                why=f"this machine takes the first; machines without that line take the second ({told.server})",
-                fix=f"take the line of {target.host} out of /etc/hosts, or make all machines agree",
+                f"{target.host} is {join(listed)} in /etc/hosts, but {join(other.addresses)} on the name server",
+                why=f"this machine uses the first; machines without that line use the second ({other.server})",
+                fix=f"remove the line of {target.host} from /etc/hosts, or make all machines agree",
                 commands=(f"grep -n {target.host} /etc/hosts",),
             )
         )
-    slow = lookup.seconds > _SLOW_S
-    silent = [each for each in answers if not each.heard]
-    if slow:
+    if lookup.seconds > _SLOW_S:
+        silent = _silent(answers)
+        server = "remove the silent server from" if silent else "use a faster server in"
+        speed = join([f"{each.server} answered after {duration(each.seconds)}" for each in answers if each.answered])
         found.append(
-            yellow(
-                _SECTION,
+            _NAMES.yellow(
                 "name-time",
                 "name-server-silent",
                 f"{target.host} took {duration(lookup.seconds)} to resolve",
-                why=_silence(silent) or _speed(answers),
-                fix="put the name into /etc/hosts, or "
-                + (
-                    "take the server that does not answer out of /etc/resolv.conf"
-                    if silent
-                    else "name a quicker server in /etc/resolv.conf"
-                ),
+                why=_describe_silent(silent) or speed,
+                fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
                 commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
             )
         )
-    kinds = "IPv4 and IPv6" if len({family for family, _ in lookup.places}) > 1 else ""
+    both = " (IPv4 and IPv6)" if len({family for family, _ in lookup.places}) > 1 else ""
+    source = "/etc/hosts" if listed else "the name service"
     return found or [
-        green(
-            _SECTION,
+        _NAMES.green(
             "target-name",
-            f"{target.host} is {join(addresses)}" + (f" ({kinds})" if kinds else ""),
-            f"from {'/etc/hosts' if files else 'the name service'} in {duration(lookup.seconds)}",
+            f"{target.host} is {join(addresses)}{both}",
+            f"from {source} in {duration(lookup.seconds)}",
             addresses=addresses,
         )
     ]
 
 
-def _unresolved(case: Case, target: Address, answers: list[Answer]) -> Finding:
-    late = case.world is not None and case.world.late_names
-    silent = [each for each in answers if not each.heard]
-    troubled = [each for each in answers if each.heard and each.trouble and not each.exists]
-    # One that answers well is enough: the system goes on to it, if later.
-    if len(silent) + len(troubled) == len(answers):
-        return red(
-            _SECTION,
+def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Finding:
+    late = request.world is not None and request.world.late_names
+    silent = _silent(answers)
+    failed = [each for each in answers if each.answered and each.error and not each.exists]
+    commands = (f"getent ahosts {target.host}",)
+    # One good answer is enough: the system tries the servers in turn.
+    if len(silent) + len(failed) == len(answers):
+        return _NAMES.red(
             "target-name",
             "name-server-silent",
-            f"nobody says what {target.host} is: "
-            + ("the name server does not answer" if silent else "the name server has trouble of its own"),
-            why=_silence(silent) or join([f"{each.server} {each.trouble}" for each in troubled]),
-            fix="name a server that answers in /etc/resolv.conf, open port 53 to it, or put the name into /etc/hosts",
-            commands=("cat /etc/resolv.conf", f"getent ahosts {target.host}"),
+            f"{target.host} cannot be resolved: the name server {'does not answer' if silent else 'fails'}",
+            why=_describe_silent(silent) or join([f"{each.server} {each.error}" for each in failed]),
+            fix="use a server that answers in /etc/resolv.conf, open port 53 to it, or put the name into /etc/hosts",
+            commands=("cat /etc/resolv.conf", *commands),
         )
     if any(each.addresses for each in answers):
-        # The server knows it and the system's own way of asking does not: /etc/nsswitch.conf, or the search list.
-        return red(
-            _SECTION,
+        return _NAMES.red(
             "target-name",
             "address-unresolvable",
             f"{target.host} has no address here, although {answers[0].server} knows it",
-            why="the system's resolver does not ask that server for this name: see hosts: in /etc/nsswitch.conf",
+            why="the system's resolver does not query that server for this name: see hosts: in /etc/nsswitch.conf",
             fix="put dns on the hosts: line of /etc/nsswitch.conf, or the name into /etc/hosts",
             commands=("grep ^hosts: /etc/nsswitch.conf",),
         )
-    return (yellow if late else red)(
-        _SECTION,
+    replies = join([f"{each.server} replied so after {duration(each.seconds)}" for each in answers])
+    return Finding(
+        _NAMES,
         "target-name",
-        "address-unresolvable",
+        "yellow" if late else "red",
         f"there is no such name as {target.host}",
-        why=(join([f"{each.server} says so after {duration(each.seconds)}" for each in answers]) or "no server to ask")
-        + ("; names may come late here" if late else ""),
+        slug="address-unresolvable",
+        why=(replies or "no name server") + ("; names may be registered late here" if late else ""),
         fix="check MASTER_ADDR or HOST:PORT for a typing error; "
         f"`getent hosts {target.host}` must print an address on every machine",
-        commands=(f"getent hosts {target.host}",),
+        commands=commands,
     )
-
-
-def _ask_servers(case: Case, name: str, seconds: float = _SERVER_S) -> list[Answer]:
-    """Ask every name server at once."""
-    known = resolver(case.resolver_file)
-    return together(lambda server: ask(server, known.spellings(name), seconds), known.servers)
-
-
-def _silence(silent: list[Answer]) -> str:
-    quiet = f"said nothing for {duration(_SERVER_S)}"
-    return join([f"{each.server} {f'does not answer: {each.trouble}' if each.trouble else quiet}" for each in silent])
-
-
-def _speed(answers: list[Answer]) -> str:
-    return join([f"{each.server} answered after {duration(each.seconds)}" for each in answers if each.heard])

@@ -1,40 +1,183 @@
-"""A job that is running on this machine, examined: its ranks are looked at twice, and asked where they stand."""
+"""The jobs that run on this machine: their ranks are found in /proc, without their help, and checked for stalls."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..diagnosis import count, duration, join
 from ..errors import fail
 from ..launch.termination import descendants
-from . import stack_trace
-from .concurrent import Together
-from .finding import Finding, green, yellow
-from .job_ranks import Crew, crews, refresh
-from .proc_status import look
-from .stalled_job import Standing, judge, moved
+from ..observe.flight_recorder import FlightRecorder, read_owned
+from .concurrent import Concurrent
+from .finding import Finding, Section
+from .proc_status import ProcStatus, processes, read_status
+from .stalled_job import RankState, count_progress, diagnose, main_stack
 
-__all__ = ["at_work", "examine"]
+__all__ = ["Job", "Rank", "examine_job", "find_jobs", "list_jobs"]
 
-_SECTION = "job"
+_JOB = Section("job")
 
-# Between the two looks: long enough that a job which trains makes a step of something, short enough to wait for.
-_LOOK_S = 0.4
+# Between two snapshots of a job: long enough for a training job to begin or end a call.
+_SNAPSHOT_S = 0.4
 
-# Someone who did not ask is told only of what has stood still this long.
-_STANDSTILL_S = 30.0
+# A user who only asked about the machine is shown jobs that have made no progress for this long.
+_STALLED_S = 30.0
+
+# Variables that are equal for the ranks of one launch, the most specific first.
+_LAUNCH_IDS = ("ALLHANDS_COORDINATOR", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+
+# A group's shared memory in /proc/PID/maps; the processes that map the same one are in the same group.
+_SEGMENT = "/memfd:allhands (deleted)"
 
 
-def examine(pid: int | None, name: str | None) -> list[Finding]:
-    """Say how the job of the process ``pid`` stands, or the one called ``name``, or every job where both are None.
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank. ``number`` is -1 if not known; ``recorder`` is None if the process has no flight recorder."""
 
-    Raises invalid-argument where there is no such process or job.
+    pid: int
+    number: int
+    world_size: int
+    status: ProcStatus
+    recorder: FlightRecorder | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The ranks of one job on this machine, in order."""
+
+    name: str
+    ranks: tuple[Rank, ...]
+    world_size: int
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of its ranks."""
+        return [rank.pid for rank in self.ranks]
+
+
+# Finding jobs -------------------------------------------------------------------------------------------------
+
+
+def find_jobs() -> list[Job]:
+    """Return every job that has ranks on this machine, as far as this user may see."""
+    found = [rank for rank in map(_rank, processes()) if rank is not None]
+    return [_job(members) for members in _by_job(_without_descendants(found))]
+
+
+def _refresh(job: Job) -> Job:
+    """Return the same ranks as they are now, without those that have ended."""
+    now = [
+        replace(rank, status=status, recorder=read_owned(rank.pid, status.inner_pid))
+        for rank in job.ranks
+        if (status := read_status(rank.pid)) is not None and not status.zombie
+    ]
+    return replace(job, ranks=tuple(now))
+
+
+def _rank(pid: int) -> Rank | None:
+    status = read_status(pid)
+    if status is None or status.zombie or pid == os.getpid():
+        return None
+    recorder = read_owned(pid, status.inner_pid)
+    known = (recorder.rank, recorder.world_size) if recorder is not None and recorder.rank >= 0 else None
+    known = known or _from_environment(status)
+    if recorder is None and known is None:
+        return None
+    return Rank(pid, *(known or (-1, 0)), status, recorder)
+
+
+def _from_environment(status: ProcStatus) -> tuple[int, int] | None:
+    """Return rank and world size from the environment that a process was started with."""
+    # The shells around a rank have its variables too.
+    if not Path(status.command.partition(" ")[0]).name.startswith(("python", "pypy")):
+        return None
+    for rank, size in (("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"), ("RANK", "WORLD_SIZE")):
+        number, world_size = status.environ.get(rank, ""), status.environ.get(size, "")
+        if number.isdecimal() and world_size.isdecimal():
+            return int(number), int(world_size)
+    return None
+
+
+def _without_descendants(found: list[Rank]) -> list[Rank]:
+    """Remove processes that a rank started: they have its variables too, but no flight recorder of their own."""
+    by_pid = {rank.pid: rank for rank in found}
+
+    def started_by_a_rank(rank: Rank) -> bool:
+        pid = rank.status.parent
+        while pid > 1:
+            above = by_pid.get(pid)
+            # A rank may also start another job, with other variables.
+            if above is not None and (above.number, above.world_size) == (rank.number, rank.world_size):
+                return True
+            status = read_status(pid)
+            if status is None:
+                return False
+            pid = status.parent
+        return False
+
+    return [rank for rank in found if rank.recorder is not None or not started_by_a_rank(rank)]
+
+
+def _by_job(found: list[Rank]) -> list[list[Rank]]:
+    """Group ranks by launch id, by address, by shared memory, or else by parent."""
+    # Merge the segments of ranks that share any of them.
+    segments = {rank.pid: _segments(rank.pid) for rank in found}
+    merged: list[set[int]] = []
+    for own in segments.values():
+        touching = [each for each in merged if each & own]
+        merged = [each for each in merged if not each & own] + ([own.union(*touching)] if own else [])
+    jobs: dict[str, list[Rank]] = defaultdict(list)
+    for rank in found:
+        shared = next((number for number, each in enumerate(merged) if each & segments[rank.pid]), None)
+        jobs[_job_key(rank, shared)].append(rank)
+    return list(jobs.values())
+
+
+def _job_key(rank: Rank, shared: int | None) -> str:
+    env = rank.status.environ
+    for name in _LAUNCH_IDS:
+        if env.get(name):
+            return f"{name}={env[name]} {env.get('MASTER_PORT', '')}"
+    if env.get("RANK") and env.get("MASTER_PORT"):
+        return f"{env.get('MASTER_ADDR', '')}:{env['MASTER_PORT']}"
+    if shared is not None:
+        return f"memory {shared}"
+    return f"parent {rank.status.parent} of {rank.world_size}"
+
+
+def _segments(pid: int) -> set[int]:
+    """Return the inodes of the shared memory of groups that ``pid`` has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {int(line.split()[4]) for line in lines if line.endswith(_SEGMENT)}
+
+
+def _job(members: list[Rank]) -> Job:
+    ranks = tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))
+    env = ranks[0].status.environ
+    name = env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
+    return Job(name, ranks, max(rank.world_size for rank in ranks))
+
+
+# Checks -------------------------------------------------------------------------------------------------------
+
+
+def examine_job(pid: int | None, name: str | None) -> list[Finding]:
+    """Check the job of the process ``pid``, or the job called ``name``, or every job if both are None.
+
+    Raises invalid-argument if there is no such process or job.
     """
-    found = crews()
+    found = find_jobs()
     chosen = _with_pid(found, pid) if pid is not None else [each for each in found if name in {None, "", each.name}]
     if not chosen and pid is None and not name:
-        return [green(_SECTION, "none", "no ranks of this user run on this machine")]
+        return [_JOB.green("none", "no ranks of this user run on this machine")]
     if not chosen:
         there = join([f"{each.name or 'without a name'} (pid {each.pids[0]})" for each in found[:8]])
         raise fail(
@@ -44,14 +187,11 @@ def examine(pid: int | None, name: str | None) -> list[Finding]:
             why=f"jobs here: {there}" if there else "no process here has a flight recorder, or the variables of a rank",
             fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
         )
-    results: list[Finding] = []
-    for each in chosen:
-        results += _one(each)
-    return results
+    return [finding for job in chosen for finding in _examine(job)]
 
 
-def _with_pid(found: list[Crew], pid: int) -> list[Crew]:
-    if look(pid) is None:
+def _with_pid(found: list[Job], pid: int) -> list[Job]:
+    if read_status(pid) is None:
         raise fail(
             "invalid-argument",
             f"there is no process {pid}",
@@ -65,57 +205,54 @@ def _with_pid(found: list[Crew], pid: int) -> list[Crew]:
     return [each for each in found if below & set(each.pids)]
 
 
-def _one(crew: Crew) -> list[Finding]:
-    first, started = refresh(crew), time.monotonic()
+def _examine(job: Job) -> list[Finding]:
+    first, started = _refresh(job), time.monotonic()
     if not first.ranks:
-        return [green(_SECTION, "over", "the job has just ended")]
-    asked = Together(stack_trace.of, first.pids)
-    time.sleep(_LOOK_S)
-    second = refresh(first)
-    traces = dict(zip(first.pids, asked.results(), strict=True))
-    passed = max(0.01, time.monotonic() - started)
-    before = {rank.pid: rank for rank in first.ranks}
-    standing = [
-        Standing(
+        return [_JOB.green("over", "the job has just ended")]
+    stacks = Concurrent(main_stack, first.pids)
+    time.sleep(_SNAPSHOT_S)
+    second = _refresh(first)
+    stack_of = dict(zip(first.pids, stacks.results(), strict=True))
+    passed_s = max(0.01, time.monotonic() - started)
+    cpu_before = {rank.pid: rank.status.cpu_s for rank in first.ranks}
+    states = [
+        RankState(
             rank.number,
             rank.pid,
-            rank.board,
-            rank.seen,
-            traces[rank.pid],
-            (rank.seen.cpu_s - before[rank.pid].seen.cpu_s) / passed,
+            rank.recorder,
+            rank.status,
+            stack_of[rank.pid],
+            (rank.status.cpu_s - cpu_before[rank.pid]) / passed_s,
         )
         for rank in second.ranks
     ]
-    boards = {rank.pid: rank.board for rank in first.ranks}
-    steps = moved(boards, {rank.pid: rank.board for rank in second.ranks})
-    return judge(standing, max(crew.world_size, len(standing)), steps, host=socket.gethostname())
+    before, after = ({rank.pid: rank.recorder for rank in each.ranks} for each in (first, second))
+    world_size = max(job.world_size, len(states))
+    return diagnose(states, world_size, count_progress(before, after), host=socket.gethostname())
 
 
-def at_work() -> list[Finding]:
-    """Say which jobs run here, for someone who asked about the machine; a word more where one stands still."""
-    found = crews()
-    if not found:
-        return []
+def list_jobs() -> list[Finding]:
+    """List the jobs that run here, for a check of the machine; a job that makes no progress is yellow."""
     results = []
-    for each in found:
-        name = f"{each.name}: " if each.name else ""
-        shown = f"{name}{count(len(each.ranks), 'rank')} (pid {each.pids[0]}{' …' if len(each.pids) > 1 else ''})"
-        boards = [rank.board for rank in each.ranks if rank.board is not None]
-        waiting = [note for board in boards for note in board.under_way]
-        still = min((note.age_s for board in boards for note in board.entries[-1:]), default=0.0) if waiting else 0.0
-        if still >= _STANDSTILL_S:
-            results.append(
-                yellow(
-                    _SECTION,
-                    f"job-{each.pids[0]}",
-                    "rank-behind",
-                    f"a job stands still since {duration(still)}: {shown}",
-                    why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
-                    fix="look into it",
-                    commands=(f"allhands doctor --pid {each.pids[0]}",),
-                    certain=False,
-                )
+    for job in find_jobs():
+        name = f"{job.name}: " if job.name else ""
+        shown = f"{name}{count(len(job.ranks), 'rank')} (pid {job.pids[0]}{' …' if len(job.pids) > 1 else ''})"
+        recorders = [rank.recorder for rank in job.ranks if rank.recorder is not None]
+        waiting = [entry for recorder in recorders for entry in recorder.under_way]
+        latest = [entry.age_s for recorder in recorders for entry in recorder.entries[-1:]]
+        idle_s = min(latest, default=0.0) if waiting else 0.0
+        if idle_s < _STALLED_S:
+            results.append(_JOB.green(f"job-{job.pids[0]}", f"runs here: {shown}"))
+            continue
+        results.append(
+            _JOB.yellow(
+                f"job-{job.pids[0]}",
+                "rank-behind",
+                f"a job has made no progress for {duration(idle_s)}: {shown}",
+                why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
+                fix="look into it",
+                commands=(f"allhands doctor --pid {job.pids[0]}",),
+                certain=False,
             )
-        else:
-            results.append(green(_SECTION, f"job-{each.pids[0]}", f"runs here: {shown}"))
+        )
     return results

@@ -1,300 +1,240 @@
-"""The visitor's half of the check between two machines: clock, round trip, ports both ways, throughput, packets."""
+"""The client of the check between two machines: clock, round trip, ports both ways, throughput, packet sizes."""
 
 from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
 
 from .._version import __version__
 from ..diagnosis import duration, join
-from . import firewall
-from .finding import Finding, green, red, yellow
+from .engines import installed
+from .finding import Finding, Section, lines
 from .peer_protocol import (
     ANSWER_S,
-    FIRST,
-    Conversation,
-    Knock,
-    Knocked,
-    Lost,
-    Open,
-    Opened,
-    Pour,
-    Rate,
-    Ready,
-    Tick,
-    Tock,
-    Told,
-    Welcome,
-    doors,
-    enough,
-    knock_at,
-    pour,
-    swallow,
-    welcome,
+    FIRST_BYTES,
+    ClockReply,
+    ClockRequest,
+    ConnectionFailed,
+    ConnectReply,
+    ConnectRequest,
+    ListenReply,
+    ListenRequest,
+    PeerConnection,
+    PeerInfo,
+    Report,
+    TransferRate,
+    TransferReady,
+    TransferRequest,
+    connect_to_ports,
+    listen_on_ports,
+    local_info,
+    receive_bytes,
+    send_bytes,
+    transfer_size,
 )
-from .screen import lines
-from .versions import installed
+from .routes import firewall_rules
 
-__all__ = ["visit"]
+__all__ = ["check_peer"]
 
-_SECTION = "network"
+_NETWORK, _RESOURCES, _STACK = Section("network"), Section("resources"), Section("stack")
 
-# Enough questions for the quickest answer to be a good one.
-_TICKS = 20
+# Of so many round trips, the fastest is a good estimate.
+_ROUND_TRIPS = 20
 
-# Clocks that are kept by NTP differ by less; beyond it, log lines of two machines cannot be put in order.
+# Clocks that NTP keeps differ by less. Beyond this, log lines of two machines cannot be ordered.
 _SKEW_S = 1.0
 
-# What every network of IPv6 passes, and so nearly every tunnel; which size is the largest on the way nobody says here.
-_PASSES = 1280
+# The MTU that every network of IPv6, and so nearly every tunnel, passes.
+_LEAST_MTU = 1280
 
-# The other end tries all ports at once, and waits for those that do not answer.
-_KNOCKS_S = ANSWER_S + 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Other:
-    """The other machine, and how it is called in sentences."""
-
-    name: str
-    said: Welcome
+# The peer connects to all ports concurrently, and waits for those that do not answer.
+_CONNECTS_S = ANSWER_S + 3.0
 
 
-def visit(talk: Conversation) -> list[Finding]:
-    """Examine the way to the doctor at the other end and back."""
+def check_peer(connection: PeerConnection) -> list[Finding]:
+    """Check the way to the doctor at the other end of ``connection``, and back."""
     found: list[Finding] = []
-    other = None
+    name = "the other doctor"
     try:
-        other = _met(talk)
-        found += _versions(other)
-        found += _clock(talk, other)
-        found += _ports(talk, other)
-        found += _sizes(talk, other)
-        talk.say(Told(lines(found), red=any(each.level == "red" for each in found)))
-    except Lost as problem:
-        name = other.name if other is not None else "the other doctor"
+        peer = connection.expect(PeerInfo)
+        name = peer.host
+        found += _versions(peer)
+        found += _clock(connection, name)
+        found += _ports(connection, peer)
+        found += _throughput(connection, peer)
+        connection.send(Report(lines(found), red=any(each.level == "red" for each in found)))
+    except ConnectionFailed as problem:
         found.append(
-            red(
-                _SECTION,
+            _NETWORK.red(
                 "conversation",
                 "coordinator-silent",
-                f"{name} {'fell silent' if problem.silent else 'went away'} in the middle of the check",
+                f"{name} {'stopped answering' if problem.silent else 'disconnected'} in the middle of the check",
                 why=f"{problem} (observed)",
-                fix="see whether `allhands doctor --listen` still runs there, and try again",
+                fix="check that `allhands doctor --listen` still runs there, and try again",
             )
         )
     return found
 
 
-def _met(talk: Conversation) -> _Other:
-    hello = talk.hear()
-    if not isinstance(hello, Welcome):
-        raise Lost(silent=False, why="it did not say who it is")
-    return _Other(hello.host, hello)
-
-
-def _versions(other: _Other) -> list[Finding]:
-    mine, theirs = installed().torch, other.said.torch
-    if other.said.allhands == __version__ and mine == theirs:
+def _versions(peer: PeerInfo) -> list[Finding]:
+    torch = installed().torch
+    if peer.allhands == __version__ and torch == peer.torch:
         return []
+    install = f"pip install torch=={peer.torch.partition('+')[0]} allhands=={peer.allhands}"
     return [
-        yellow(
-            "stack",
+        _STACK.yellow(
             "versions",
             "version-mismatch",
-            f"versions differ: here allhands {__version__} and torch {mine or 'none'}, on {other.name} allhands "
-            f"{other.said.allhands} and torch {theirs or 'none'}",
-            why="both ends said so (observed)",
+            f"versions differ: here allhands {__version__} and torch {torch or 'none'}, on {peer.host} allhands "
+            f"{peer.allhands} and torch {peer.torch or 'none'}",
+            why="reported by both ends (observed)",
             fix="install the same versions everywhere (ALLHANDS_MIXED_VERSIONS=1 allows different ones of torch)",
-            commands=(f"pip install torch=={theirs.partition('+')[0]} allhands=={other.said.allhands}",)
-            if theirs
-            else (),
+            commands=(install,) if peer.torch else (),
         )
     ]
 
 
-# Clocks and round trip ----------------------------------------------------------------------------------------
-
-
-def _clock(talk: Conversation, other: _Other) -> list[Finding]:
+def _clock(connection: PeerConnection, name: str) -> list[Finding]:
     best, offset = float("inf"), 0.0
-    for _ in range(_TICKS):
-        begun, wall = time.monotonic(), time.time()
-        talk.say(Tick())
-        tock = talk.hear()
-        if not isinstance(tock, Tock):
-            raise Lost(silent=False, why="it did not say what time it is")
-        took = time.monotonic() - begun
+    for _ in range(_ROUND_TRIPS):
+        started, wall = time.monotonic(), time.time()
+        connection.send(ClockRequest())
+        reply = connection.expect(ClockReply)
+        took = time.monotonic() - started
         if took < best:
-            # On a way that is as long there as back, it looked at its clock after half the time.
-            best, offset = took, tock.now - (wall + took / 2)
-    found = [
-        green(
-            _SECTION,
-            "round-trip",
-            f"round trip to {other.name} {best * 1000:.2f} ms",
-            f"the quickest of {_TICKS}",
-            round_trip_s=best,
+            # If both directions take as long, the peer read its clock after half the time.
+            best, offset = took, reply.now - (wall + took / 2)
+    what = f"round trip to {name} {best * 1000:.2f} ms"
+    found = [_NETWORK.green("round-trip", what, f"the fastest of {_ROUND_TRIPS}", round_trip_s=best)]
+    if abs(offset) - best < _SKEW_S:
+        what = f"clocks agree within {max(abs(offset), best) * 1000:.0f} ms"
+        return [*found, _RESOURCES.green("clock", what, offset_s=offset)]
+    found.append(
+        _RESOURCES.yellow(
+            "clock",
+            "clock-skewed",
+            f"the clock of {name} is {duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine's",
+            why=f"from its own report, within {duration(round(best, 3))} of a round trip (observed). Collectives work; "
+            "certificates, tokens that expire, and the order of log lines are affected",
+            fix="let both machines keep their time by the same NTP server",
+            commands=("timedatectl set-ntp true", "chronyc makestep"),
+            details={"offset_s": offset, "host": name},
         )
-    ]
-    if abs(offset) - best >= _SKEW_S:
-        ahead = "ahead of" if offset > 0 else "behind"
-        found.append(
-            yellow(
-                "resources",
-                "clock",
-                "clock-skewed",
-                f"the clock of {other.name} is {duration(abs(offset))} {ahead} this machine's",
-                why=f"it says so itself, within {duration(round(best, 3))} of a round trip (observed). Collectives do "
-                "not mind; certificates, tokens that expire, and the order of log lines do",
-                fix="let both machines keep their time by the same NTP server",
-                commands=("timedatectl set-ntp true", "chronyc makestep"),
-                details={"offset_s": offset, "host": other.name},
-            )
-        )
-    else:
-        found.append(
-            green("resources", "clock", f"clocks agree within {max(abs(offset), best) * 1000:.0f} ms", offset_s=offset)
-        )
+    )
     return found
 
 
 # Ports --------------------------------------------------------------------------------------------------------
 
 
-def _ports(talk: Conversation, other: _Other) -> list[Finding]:
-    own = talk.own
-    talk.say(Open())
-    opened = talk.hear()
-    if not isinstance(opened, Opened):
-        raise Lost(silent=False, why="it did not open ports")
-    there = knock_at(opened.address, opened.ports)
-    with doors(own) as ports:
-        talk.say(Knock(own, ports))
-        answer = talk.hear(_KNOCKS_S)
-        if not isinstance(answer, Knocked):
-            raise Lost(silent=False, why="it did not say which ports it reached")
-        back = answer.outcomes
+def _ports(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
+    own, here = connection.own, socket.gethostname()
+    connection.send(ListenRequest())
+    listening = connection.expect(ListenReply)
+    there = connect_to_ports(listening.address, listening.ports)
+    with listen_on_ports(own) as ports:
+        connection.send(ConnectRequest(own, ports))
+        back = connection.expect(ConnectReply, _CONNECTS_S).outcomes
     found = []
-    here = socket.gethostname()
-    for outcomes, begin, end, local in ((there, here, other.name, False), (back, other.name, here, True)):
-        shut = {port: why for port, why in outcomes.items() if why}
-        if shut:
-            found.append(_shut(shut, outcomes, begin, end, local=local))
-    if other.said.seen_as != own:
+    if any(there.values()):
+        found.append(_filtered("ports-there", there, here, peer.host))
+    if any(back.values()):
+        found.append(_filtered("ports-back", back, peer.host, here, firewall_rules()))
+    if peer.seen_as != own:
         found.append(
-            yellow(
-                _SECTION,
+            _NETWORK.yellow(
                 "translation",
                 "ports-filtered",
-                f"{other.name} sees this machine as {other.said.seen_as}, but its address is {own}",
-                why="something between them changes addresses (NAT; observed); ranks advertise the one that they have",
-                fix=f"use a network on which {own} itself can be reached from {other.name}",
+                f"{peer.host} sees this machine as {peer.seen_as}, but its address is {own}",
+                why="addresses are translated between them (NAT; observed); ranks advertise their own address",
+                fix=f"use a network on which {own} itself can be reached from {peer.host}",
             )
         )
     if not found:
-        found.append(
-            green(
-                _SECTION,
-                "ports",
-                f"ports open both ways ({len(there)} there, {len(back)} back)",
-                f"from {min(there, default=0)} to {max(there, default=0)}",
-            )
-        )
+        what = f"ports open both ways ({len(there)} there, {len(back)} back)"
+        found.append(_NETWORK.green("ports", what, f"from {min(there, default=0)} to {max(there, default=0)}"))
     return found
 
 
-def _shut(shut: dict[int, str], outcomes: dict[int, str], begin: str, end: str, *, local: bool) -> Finding:
-    some = "" if len(shut) == len(outcomes) else f"{len(shut)} of {len(outcomes)} tried "
-    reasons = sorted(set(shut.values()))
-    own = firewall.rules() if local else None
-    seen = f"; rules here: {join(own[:3])}" if own else ""
-    return red(
-        _SECTION,
-        f"ports-{'back' if local else 'there'}",
+def _filtered(
+    check: str, outcomes: dict[int, str], source: str, destination: str, rules: list[str] | None = None
+) -> Finding:
+    shut = {port: problem for port, problem in outcomes.items() if problem}
+    some = "the" if len(shut) == len(outcomes) else f"{len(shut)} of {len(outcomes)} tried"
+    return _NETWORK.red(
+        check,
         "ports-filtered",
-        f"{begin} cannot reach {some or 'the '}ports of {end} that Gloo and NCCL will use",
-        why=f"{join([f'{port}: {why}' for port, why in list(shut.items())[:4]])}"
+        f"{source} cannot reach {some} ports of {destination} that Gloo and NCCL will use",
+        why=join([f"{port}: {problem}" for port, problem in list(shut.items())[:4]])
         + (f" and {len(shut) - 4} more" if len(shut) > 4 else "")
-        + f" (observed: {join(reasons)}, although {end} listens on them){seen}",
-        fix=f"on {end} let {begin} in on all ports above 1023, not only on the coordinator's",
-        commands=(f"nft list ruleset   # on {end}, as root",),
-        details={"from": begin, "to": end, "shut": sorted(shut), "open": sorted(set(outcomes) - set(shut))},
+        + f" (observed: {join(sorted(set(shut.values())))}, although {destination} listens on them)"
+        + (f"; rules here: {join(rules[:3])}" if rules else ""),
+        fix=f"on {destination} accept connections from {source} on all ports above 1023, not only the coordinator's",
+        commands=(f"nft list ruleset   # on {destination}, as root",),
+        details={"from": source, "to": destination, "shut": sorted(shut), "open": sorted(set(outcomes) - set(shut))},
     )
 
 
 # Throughput and packet sizes ----------------------------------------------------------------------------------
 
 
-def _sizes(talk: Conversation, other: _Other) -> list[Finding]:
-    mine = welcome(talk, "", "")
-    differ = bool(mine.mtu and other.said.mtu and mine.mtu != other.said.mtu)
-    sizes = f"{mine.interface} here has MTU {mine.mtu}, {other.said.interface} on {other.name} {other.said.mtu}"
-    direction = f"to {other.name}"
+def _throughput(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
+    here = local_info(connection, "", "")
+    mtus = f"{here.interface} here has MTU {here.mtu}, {peer.interface} on {peer.host} {peer.mtu}"
+    details = {"here": here.mtu, "there": peer.mtu}
+    direction = f"to {peer.host}"
     try:
-        there = _there(talk, enough(_there(talk, FIRST)))
-        direction = f"from {other.name}"
-        back = _back(talk, enough(_back(talk, FIRST)))
-    except Lost as problem:
+        there = _send(connection, transfer_size(_send(connection, FIRST_BYTES)))
+        direction = f"from {peer.host}"
+        back = _receive(connection, transfer_size(_receive(connection, FIRST_BYTES)))
+    except ConnectionFailed as problem:
         if not problem.silent:
             raise
         return [
-            red(
-                _SECTION,
+            _NETWORK.red(
                 "packet-size",
                 "mtu-mismatch",
-                f"small packets come through, large ones {direction} vanish",
-                why=f"{problem} after small messages were answered at once (observed); {sizes}: probably something "
-                "between the machines passes only smaller packets and does not say so",
+                f"small packets arrive, large ones {direction} are lost",
+                why=f"{problem} after small messages were answered at once (observed); {mtus}: probably a device "
+                "between the machines passes only smaller packets and does not report it",
                 fix="give the interfaces of both machines the smallest MTU on the way; "
-                f"{_PASSES} passes nearly everywhere",
-                commands=(f"ip link set dev {mine.interface or 'eth0'} mtu {_PASSES}   # as root, on both machines",),
+                f"{_LEAST_MTU} passes nearly everywhere",
+                commands=(
+                    f"ip link set dev {here.interface or 'eth0'} mtu {_LEAST_MTU}   # as root, on both machines",
+                ),
                 certain=False,
-                details={"here": mine.mtu, "there": other.said.mtu},
+                details=details,
             )
         ]
-    found = [
-        green(
-            _SECTION,
-            "throughput",
-            f"{_rate(there)} there, {_rate(back)} back",
-            "one connection, a fifth of a second each",
-            there=there,
-            back=back,
-        )
-    ]
-    if differ:
+    what = f"{_rate(there)} there, {_rate(back)} back"
+    why = "one connection, a fifth of a second each"
+    found = [_NETWORK.green("throughput", what, why, there=there, back=back)]
+    if here.mtu and peer.mtu and here.mtu != peer.mtu:
         found.append(
-            yellow(
-                _SECTION,
+            _NETWORK.yellow(
                 "packet-size",
                 "mtu-mismatch",
-                f"packet sizes differ: {sizes}",
-                why="large packets do come through (observed), but a switch or a tunnel between others may drop them",
+                f"packet sizes differ: {mtus}",
+                why="large packets do arrive (observed), but a switch or a tunnel between others may drop them",
                 fix="give every machine of the job the same MTU",
-                commands=(f"ip link set dev {mine.interface} mtu {min(mine.mtu, other.said.mtu)}   # as root",),
-                details={"here": mine.mtu, "there": other.said.mtu},
+                commands=(f"ip link set dev {here.interface} mtu {min(here.mtu, peer.mtu)}   # as root",),
+                details=details,
             )
         )
     return found
 
 
-def _there(talk: Conversation, size: int) -> float:
-    talk.say(Pour(back=False, size=size))
-    if not isinstance(talk.hear(), Ready):
-        raise Lost(silent=False, why="it did not say that it is ready")
-    return pour(talk, size)
+def _send(connection: PeerConnection, size: int) -> float:
+    connection.send(TransferRequest(back=False, size=size))
+    connection.expect(TransferReady)
+    return send_bytes(connection, size)
 
 
-def _back(talk: Conversation, size: int) -> float:
-    talk.say(Pour(back=True, size=size))
-    swallow(talk, size)
-    told = talk.hear()
-    return told.bytes_per_s if isinstance(told, Rate) else 0.0
+def _receive(connection: PeerConnection, size: int) -> float:
+    connection.send(TransferRequest(back=True, size=size))
+    receive_bytes(connection, size)
+    return connection.expect(TransferRate).bytes_per_s
 
 
 def _rate(bytes_per_s: float) -> str:
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.1f} GB/s"
-    return f"{bytes_per_s / 1e6:.0f} MB/s"
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"

@@ -1,7 +1,7 @@
-"""What two doctors say to each other, and the measures that both ends take part in.
+"""The protocol of the check between two machines: its messages, the connection, and the measurements of both ends.
 
-After the greeting of the control plane, with its proof where there is a token, frames of msgpack go both ways. The one
-that came in asks; the one that listens answers. Nothing is ever unpickled.
+After the handshake of the control plane, with its proof if there is a token, both ends send length-prefixed frames of
+msgpack. The client (`allhands doctor HOST:PORT`) sends requests, the server (`--listen`) answers. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -12,64 +12,62 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from ..control.handshake import receive, send
 from ..control.messages import FrameError, Splitter, pack
-from .interfaces import interfaces
-from .ports import knock
+from .ports import connect_all
+from .request import interfaces
 
 __all__ = [
     "ANSWER_S",
-    "FIRST",
-    "LARGEST",
-    "Conversation",
-    "Knock",
-    "Knocked",
-    "Lost",
-    "Message",
-    "Open",
-    "Opened",
-    "Pour",
-    "Poured",
-    "Rate",
-    "Ready",
-    "Tick",
-    "Tock",
-    "Told",
-    "Welcome",
-    "doors",
-    "enough",
-    "family_of",
-    "knock_at",
-    "port_range",
-    "pour",
-    "swallow",
-    "welcome",
+    "FIRST_BYTES",
+    "MOST_BYTES",
+    "ClockReply",
+    "ClockRequest",
+    "ConnectReply",
+    "ConnectRequest",
+    "ConnectionFailed",
+    "ListenReply",
+    "ListenRequest",
+    "PeerConnection",
+    "PeerInfo",
+    "Report",
+    "TransferDone",
+    "TransferRate",
+    "TransferReady",
+    "TransferRequest",
+    "connect_to_ports",
+    "listen_on_ports",
+    "local_info",
+    "receive_bytes",
+    "send_bytes",
+    "transfer_size",
 ]
 
-# How long either end waits for the other's next word; TCP repeats what was lost within this.
+# Limit for the peer's next message. TCP retransmits a lost packet within this.
 ANSWER_S = 2.5
 
-# How many ports of the kernel's range are tried: one in each part of it, because firewalls open parts.
-_DOORS = 8
+# Ports that are tried: one in each part of the kernel's range, because firewalls open parts of it.
+_PORTS = 8
 
-# Neighbours that are tried where a port is taken already.
+# If a port is in use, so many of its neighbours are tried.
 _NEIGHBOURS = 50
 
-# The first flood only tells how large the second one has to be to take a moment, which is at most the last of these.
-FIRST, _POUR_S, LARGEST = 1 << 20, 0.2, 1 << 28
+# The first transfer determines the size of the second, which takes `_TRANSFER_S`; no transfer is larger than the last.
+FIRST_BYTES, _TRANSFER_S, MOST_BYTES = 1 << 20, 0.2, 1 << 28
 
-# What is sent and taken at a time.
-_PIECE = 1 << 20
+# Bytes per send or receive.
+_CHUNK = 1 << 20
 
-# Linux's own default, for where it cannot be read.
-_RANGE = (32768, 60999)
+# Linux's default, if it cannot be read.
+_PORT_RANGE = (32768, 60999)
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The listener: who I am, and how you look from here."""
+class PeerInfo(msgspec.Struct, tag=True, frozen=True):
+    """Server: its name, versions and interface, and the client's address as it sees it."""
 
     host: str
     allhands: str
@@ -80,84 +78,98 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     seen_as: str
 
 
-class Tick(msgspec.Struct, tag=True, frozen=True):
-    """The visitor: what time is it?"""
+class ClockRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: send the time."""
 
 
-class Tock(msgspec.Struct, tag=True, frozen=True):
-    """The listener: this, in seconds since the epoch."""
+class ClockReply(msgspec.Struct, tag=True, frozen=True):
+    """Server: the time, in seconds since the epoch."""
 
     now: float
 
 
-class Open(msgspec.Struct, tag=True, frozen=True):
-    """The visitor: open some ports, for as long as this conversation lasts."""
+class ListenRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: listen on some ports until this connection ends."""
 
 
-class Opened(msgspec.Struct, tag=True, frozen=True):
-    """The listener: these, at this address."""
-
-    address: str
-    ports: list[int]
-
-
-class Knock(msgspec.Struct, tag=True, frozen=True):
-    """The visitor: try these ports of mine."""
+class ListenReply(msgspec.Struct, tag=True, frozen=True):
+    """Server: it listens on these."""
 
     address: str
     ports: list[int]
 
 
-class Knocked(msgspec.Struct, tag=True, frozen=True):
-    """The listener: what stood in the way of each; "" where nothing did."""
+class ConnectRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: connect to these ports of mine."""
+
+    address: str
+    ports: list[int]
+
+
+class ConnectReply(msgspec.Struct, tag=True, frozen=True):
+    """Server: the error of each port, "" if there was none."""
 
     outcomes: dict[int, str]
 
 
-class Pour(msgspec.Struct, tag=True, frozen=True):
-    """The visitor: now so many bytes come from me (``back`` False, once you are ready), or send me as many."""
+class TransferRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: receive so many bytes from me, or, if ``back``, send me as many."""
 
     back: bool
     size: int
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The listener: let them come."""
+class TransferReady(msgspec.Struct, tag=True, frozen=True):
+    """Server: ready to receive."""
 
 
-class Poured(msgspec.Struct, tag=True, frozen=True):
-    """Whoever swallowed the flood: all of it came."""
+class TransferDone(msgspec.Struct, tag=True, frozen=True):
+    """The receiving end: all bytes have arrived."""
 
 
-class Rate(msgspec.Struct, tag=True, frozen=True):
-    """The listener: that was my flood, at so many bytes a second."""
+class TransferRate(msgspec.Struct, tag=True, frozen=True):
+    """Server: the rate at which it sent."""
 
     bytes_per_s: float
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
-    """The visitor: this is what I found, in lines for your screen; ``red`` is whether something is red."""
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """Client: the findings as lines for the server's screen; ``red`` is whether any is red."""
 
     lines: list[str]
     red: bool
 
 
-Message = Welcome | Tick | Tock | Open | Opened | Knock | Knocked | Pour | Ready | Poured | Rate | Told
+_Message = (
+    PeerInfo
+    | ClockRequest
+    | ClockReply
+    | ListenRequest
+    | ListenReply
+    | ConnectRequest
+    | ConnectReply
+    | TransferRequest
+    | TransferReady
+    | TransferDone
+    | TransferRate
+    | Report
+)
+_Expected = TypeVar("_Expected", bound=msgspec.Struct)
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgspec.msgpack.Decoder(_Message).decode
 
 
-class Lost(Exception):
-    """The other doctor closed the connection, or said nothing in time."""
+class ConnectionFailed(Exception):
+    """The peer closed the connection, sent an invalid message, or, if ``silent``, nothing in time."""
 
-    def __init__(self, *, silent: bool, why: str) -> None:
+    def __init__(self, why: str, *, silent: bool = False) -> None:
         super().__init__(why)
         self.silent = silent
 
 
-class Conversation:
-    """A connection between two doctors, after the greeting."""
+class PeerConnection:
+    """A connection between two doctors, after the handshake."""
 
     def __init__(self, link: socket.socket, splitter: Splitter, rest: list[bytes]) -> None:
         self.link = link
@@ -172,140 +184,139 @@ class Conversation:
 
     @property
     def peer(self) -> str:
-        """The address of the other end, as it looks from here."""
+        """The address of the other end, as seen from here."""
         return _plain(self.link.getpeername()[0])
 
-    def say(self, message: Message, seconds: float = ANSWER_S) -> None:
-        """Send one message; raises Lost."""
-        try:
-            send(self.link, pack(_encode(message)), time.monotonic() + seconds)
-        except TimeoutError:
-            raise Lost(silent=True, why="it does not take what is sent") from None
-        except OSError as problem:
-            raise Lost(silent=False, why=problem.strerror or str(problem)) from problem
+    def send(self, message: msgspec.Struct, timeout_s: float = ANSWER_S) -> None:
+        """Send one message. Raises ConnectionFailed."""
+        with _translated("it does not receive what is sent"):
+            send(self.link, pack(_encode(message)), time.monotonic() + timeout_s)
 
-    def hear(self, seconds: float = ANSWER_S) -> Message:
-        """Return the next message; raises Lost where none comes, or one that is none."""
-        deadline = time.monotonic() + seconds
+    def receive(self, timeout_s: float = ANSWER_S) -> msgspec.Struct:
+        """Return the next message. Raises ConnectionFailed if none arrives, or an invalid one."""
+        deadline = time.monotonic() + timeout_s
         try:
-            while not self._frames:
-                frames = receive(self.link, self._splitter, deadline)
-                if frames is None:
-                    raise Lost(silent=True, why=f"no word within {seconds:g} s")
-                if not frames:
-                    raise Lost(silent=False, why="it closed the connection")
-                self._frames += frames
-            heard: Message = _decode(self._frames.pop(0))
-        except OSError as problem:
-            raise Lost(silent=False, why=problem.strerror or str(problem)) from problem
+            with _translated(f"no message within {timeout_s:g} s"):
+                while not self._frames:
+                    frames = receive(self.link, self._splitter, deadline)
+                    if frames is None:
+                        raise TimeoutError
+                    if not frames:
+                        raise ConnectionFailed("it closed the connection")
+                    self._frames += frames
+            message: msgspec.Struct = _decode(self._frames.pop(0))
         except (msgspec.MsgspecError, FrameError) as problem:
-            raise Lost(silent=False, why=f"it said something that makes no sense ({problem})") from problem
-        return heard
+            raise ConnectionFailed(f"it sent an invalid message ({problem})") from problem
+        return message
+
+    def expect(self, kind: type[_Expected], timeout_s: float = ANSWER_S) -> _Expected:
+        """Return the next message, which must be of this ``kind``. Raises ConnectionFailed."""
+        message = self.receive(timeout_s)
+        if not isinstance(message, kind):
+            raise ConnectionFailed(f"it sent {type(message).__name__} instead of {kind.__name__}")
+        return message
+
+
+@contextlib.contextmanager
+def _translated(timed_out: str) -> Iterator[None]:
+    """Raise ConnectionFailed for errors of a socket."""
+    try:
+        yield
+    except TimeoutError:
+        raise ConnectionFailed(timed_out, silent=True) from None
+    except OSError as problem:
+        raise ConnectionFailed(problem.strerror or str(problem)) from problem
 
 
 def _plain(address: str) -> str:
-    """Return an address without its scope; an IPv4 one that came to an IPv6 socket as what it is."""
+    """Return an address without its scope, and an IPv4 address of an IPv6 socket without its prefix."""
     return str(address).partition("%")[0].removeprefix("::ffff:")
 
 
-def family_of(address: str) -> int:
-    """Return the family of an IP address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def local_info(connection: PeerConnection, allhands: str, torch: str) -> PeerInfo:
+    """Return the description of this end."""
+    own = connection.own
+    interface = next((each for each in interfaces() if own in each.addresses), None)
+    name, mtu = (interface.name, interface.mtu) if interface is not None else ("", 0)
+    return PeerInfo(socket.gethostname(), allhands, torch, own, name, mtu, connection.peer)
 
 
 # Ports --------------------------------------------------------------------------------------------------------
 
 
-def port_range() -> tuple[int, int]:
-    """Return the ports that the kernel gives to whoever asks for any: those of Gloo and NCCL."""
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _port_range() -> tuple[int, int]:
+    """Return the range from which the kernel chooses ports, those of Gloo and NCCL too."""
     with contextlib.suppress(OSError, ValueError):
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
         return int(low), int(high)
-    return _RANGE
+    return _PORT_RANGE
 
 
 @contextlib.contextmanager
-def doors(address: str) -> Iterator[list[int]]:
-    """Listen on a few ports of ``address``, spread over the kernel's range, as long as the block lasts."""
-    low, high = port_range()
-    step = max(1, (high - low + 1) // _DOORS)
-    opened: list[socket.socket] = []
-    try:
-        for part in range(_DOORS):
+def listen_on_ports(address: str) -> Iterator[list[int]]:
+    """Listen on some ports of ``address``, spread over the kernel's range, while the block runs."""
+    low, high = _port_range()
+    step = max(1, (high - low + 1) // _PORTS)
+    with contextlib.ExitStack() as sockets:
+        ports = []
+        for part in range(_PORTS):
             start = low + part * step + step // 2
             for port in range(start, min(start + _NEIGHBOURS, high + 1)):
-                door = socket.socket(family_of(address), socket.SOCK_STREAM)
+                sock = sockets.enter_context(socket.socket(_family(address), socket.SOCK_STREAM))
                 try:
-                    door.bind((address, port))
-                    # Nobody has to take the connections: the kernel answers for a door that is open.
-                    door.listen(4)
+                    sock.bind((address, port))
+                    # The kernel completes connections without accept.
+                    sock.listen(4)
                 except OSError as problem:
-                    door.close()
+                    sock.close()
                     if problem.errno != errno.EADDRINUSE:
                         break
                 else:
-                    opened.append(door)
+                    ports.append(port)
                     break
-        yield [int(door.getsockname()[1]) for door in opened]
-    finally:
-        for door in opened:
-            door.close()
+        yield ports
 
 
-def knock_at(address: str, ports: list[int]) -> dict[int, str]:
-    """Try ``ports`` of ``address`` at once; return for each what stood in the way, "" for nothing."""
-    outcomes = knock([(family_of(address), address, port) for port in ports])
+def connect_to_ports(address: str, ports: list[int]) -> dict[int, str]:
+    """Connect to ``ports`` of ``address`` concurrently; return the error of each, "" if there was none."""
+    outcomes = connect_all([(_family(address), address, port) for port in ports])
     return {
         port: "" if isinstance(outcome, float) else (outcome.strerror or str(outcome)).lower()
         for (_, port), outcome in outcomes.items()
     }
 
 
-# Floods -------------------------------------------------------------------------------------------------------
+# Transfers ----------------------------------------------------------------------------------------------------
 
 
-def pour(talk: Conversation, size: int) -> float:
-    """Send ``size`` bytes as they are; return how many came in a second, until the other end said that all did."""
-    piece, left, started = memoryview(bytes(_PIECE)), size, time.monotonic()
-    talk.link.settimeout(ANSWER_S)
-    try:
+def send_bytes(connection: PeerConnection, size: int) -> float:
+    """Send ``size`` bytes; return the bytes per second until the peer reported that all arrived."""
+    chunk, left, started = memoryview(bytes(_CHUNK)), size, time.monotonic()
+    connection.link.settimeout(ANSWER_S)
+    with _translated(f"it received nothing more for {ANSWER_S:g} s"):
         while left:
-            left -= talk.link.send(piece[:left])
-    except TimeoutError:
-        raise Lost(silent=True, why=f"it took nothing more for {ANSWER_S:g} s") from None
-    except OSError as problem:
-        raise Lost(silent=False, why=problem.strerror or str(problem)) from problem
-    if not isinstance(talk.hear(), Poured):
-        raise Lost(silent=False, why="it did not say that all came")
+            left -= connection.link.send(chunk[:left])
+    connection.expect(TransferDone)
     return size / max(1e-9, time.monotonic() - started)
 
 
-def swallow(talk: Conversation, size: int) -> None:
-    """Take ``size`` bytes and say so. Nothing else may be under way: what comes is not looked at."""
-    piece, left = bytearray(_PIECE), min(size, LARGEST)
-    talk.link.settimeout(ANSWER_S)
-    try:
+def receive_bytes(connection: PeerConnection, size: int) -> None:
+    """Receive ``size`` bytes and report it. They are not parsed, so no message may be under way."""
+    chunk, left = bytearray(_CHUNK), min(size, MOST_BYTES)
+    connection.link.settimeout(ANSWER_S)
+    with _translated(f"nothing more arrived for {ANSWER_S:g} s"):
         while left:
-            taken = talk.link.recv_into(piece, min(left, _PIECE))
-            if not taken:
-                raise Lost(silent=False, why="it closed the connection")
-            left -= taken
-    except TimeoutError:
-        raise Lost(silent=True, why=f"nothing more came for {ANSWER_S:g} s") from None
-    except OSError as problem:
-        raise Lost(silent=False, why=problem.strerror or str(problem)) from problem
-    talk.say(Poured())
+            received = connection.link.recv_into(chunk, min(left, _CHUNK))
+            if not received:
+                raise ConnectionFailed("it closed the connection")
+            left -= received
+    connection.send(TransferDone())
 
 
-def enough(rate: float) -> int:
-    """Return how many bytes take a moment at ``rate`` bytes a second."""
-    return int(min(max(FIRST, rate * _POUR_S), LARGEST))
-
-
-def welcome(talk: Conversation, allhands: str, torch: str) -> Welcome:
-    """Return what this end says of itself."""
-    own = talk.own
-    by = next((each for each in interfaces() if own in each.addresses), None)
-    return Welcome(
-        socket.gethostname(), allhands, torch, own, by.name if by is not None else "", by.mtu if by else 0, talk.peer
-    )
+def transfer_size(rate: float) -> int:
+    """Return the number of bytes that take a fraction of a second at ``rate`` bytes per second."""
+    return int(min(max(FIRST_BYTES, rate * _TRANSFER_S), MOST_BYTES))

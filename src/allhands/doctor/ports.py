@@ -1,86 +1,124 @@
-"""Whether the coordinator's port can be reached, what listens there, and who holds it on this machine."""
+"""The coordinator's port: whether it can be reached, which service listens there, and which process holds it."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
 import socket
+import struct
 import time
+from dataclasses import dataclass
+
+import msgspec
 
 from .. import settings
+from ..control import handshake
 from ..control.connect import Attempts, diagnose
+from ..control.handshake import receive, send, wrap_tls
+from ..control.messages import (
+    GREETING,
+    MOST_BYTES,
+    Challenge,
+    Closing,
+    FrameError,
+    Hello,
+    Proof,
+    Refused,
+    Splitter,
+    decode_challenge,
+    encode,
+    pack,
+)
 from ..control.process_identity import port_owner
 from ..diagnosis import duration, join
 from ..environments.world import Address
-from .finding import Finding, green, of, red, yellow
-from .port_probe import STORE, Service, identify
-from .request import Case
+from ..errors import AllhandsError, error, fail
+from ..settings import Settings
+from .finding import Finding, Section
+from .request import Request
 
-__all__ = ["check", "knock"]
+__all__ = ["JOB", "LISTENER", "STORE", "Service", "check", "connect_all", "identify"]
 
-_SECTION = "network"
+_NETWORK = Section("network")
 
-# Longer than one retransmission of a lost first packet (after 1 s), so that a single loss is not taken for a firewall.
-_KNOCK_S = 2.2
+# A doctor's handshake has this job name, and a listening doctor's challenge this protocol number. No job and no
+# coordinator has either.
+JOB, LISTENER = "allhands doctor", -1
+
+# Longer than one retransmission of a lost first packet (after 1 s), so that one loss is not taken for a firewall.
+_CONNECT_S = 2.2
+
+# A coordinator answers in milliseconds; one that serves thousands of ranks on a busy machine within this.
+_ANSWER_S = 1.5
+
+# Services that send first (SSH, mail, databases) do so at once.
+_BANNER_S = 0.25
+
+# torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp in 2.13): a client first sends the query "validate"
+# with this number; then it may send "ping" with a number that is sent back. Other clients get no answer.
+_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
+
+STORE = "torch's TCPStore"
+
+_BANNERS = ((b"SSH-", "an SSH server"), (b"220 ", "a mail or FTP server"), (b"* OK", "a mail server"))
+
+# Of the bytes of an unknown service, this many are shown.
+_MOST_SHOWN = 60
+
+_OTHER_PORT = "choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)"
 
 
-def knock(places: list[tuple[int, str, int]], seconds: float = _KNOCK_S) -> dict[tuple[str, int], OSError | float]:
-    """Connect to every (family, address, port) at once; return how many seconds each took, or what stood in the way."""
+def connect_all(
+    places: list[tuple[int, str, int]], timeout_s: float = _CONNECT_S
+) -> dict[tuple[str, int], OSError | float]:
+    """Connect to every (family, address, port) concurrently; return the seconds that each took, or its error."""
     found: dict[tuple[str, int], OSError | float] = {}
     started = time.monotonic()
-    with selectors.DefaultSelector() as selector:
-        links: list[socket.socket] = []
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
         for family, host, port in places:
-            link = socket.socket(family, socket.SOCK_STREAM)
-            links.append(link)
-            link.setblocking(False)
-            code = link.connect_ex((host, port))
+            sock = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            code = sock.connect_ex((host, port))
             if code in {0, errno.EINPROGRESS}:
-                selector.register(link, selectors.EVENT_WRITE, (host, port))
+                selector.register(sock, selectors.EVENT_WRITE, (sock, (host, port)))
             else:
                 found[host, port] = OSError(code, os.strerror(code))
-        while selector.get_map() and (left := started + seconds - time.monotonic()) > 0:
+        while selector.get_map() and (left := started + timeout_s - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                sock = key.fileobj
-                if isinstance(sock, socket.socket):
-                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    found[key.data] = OSError(code, os.strerror(code)) if code else time.monotonic() - started
-                    selector.unregister(sock)
-        for key in list(selector.get_map().values()):
-            found[key.data] = TimeoutError(errno.ETIMEDOUT, "no answer")
-        for link in links:
-            link.close()
+                sock, place = key.data
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                found[place] = OSError(code, os.strerror(code)) if code else time.monotonic() - started
+                selector.unregister(sock)
+        for key in selector.get_map().values():
+            found[key.data[1]] = TimeoutError(errno.ETIMEDOUT, "no answer")
     return found
 
 
-def check(case: Case) -> tuple[list[Finding], Service | None]:
-    """Look at the coordinator's port. A doctor that listens there is returned too, its connection open."""
-    target, places = case.target, case.places
+def check(request: Request) -> tuple[list[Finding], Service | None]:
+    """Check the coordinator's port. Also return the service there; if it is a doctor, its connection is open."""
+    target, places = request.target, request.places
     if target is None or not places:
         return [], None
-    knocked = knock([(family, host, target.port) for family, host in places])
-    outcomes = {host: outcome for (host, _), outcome in knocked.items()}
-    open_at = [host for _, host in places if isinstance(outcomes.get(host), float)]
-    if not open_at:
-        return [
-            _closed(case, target, {host: each for host, each in outcomes.items() if isinstance(each, OSError)})
-        ], None
-    family, host = next((family, host) for family, host in places if host in open_at)
-    service = identify(family, (host, target.port), target.host, settings.read(case.env))
-    found = [_open(case, target, host, float(outcomes[host]), service)]  # type: ignore[arg-type]  # open_at are floats
-    shut = {each: problem for each, problem in outcomes.items() if isinstance(problem, OSError)}
-    # "Refused" at the other kind of address is how a service that listens on one of them looks.
-    deaf = {each: problem for each, problem in shut.items() if problem.errno != errno.ECONNREFUSED}
-    if deaf and not case.target_is_here:
-        words = join([f"{each}: {problem.strerror}" for each, problem in deaf.items()])
+    results = connect_all([(family, host, target.port) for family, host in places])
+    errors = {host: result for (host, _), result in results.items() if isinstance(result, OSError)}
+    seconds = {host: result for (host, _), result in results.items() if isinstance(result, float)}
+    if not seconds:
+        return [_unreachable(request, target, errors)], None
+    family, host = next((family, host) for family, host in places if host in seconds)
+    service = identify(family, (host, target.port), target.host, settings.read(request.env))
+    found = [_reachable(request, target, host, seconds[host], service)]
+    # A service that listens on one kind of address only refuses connections to the other.
+    dead = {each: problem for each, problem in errors.items() if problem.errno != errno.ECONNREFUSED}
+    if dead and not request.target_is_here:
+        reasons = join([f"{each}: {problem.strerror}" for each, problem in dead.items()])
         found.append(
-            yellow(
-                _SECTION,
+            _NETWORK.yellow(
                 "families",
                 "no-route",
-                f"{target.host} has an address that cannot be reached: {join(list(deaf))}",
-                why=f"{words}; {host} answers. Whoever tries the other address first waits for nothing",
+                f"{target.host} has an address that cannot be reached: {join(list(dead))}",
+                why=f"{reasons}; {host} answers. A client that tries the other address first waits in vain",
                 fix=f"give ranks the address that works: MASTER_ADDR={host}",
                 commands=(f"export MASTER_ADDR={host}",),
             )
@@ -88,74 +126,197 @@ def check(case: Case) -> tuple[list[Finding], Service | None]:
     return found, service
 
 
-def _closed(case: Case, target: Address, outcomes: dict[str, OSError]) -> Finding:
-    """Say what stands in the way, in the words that a rank would get."""
-    refused = any(problem.errno == errno.ECONNREFUSED for problem in outcomes.values())
-    if refused and case.target_is_here and not (case.nodes and _only_loopback(outcomes)):
-        return green(_SECTION, "port", f"port {target.port} is free here: rank 0 can listen on it")
+def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) -> Finding:
+    """Return the diagnosis that a rank would report."""
+    refused = any(problem.errno == errno.ECONNREFUSED for problem in errors.values())
+    only_loopback = all(host == "::1" or host.startswith("127.") for host in errors)
+    if refused and request.target_is_here and not (request.nodes and only_loopback):
+        return _NETWORK.green("port", f"port {target.port} is free here: rank 0 can listen on it")
     attempts = Attempts(target)
-    attempts.outcomes, attempts.tries = outcomes, 1
-    diagnosis = diagnose(
-        attempts, who=f"{socket.gethostname()} (allhands doctor)", several_hosts=bool(case.nodes)
-    ).diagnosis
-    commands: tuple[str, ...] = ()
-    if diagnosis.slug == "connection-refused":
-        commands = (f"allhands doctor --listen {target}   # on {target.host}, then again here",)
-    elif diagnosis.slug == "no-route":
-        commands = (f"ip route get {next(iter(outcomes))}",)
-    elif diagnosis.slug == "connection-filtered":
-        commands = (f"nft list ruleset   # on {target.host}, as root",)
-    # Before a job nobody listens, and where the address only comes from the environment that is no fault yet.
-    level = "yellow" if diagnosis.slug == "connection-refused" and not case.asked else "red"
-    return of(_SECTION, "port", level, diagnosis, commands=commands)  # type: ignore[arg-type]  # one of the two
+    attempts.outcomes, attempts.tries = errors, 1
+    who = f"{socket.gethostname()} (allhands doctor)"
+    diagnosis = diagnose(attempts, who=who, several_hosts=bool(request.nodes)).diagnosis
+    commands = {
+        "connection-refused": (f"allhands doctor --listen {target}   # on {target.host}, then again here",),
+        "no-route": (f"ip route get {next(iter(errors))}",),
+        "connection-filtered": (f"nft list ruleset   # on {target.host}, as root",),
+    }.get(diagnosis.slug, ())
+    if diagnosis.slug == "connection-refused" and not request.target_given:
+        # Before a job starts nothing listens; that is no fault if the address is only from the environment.
+        return _NETWORK.of("port", "yellow", diagnosis, commands=commands)
+    return _NETWORK.of("port", "red", diagnosis, commands=commands)
 
 
-def _only_loopback(outcomes: dict[str, OSError]) -> bool:
-    return all(host == "::1" or host.startswith("127.") for host in outcomes)
-
-
-def _open(case: Case, target: Address, host: str, seconds: float, service: Service) -> Finding:
-    took = f"{host} let us in after {duration(round(seconds, 3)) if seconds >= 0.1 else f'{seconds * 1000:.1f} ms'}"
-    held = port_owner(target.port) if case.target_is_here else None
+def _reachable(request: Request, target: Address, host: str, seconds: float, service: Service) -> Finding:
+    took = duration(round(seconds, 3)) if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
+    connected = f"{host} accepted the connection after {took}"
+    held = port_owner(target.port) if request.target_is_here else None
     by = f"; held by {held}" if held is not None else ""
-    if service.trouble is not None:
-        return of(_SECTION, "port", "red", service.trouble.diagnosis)
+    if service.problem is not None:
+        return _NETWORK.of("port", "red", service.problem.diagnosis)
     if service.kind == "coordinator":
-        return green(_SECTION, "port", f"a coordinator of allhands listens on {target}", f"{took}{by}")
+        return _NETWORK.green("port", f"a coordinator of allhands listens on {target}", f"{connected}{by}")
     if service.kind == "doctor":
-        return green(_SECTION, "port", f"a doctor listens on {target}", took)
+        return _NETWORK.green("port", f"a doctor listens on {target}", connected)
+    why = f"{connected}; {service.evidence}{by}"
+    listing = f"ss -ltnp 'sport = :{target.port}'   # on {target.host}"
     if service.kind == STORE:
-        if case.world is not None and case.world.agent_store:
-            return green(_SECTION, "port", f"torchrun's store listens on {target}", f"{took}{by}")
-        return yellow(
-            _SECTION,
+        if request.world is not None and request.world.agent_store:
+            return _NETWORK.green("port", f"torchrun's store listens on {target}", f"{connected}{by}")
+        return _NETWORK.yellow(
             "port",
             "wrong-service",
-            f"what listens on {target} is {STORE}: a job of torch's own has this address",
-            why=f"{took}; {service.said}{by}. Ranks of that job are right there; ranks of allhands are not",
-            fix="for a job of allhands choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)",
-            commands=(f"ss -ltnp 'sport = :{target.port}'   # on {target.host}",),
+            f"{STORE} listens on {target}: a job of torch's own has this address",
+            why=f"{why}. This address is right for ranks of that job, and wrong for ranks of allhands",
+            fix=f"for a job of allhands {_OTHER_PORT}",
+            commands=(listing,),
         )
     end = (f"kill {held.pid}",) if held is not None and held.pid and held.pid != os.getpid() else ()
     if service.kind == "silent":
-        return yellow(
-            _SECTION,
+        return _NETWORK.yellow(
             "port",
             "wrong-service",
-            f"what listens on {target} says nothing",
-            why=f"{took}; {service.said}{by}. Probably another service, or a process that is stopped",
-            fix="see who it is; if it is not yours choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)",
-            commands=(f"ss -ltnp 'sport = :{target.port}'   # on {target.host}", *end),
+            f"the service on {target} sends nothing",
+            why=f"{why}. Probably another service, or a process that is stopped",
+            fix=f"identify it; if it is not yours {_OTHER_PORT}",
+            commands=(listing, *end),
             certain=False,
         )
-    slug = "port-in-use" if held is not None else "wrong-service"
-    return red(
-        _SECTION,
+    return _NETWORK.red(
         "port",
-        slug,
-        f"what listens on {target} is {service.kind}, not a coordinator of allhands",
-        why=f"{took}; {service.said}{by}",
-        fix="choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)"
-        + (", or end that process" if end else ""),
-        commands=(f"ss -ltnp 'sport = :{target.port}'   # on {target.host}", *end),
+        "port-in-use" if held is not None else "wrong-service",
+        f"{service.kind} listens on {target}, not a coordinator of allhands",
+        why=why,
+        fix=_OTHER_PORT + (", or end that process" if end else ""),
+        commands=(listing, *end),
     )
+
+
+# Services -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Service:
+    """A service on a port: ``kind`` is coordinator, doctor, silent, or the name of another service.
+
+    ``link`` is the open connection to a doctor, after the handshake; the caller closes it. ``splitter`` and ``rest``
+    hold the bytes and frames that arrived with it.
+    """
+
+    kind: str
+    evidence: str = ""
+    problem: AllhandsError | None = None
+    link: socket.socket | None = None
+    splitter: Splitter | None = None
+    rest: list[bytes] | None = None
+
+
+def identify(family: int, place: tuple[str, int], name: str, settings: Settings) -> Service:
+    """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
+    try:
+        token = settings.secret()
+    except AllhandsError as problem:
+        return Service("unknown", problem=problem)
+    found = None
+    if settings.tls_ca:
+        found = _handshake(family, place, name, settings.tls_ca, token)
+    if found is None or found.kind == "unknown":
+        found = _handshake(family, place, name, "", token)
+    return found if found.kind != "unknown" else _identify_other(family, place, found.evidence)
+
+
+def _handshake(family: int, place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
+    """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
+    deadline = time.monotonic() + _ANSWER_S
+    link = socket.socket(family, socket.SOCK_STREAM)
+    kept = False
+    try:
+        link.settimeout(_ANSWER_S)
+        link.connect(place)
+        if authority:
+            link = wrap_tls(link, authority, name, deadline)
+        opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
+        send(link, GREETING + pack(encode(opening)), deadline)
+        splitter = Splitter(MOST_BYTES)
+        frames = receive(link, splitter, deadline)
+        if not frames:
+            return Service("unknown", _shown(splitter.held))
+        answer = decode_challenge(frames[0])
+        found = _answer(link, opening, answer, token, deadline)
+        if found.kind == "doctor" and found.problem is None:
+            kept, found.link, found.splitter, found.rest = True, link, splitter, frames[1:]
+    except FrameError:
+        return Service("unknown", _shown(splitter.held))
+    except msgspec.MsgspecError:
+        return Service("unknown", _shown(frames[0] if frames else b""))
+    except AllhandsError as problem:
+        return Service("unknown", problem.diagnosis.why)
+    except OSError as problem:
+        return Service("unknown", f"it broke the connection ({problem.strerror or problem})")
+    else:
+        return found
+    finally:
+        if not kept:
+            link.close()
+
+
+def _answer(
+    link: socket.socket, opening: Hello, answer: Challenge | Refused | Closing, token: bytes, deadline: float
+) -> Service:
+    if isinstance(answer, Closing):
+        return Service("coordinator", "a coordinator that is just ending")
+    if isinstance(answer, Refused):
+        return Service("coordinator", problem=error(answer.diagnosis))
+    kind = "doctor" if answer.protocol == LISTENER else "coordinator"
+    if not handshake.verify_coordinator(opening, answer, token):
+        theirs = "has a token" if answer.has_token else "has no token"
+        ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
+        problem = fail(
+            "not-authorised",
+            f"the {kind} there {theirs}, this process {ours}",
+            who="this process and the one that listens",
+            why="their proofs do not match (observed)",
+            fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+        )
+        return Service(kind, problem=problem)
+    # Without this proof a coordinator would count this process as a rank without a token.
+    with contextlib.suppress(OSError):
+        send(link, pack(encode(Proof(handshake.member_proof(opening, answer, token)))), deadline)
+    return Service(kind)
+
+
+def _identify_other(family: int, place: tuple[str, int], evidence: str) -> Service:
+    """Identify a service that is not ours by a few harmless requests."""
+    banner = _exchange(family, place, b"", _BANNER_S)
+    for text, kind in _BANNERS:
+        if banner.startswith(text):
+            return Service(kind, _shown(banner))
+    number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
+    ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
+    if _exchange(family, place, ping, _ANSWER_S / 2, most=4) == number:
+        return Service(STORE, "it answers torch's ping")
+    page = _exchange(family, place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
+    if page.startswith(b"HTTP/"):
+        headers = page.decode("latin-1").splitlines()
+        server = next((line[7:].strip() for line in headers if line.lower().startswith("server:")), "")
+        return Service("a web server" + (f" ({server[:40]})" if server else ""), _shown(page))
+    received = banner or page
+    if received or evidence:
+        return Service("another service", _shown(received) if received else evidence)
+    return Service("silent", "it accepts connections and sends nothing")
+
+
+def _exchange(family: int, place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
+    """Send ``data`` and return the answer, b"" if there is none."""
+    with socket.socket(family, socket.SOCK_STREAM) as link, contextlib.suppress(OSError):
+        link.settimeout(timeout_s)
+        link.connect(place)
+        if data:
+            link.sendall(data)
+        return link.recv(most)
+    return b""
+
+
+def _shown(data: bytes) -> str:
+    # As a literal: control characters are escaped.
+    return f"it sent {data[:_MOST_SHOWN]!r}" if data else ""

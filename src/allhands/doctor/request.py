@@ -1,70 +1,124 @@
-"""What the doctor was asked, and what is known before anything is looked at."""
+"""The input of all checks: target, environment, expected ranks, and the network interfaces of this machine."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
+import socket
+import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from socket import gaierror
 
 from ..control.bind import is_loopback
 from ..control.connect import resolve
 from ..environments.identify import identify
 from ..environments.world import Address, World
 from ..errors import AllhandsError
-from .concurrent import Together
-from .interfaces import Interface, interfaces
+from .concurrent import Concurrent
 
-__all__ = ["NAME_S", "Case", "Lookup", "is_address", "open_case"]
+__all__ = ["Interface", "Lookup", "Request", "interfaces", "is_address", "make_request"]
 
-# How long a name may take. glibc itself asks a silent server again only after 5 s, so longer waits tell no more.
-NAME_S = 2.2
+# Limit on resolving a name. glibc repeats a query only after 5 s, so waiting a little longer finds out no more.
+_NAME_S = 2.2
 
-# The variables by which schedulers say how many nodes a job has.
+# Variables in which schedulers give the number of nodes.
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "NNODES", "PET_NNODES")
+
+# <linux/sockios.h>, which the standard library does not name; IFF_UP and IFF_RUNNING of <linux/if.h>.
+_SIOCGIFFLAGS, _SIOCGIFMTU = 0x8913, 0x8921
+_UP = 0x1 | 0x40
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface: its addresses without scope, and whether it is up."""
+
+    name: str
+    addresses: tuple[str, ...]
+    mtu: int
+    up: bool
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it only leads to this machine."""
+        return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
+
+    @property
+    def outer(self) -> tuple[str, ...]:
+        """The addresses that other machines can use: neither loopback nor link-local."""
+        return tuple(
+            each for each in self.addresses if not is_loopback(each) and not each.startswith(("fe80:", "169.254."))
+        )
+
+
+def interfaces() -> list[Interface]:
+    """Return every network interface of this machine."""
+    import psutil  # here, because its import takes a tenth of the time of the whole command
+
+    addresses = psutil.net_if_addrs()
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            inet = tuple(
+                str(entry.address).partition("%")[0]
+                for entry in addresses.get(name, [])
+                if entry.family in {socket.AF_INET, socket.AF_INET6}
+            )
+            flags = _ioctl(sock, name, _SIOCGIFFLAGS, "H")
+            found.append(Interface(name, inet, _ioctl(sock, name, _SIOCGIFMTU, "i"), flags & _UP == _UP))
+    return found
+
+
+def _ioctl(sock: socket.socket, name: str, request: int, kind: str) -> int:
+    """Return a number about an interface from the kernel; 0 if the interface was just removed."""
+    try:
+        answer = fcntl.ioctl(sock, request, struct.pack("40s", name.encode()))
+    except OSError:
+        return 0
+    # A struct ifreq: 16 bytes of name, then the value.
+    return int(struct.unpack_from(kind, answer, 16)[0])
 
 
 class Lookup:
-    """A name that is being resolved, beside whoever asks; both network and names want to know."""
+    """A name that is being resolved in the background; several checks use its result."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.places: list[tuple[int, str]] = []
-        self.error: gaierror | None = None
+        self.error: socket.gaierror | None = None
         self.seconds = 0.0
-        self._answer = Together(lambda _: self._run(), [None])
+        self._answer = Concurrent(lambda _: self._run(), [None])
 
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            self.places = resolve(self.address.host, self.address.port, started + NAME_S)
-        except gaierror as problem:
+            self.places = resolve(self.address.host, self.address.port, started + _NAME_S)
+        except socket.gaierror as problem:
             self.error = problem
         self.seconds = time.monotonic() - started
 
     def wait(self) -> Lookup:
-        """Return once there is an answer, or none came in time."""
+        """Return when there is an answer or the time is over."""
         self._answer.results()
         return self
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is to be examined. ``asked`` is whether the target was given by the user and not by the environment."""
+class Request:
+    """What to check. ``target_given`` is whether the user gave the target; otherwise it is from the environment."""
 
     env: Mapping[str, str]
     target: Address | None = None
-    asked: bool = False
+    target_given: bool = False
     ranks: int | None = None
     world: World | None = None
-    trouble: AllhandsError | None = None
+    world_error: AllhandsError | None = None
     hosts_file: Path = Path("/etc/hosts")
     resolver_file: Path = Path("/etc/resolv.conf")
-    _lookups: dict[str, Lookup] = field(default_factory=dict)
 
     @cached_property
     def interfaces(self) -> list[Interface]:
@@ -73,7 +127,7 @@ class Case:
 
     @cached_property
     def lookup(self) -> Lookup | None:
-        """The target's name, being resolved; None without a target."""
+        """The target's name, which is being resolved; None without a target."""
         return Lookup(self.target) if self.target is not None else None
 
     @property
@@ -83,25 +137,25 @@ class Case:
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """Where the target is, [] where that is not known. Waits for the name."""
+        """Family and address of the target, [] if not known. Waits for the name."""
         return self.lookup.wait().places if self.lookup is not None else []
 
     @property
     def target_is_here(self) -> bool:
-        """Whether the target is this machine, as far as its address tells."""
+        """Whether an address of the target is one of this machine."""
         own = self.local_addresses
         return any(is_loopback(host) or host in own for _, host in self.places)
 
     @property
     def local_ranks(self) -> int | None:
-        """How many ranks this machine has or will have, where anybody said so."""
+        """The number of ranks on this machine, None if not known."""
         if self.ranks is not None:
             return self.ranks
         return self.world.local_world_size if self.world is not None else None
 
     @cached_property
     def nodes(self) -> str:
-        """What says that there are several machines, as evidence; "" where nothing does."""
+        """The evidence that the job has several machines, "" if there is none."""
         for name in _NODES:
             value = self.env.get(name, "").strip()
             if value.isdecimal() and int(value) > 1:
@@ -117,12 +171,12 @@ class Case:
 
     @property
     def several_hosts(self) -> bool:
-        """Whether more than this machine is concerned: the environment says so, or the target is elsewhere."""
+        """Whether the job has other machines: the environment shows it, or the target is elsewhere."""
         return bool(self.nodes) or (bool(self.places) and not self.target_is_here)
 
 
 def is_address(host: str) -> bool:
-    """Tell whether ``host`` is an IP address and not a name."""
+    """Return whether ``host`` is an IP address and not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -130,15 +184,15 @@ def is_address(host: str) -> bool:
     return True
 
 
-def open_case(target: Address | None = None, *, env: Mapping[str, str] | None = None, ranks: int | None = None) -> Case:
-    """Find out who this process is, and where its coordinator would be if ``target`` does not say so."""
+def make_request(
+    target: Address | None = None, *, env: Mapping[str, str] | None = None, ranks: int | None = None
+) -> Request:
+    """Identify this process, and use its coordinator if no ``target`` is given."""
     source = dict(os.environ if env is None else env)
-    world, trouble = None, None
+    world, world_error = None, None
     try:
         world = identify(source)
     except AllhandsError as problem:
-        trouble = problem
-    place = target
-    if place is None and world is not None:
-        place = world.coordinator
-    return Case(source, place, target is not None, ranks, world, trouble)
+        world_error = problem
+    place = target if target is not None or world is None else world.coordinator
+    return Request(source, place, target is not None, ranks, world, world_error)

@@ -1,61 +1,61 @@
-"""What this machine has to give: shared memory, file descriptors, processes, memory. Read from the kernel."""
+"""The limits of this machine: shared memory, file descriptors, processes, memory and cores."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..diagnosis import count
-from .finding import Finding, green, red, yellow
-from .request import Case
+from .finding import Finding, Section
+from .proc_status import read_status
+from .request import Request
 
-__all__ = ["check", "group_of", "limits"]
+__all__ = ["apply_fixes", "available_cores", "check", "check_cores", "memory_limits"]
 
-_SECTION = "resources"
+_RESOURCES = Section("resources")
 _MIB, _GIB = 1 << 20, 1 << 30
 
-# What NCCL's shared-memory transport takes for a rank (engines/nccl.py has the same figure and its reason).
+# Shared memory that NCCL's transport needs for a rank (engines/needs.py has the same number and its reason).
 _SHM_PER_RANK = 8 * _MIB
 
-# Docker and Kubernetes give 64 MiB: enough for NCCL, too little for DataLoader workers, whose batches stand there.
+# The default of Docker and Kubernetes: enough for NCCL, too little for the batches of DataLoader workers.
 _SMALL_SHM = 64 * _MIB
 
-# Below this, hardly one batch in flight fits.
+# Below this, hardly one batch fits.
 _FULL_SHM = 16 * _MIB
 
-# Descriptors that a Python process with torch has open besides its connections; each rank has one to every other.
+# Descriptors of a Python process with torch besides its connections; each rank has one connection to every other.
 _SPARE_DESCRIPTORS = 64
 
-# torch alone does not raise a soft limit: with DataLoader workers this few are soon used up.
+# torch does not raise the soft limit, and DataLoader workers soon use up this many.
 _FEW_DESCRIPTORS = 256
 
 # A rank with torch has some tens of threads, and its DataLoader workers as many again.
 _THREADS_PER_RANK, _FEW_THREADS = 32, 128
 
-# A rank that has imported torch and formed a group takes about 300 MiB, and its part of the shared memory.
+# A rank that has imported torch and formed a group needs about 300 MiB, besides its part of the shared memory.
 _LEAST_PER_RANK, _EASY_PER_RANK = 256 * _MIB, 512 * _MIB
 
-_GROUPS = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
-def check(case: Case) -> list[Finding]:
-    """Look at each limit, against the ranks that are known to come."""
-    ranks = case.local_ranks or 1
-    size = case.world.world_size if case.world is not None else ranks
-    found = [_shm(ranks), _descriptors(max(size, ranks)), _processes(ranks), _memory(ranks)]
-    return [each for each in found if each is not None]
+def check(request: Request) -> list[Finding]:
+    """Compare each limit with the ranks that are expected."""
+    ranks = request.local_ranks or 1
+    size = request.world.world_size if request.world is not None else ranks
+    return [_shm(ranks), _descriptors(max(size, ranks)), _processes(ranks), _memory(ranks)]
 
 
 # Shared memory ------------------------------------------------------------------------------------------------
 
 
-def _shm(ranks: int, path: str = "/dev/shm") -> Finding | None:  # noqa: S108  # the path that NCCL and torch use
+def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the path that NCCL and torch use
     try:
         state = os.statvfs(path)
     except OSError:
-        return yellow(
-            _SECTION,
+        return _RESOURCES.yellow(
             "shm",
             "shm-too-small",
             f"there is no {path}",
@@ -63,29 +63,24 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding | None:  # noqa: S108  #
             fix=f"mount it: a tmpfs on {path}",
             commands=(f"mount -t tmpfs -o size=1g tmpfs {path}",),
         )
-    whole, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+    total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
     need = max(ranks * _SHM_PER_RANK, _FULL_SHM)
-    shown = f"{path} {_size(free)} free of {_size(whole)}"
-    fix = (
-        f"start the container with --shm-size=1g (Kubernetes: an emptyDir with medium Memory on {path}), or remove "
-        "what earlier jobs left there"
+    shown = f"{path} {_size(free)} free of {_size(total)}"
+    if free >= need and total > _SMALL_SHM:
+        return _RESOURCES.green("shm", shown, total=total, free=free)
+    default = "" if free < need else ": the default of containers"
+    return Finding(
+        _RESOURCES,
+        "shm",
+        "red" if free < need else "yellow",
+        f"{shown}{default}",
+        slug="shm-too-small",
+        why=f"NCCL passes data between ranks of one machine there ({count(ranks, 'rank')}: {_size(need)}), DataLoader "
+        "workers their batches",
+        fix=f"start the container with --shm-size=1g (Kubernetes: an emptyDir with medium Memory on {path}), or remove "
+        "the files of earlier jobs there",
+        commands=(f"ls -la {path}", f"mount -o remount,size=1g {path}   # as root, on your own machine"),
     )
-    commands = (f"ls -la {path}", f"mount -o remount,size=1g {path}   # as root, on a machine of your own")
-    why = f"NCCL passes data between ranks of one machine there ({count(ranks, 'rank')}: {_size(need)}), DataLoader "
-    why += "workers their batches"
-    if free < need:
-        return red(_SECTION, "shm", "shm-too-small", shown, why=why, fix=fix, commands=commands)
-    if whole <= _SMALL_SHM:
-        return yellow(
-            _SECTION,
-            "shm",
-            "shm-too-small",
-            f"{shown}: what containers give by default",
-            why=why,
-            fix=fix,
-            commands=commands,
-        )
-    return green(_SECTION, "shm", shown, total=whole, free=free)
 
 
 # Descriptors and processes ------------------------------------------------------------------------------------
@@ -94,22 +89,19 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding | None:  # noqa: S108  #
 def _descriptors(size: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = size + _SPARE_DESCRIPTORS
-    shown = f"{soft} file descriptors"
-    parts = {"soft": soft, "hard": hard, "need": need}
+    details = {"soft": soft, "hard": hard, "need": need}
     if hard != resource.RLIM_INFINITY and need > hard:
-        return red(
-            _SECTION,
+        return _RESOURCES.red(
             "descriptors",
             "fd-limit",
             f"{count(size, 'rank')} need {need} file descriptors in each process, the limit is {hard}",
             why=f"ulimit -Hn is {hard}; each rank keeps a connection to every other",
             fix="raise the limit before the job starts (LimitNOFILE= in a service, --ulimit for a container)",
             commands=("ulimit -n 65536",),
-            details=parts,
+            details=details,
         )
     if soft != resource.RLIM_INFINITY and soft < max(need, _FEW_DESCRIPTORS):
-        return yellow(
-            _SECTION,
+        return _RESOURCES.yellow(
             "descriptors",
             "fd-limit",
             f"only {soft} file descriptors for each process, of {hard} that are allowed",
@@ -117,9 +109,33 @@ def _descriptors(size: int) -> Finding:
             "for its ranks, torch does not",
             fix="raise it in the shell that starts the job (--fix does)",
             commands=(f"ulimit -n {hard}" if hard != resource.RLIM_INFINITY else "ulimit -n 65536",),
-            details=parts,
+            details=details,
         )
-    return green(_SECTION, "descriptors", shown, f"at most {hard}", **parts)
+    return _RESOURCES.green("descriptors", f"{soft} file descriptors", f"at most {hard}", **details)
+
+
+def apply_fixes(findings: Sequence[Finding]) -> dict[str, str]:
+    """Make the changes that are safe and can be undone; return by check what was changed, or why not.
+
+    Only the soft limit on descriptors is one: that of the calling shell is raised, and its jobs inherit it.
+    """
+    if not any(found.check == "descriptors" and found.level == "yellow" for found in findings):
+        return {}
+    return {"descriptors": _raise_descriptors(os.getppid())}
+
+
+def _raise_descriptors(shell: int) -> str:
+    status = read_status(shell)
+    if status is None or status.uid != os.getuid() or shell == 1:
+        return "nothing: the process that called this one is not yours"
+    soft, hard = resource.prlimit(shell, resource.RLIMIT_NOFILE)
+    if hard == soft:
+        return f"nothing: {status.name} (pid {shell}) has all {soft} that are allowed"
+    try:
+        resource.prlimit(shell, resource.RLIMIT_NOFILE, (hard, hard))
+    except OSError as problem:
+        return f"nothing: {problem.strerror or problem}"
+    return f"raised the limit of {status.name} (pid {shell}) from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
 
 
 def _processes(ranks: int) -> Finding:
@@ -128,7 +144,7 @@ def _processes(ranks: int) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         room.append((soft - _own_threads(), f"ulimit -u is {soft}"))
-    for folder in group_of("pids"):
+    for folder in _cgroups("pids"):
         most, now = _number(folder / "pids.max"), _number(folder / "pids.current")
         if most is not None and now is not None:
             room.append((most - now, f"the control group {folder} may have {most} and has {now}"))
@@ -136,34 +152,34 @@ def _processes(ranks: int) -> Finding:
     if threads is not None:
         room.append((threads - _all_threads(), f"the kernel allows {threads}"))
     left, why = min(room, default=(need * 10, "no limit"))
-    # The doctor's own threads are gone when the job comes.
+    # The doctor's own threads end before the job starts.
     left += len(list(Path("/proc/self/task").iterdir()))
-    parts = {"left": left, "need": need}
-    if left < need or left < _FEW_THREADS:
-        level = red if left < ranks else yellow
-        return level(
-            _SECTION,
-            "processes",
-            "process-limit",
-            f"room for only {max(left, 0)} more {'process or thread' if left == 1 else 'processes and threads'}",
-            why=f"{why}; {count(ranks, 'rank')} need about {need} with their threads",
-            fix="raise the limit (ulimit -u, TasksMax= in a service, --pids-limit of a container), or end what earlier "
-            "jobs left",
-            commands=("ulimit -u unlimited", "ps -eLf --sort=-nlwp | head"),
-            details=parts,
-        )
-    return green(_SECTION, "processes", f"room for {left} more processes", why, **parts)
+    details = {"left": left, "need": need}
+    if left >= max(need, _FEW_THREADS):
+        return _RESOURCES.green("processes", f"room for {left} more processes", why, **details)
+    return Finding(
+        _RESOURCES,
+        "processes",
+        "red" if left < ranks else "yellow",
+        f"room for only {max(left, 0)} more {'process or thread' if left == 1 else 'processes and threads'}",
+        slug="process-limit",
+        why=f"{why}; {count(ranks, 'rank')} need about {need} with their threads",
+        fix="raise the limit (ulimit -u, TasksMax= in a service, --pids-limit of a container), or end the processes of "
+        "earlier jobs",
+        commands=("ulimit -u unlimited", "ps -eLf --sort=-nlwp | head"),
+        details=details,
+    )
 
 
 def _own_threads() -> int:
-    me, found = os.getuid(), 0
+    uid, found = os.getuid(), 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
-                if folder.stat().st_uid == me:
+                if folder.stat().st_uid == uid:
                     found += len(list((folder / "task").iterdir()))
             except OSError:
-                continue  # It ended while we looked.
+                continue  # It ended meanwhile.
     return found
 
 
@@ -175,61 +191,56 @@ def _all_threads() -> int:
 # Memory -------------------------------------------------------------------------------------------------------
 
 
-def limits() -> list[tuple[int, int, str]]:
-    """Return (bytes in all, bytes that are left, where) of the machine and of each control group with a limit."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if ":" in line
-    )
+def memory_limits() -> list[tuple[int, int, str]]:
+    """Return (bytes in total, bytes left, name) of the machine and of each control group with a limit."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     kib = {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
     found = [(kib["MemTotal"], kib.get("MemAvailable", kib["MemFree"]), "the machine")]
-    for folder in group_of("memory"):
-        most = _first(folder, "memory.max", "memory.limit_in_bytes")
-        now = _first(folder, "memory.current", "memory.usage_in_bytes")
+    for folder in _cgroups("memory"):
+        most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
+        now = _first_number(folder, "memory.current", "memory.usage_in_bytes")
         if most is not None and now is not None and most < kib["MemTotal"]:
-            # Pages of files are counted there, and are given back before anything is killed.
-            found.append((most, most - now + _cache(folder), f"the control group {folder}"))
+            # The page cache counts as used, and is freed before any process is killed.
+            found.append((most, most - now + _page_cache(folder), f"the control group {folder}"))
     return found
 
 
 def _memory(ranks: int) -> Finding:
-    whole, left, where = min(limits(), key=lambda each: each[1])
-    shown = f"{_size(left)} of {_size(whole)} memory left"
-    parts = {"total": whole, "left": left, "where": where}
-    if left < ranks * _EASY_PER_RANK:
-        level = red if left < ranks * _LEAST_PER_RANK else yellow
-        return level(
-            _SECTION,
-            "memory",
-            "memory-low",
-            f"{shown}, for {count(ranks, 'rank')}",
-            why=f"of {where} (observed); a rank that has imported torch takes about 300 MiB before it does anything, "
-            "and the kernel ends processes without a word when there is no more",
-            fix="end what uses it, start fewer ranks, or raise the limit of the container or control group",
-            commands=("ps -eo pid,rss,args --sort=-rss | head",),
-            details=parts,
-        )
-    return green(_SECTION, "memory", shown, where, **parts)
+    total, left, where = min(memory_limits(), key=lambda each: each[1])
+    shown = f"{_size(left)} of {_size(total)} memory left"
+    details = {"total": total, "left": left, "where": where}
+    if left >= ranks * _EASY_PER_RANK:
+        return _RESOURCES.green("memory", shown, where, **details)
+    return Finding(
+        _RESOURCES,
+        "memory",
+        "red" if left < ranks * _LEAST_PER_RANK else "yellow",
+        f"{shown}, for {count(ranks, 'rank')}",
+        slug="memory-low",
+        why=f"of {where} (observed); a rank that has imported torch needs about 300 MiB, and the kernel kills "
+        "processes without a message if memory runs out",
+        fix="end the processes that use it, start fewer ranks, or raise the limit of the container or control group",
+        commands=("ps -eo pid,rss,args --sort=-rss | head",),
+        details=details,
+    )
 
 
-def _cache(folder: Path) -> int:
+def _page_cache(folder: Path) -> int:
     try:
         text = (folder / "memory.stat").read_text(encoding="ascii")
     except OSError:
         return 0
     table = dict(line.split() for line in text.splitlines() if line.count(" ") == 1)
-    names = (
-        ("total_inactive_file", "total_active_file")
-        if "total_inactive_file" in table
-        else ("inactive_file", "active_file")
-    )
-    return sum(int(table.get(name, 0)) for name in names)
+    prefix = "total_" if "total_inactive_file" in table else ""
+    return sum(int(table.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 # Control groups -----------------------------------------------------------------------------------------------
 
 
-def group_of(controller: str) -> list[Path]:
-    """Return the folders of this process's control group for ``controller``, from its own up to the outermost."""
+def _cgroups(controller: str) -> list[Path]:
+    """Return the folders of this process's control group for ``controller``, from its own to the outermost."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -238,14 +249,14 @@ def group_of(controller: str) -> list[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            base = _GROUPS / controllers
-            base = base if base.is_dir() else _GROUPS / controller
+            base = _CGROUPS / controllers
+            base = base if base.is_dir() else _CGROUPS / controller
         elif not controllers:
-            base = _GROUPS
+            base = _CGROUPS
         else:
             continue
         folder = base / path.lstrip("/")
-        # In a container the path may be the host's; what is mounted is then the container's own group.
+        # In a container the path may be the host's; then the mounted folder is the container's own group.
         folder = folder if folder.is_dir() else base
         while True:
             if folder not in found and folder.is_dir():
@@ -256,16 +267,12 @@ def group_of(controller: str) -> list[Path]:
     return found
 
 
-def _first(folder: Path, *names: str) -> int | None:
-    for name in names:
-        number = _number(folder / name)
-        if number is not None:
-            return number
-    return None
+def _first_number(folder: Path, *names: str) -> int | None:
+    return next((number for name in names if (number := _number(folder / name)) is not None), None)
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file of the kernel's; None where there is none, or "max"."""
+    """Return the number in a file of the kernel; None if there is none, or "max"."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -277,3 +284,71 @@ def _size(number: int) -> str:
     if number >= _GIB:
         return f"{number / _GIB:.1f}".removesuffix(".0") + " GiB"
     return f"{number / _MIB:.0f} MiB"
+
+
+# Cores --------------------------------------------------------------------------------------------------------
+
+
+def available_cores() -> tuple[int, str]:
+    """Return the number of cores that this process may use, and the limit that determines it."""
+    cores = len(os.sched_getaffinity(0))
+    why = f"{os.cpu_count()} in all" if cores == os.cpu_count() else f"this process may use {cores} of {os.cpu_count()}"
+    for folder in _cgroups("cpu"):
+        quota = _cpu_quota(folder)
+        # A part of a core still runs one thread at a time.
+        if quota is not None and max(1, round(quota)) < cores:
+            cores, why = max(1, round(quota)), f"the control group {folder} may use {quota:g}"
+    return cores, why
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    try:
+        quota, _, period = (folder / "cpu.max").read_text(encoding="ascii").partition(" ")
+    except OSError:
+        try:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
+        except OSError:
+            return None
+    if not quota.strip().isdecimal() or not period.strip().isdecimal():
+        return None  # "max", or -1: no limit.
+    return int(quota) / int(period)
+
+
+def check_cores(request: Request) -> list[Finding]:
+    """Compare the cores with ranks and OMP_NUM_THREADS."""
+    cores, why = available_cores()
+    text = request.env.get("OMP_NUM_THREADS", "").strip()
+    threads = int(text) if text.isdecimal() and int(text) > 0 else None
+
+    def yellow(what: str, why: str, fix: str, command: str) -> list[Finding]:
+        return [_RESOURCES.yellow("cores", "too-few-cores", what, why=why, fix=fix, commands=(command,))]
+
+    if text and threads is None and not all(part.strip().isdecimal() for part in text.split(",")):
+        return yellow(
+            f"OMP_NUM_THREADS={text} is not a number: every rank starts a thread for each core",
+            f"{count(cores, 'core')} ({why})",
+            "give a number, or unset it",
+            "export OMP_NUM_THREADS=1",
+        )
+    ranks = request.local_ranks
+    if ranks is None:
+        return [_RESOURCES.green("cores", count(cores, "core"), why, cores=cores)]
+    if ranks > cores:
+        return yellow(
+            f"{count(ranks, 'rank')} on {count(cores, 'core')}",
+            f"{why}; each collective waits for ranks that have no core at that moment",
+            f"start at most {count(cores, 'rank')} here, or give the job more cores",
+            f"allhands run -n {cores} …",
+        )
+    each = threads if threads is not None else cores
+    variable = f"OMP_NUM_THREADS={threads}" if threads is not None else "OMP_NUM_THREADS is not set"
+    if ranks > 1 and ranks * each > cores:
+        share = max(1, cores // ranks)
+        return yellow(
+            f"{ranks} ranks with {count(each, 'thread')} each on {count(cores, 'core')}",
+            f"{variable}, and {why}",
+            f"give each rank its share: OMP_NUM_THREADS={share} (allhands run and torchrun set 1)",
+            f"export OMP_NUM_THREADS={share}",
+        )
+    return [_RESOURCES.green("cores", f"{count(cores, 'core')} for {count(ranks, 'rank')}", variable, cores=cores)]

@@ -1,43 +1,82 @@
-"""The way to the coordinator: interfaces, the one that leads there, and those that Gloo and NCCL were told to use."""
+"""The route to the coordinator: interfaces, those chosen for Gloo and NCCL, and this machine's own firewall."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+
 from ..diagnosis import join
-from .finding import Finding, green, red, yellow
-from .interfaces import Interface, chosen, leads_to
-from .request import Case
+from .finding import Finding, Section
+from .request import Interface, Request
 
-__all__ = ["check"]
+__all__ = ["check", "check_firewall", "firewall_rules", "route_to", "select_interfaces"]
 
-_SECTION = "network"
+_NETWORK = Section("network")
 
-# Variable, and whether it takes beginnings of names as NCCL does.
+# Connecting a datagram socket looks up the route and sends nothing, so any port will do.
+_ANY_PORT = 9
+
+# Variable, and whether it accepts prefixes of names as NCCL does.
 _VARIABLES = (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True), ("TP_SOCKET_IFNAME", False))
 
+# nft and iptables-save answer in milliseconds.
+_TOOL_S = 1.0
 
-def check(case: Case) -> list[Finding]:
-    """Look at the interfaces, the route, and what was chosen by variables."""
-    present = case.interfaces
-    places = case.places
-    own, route = leads_to(places, present)
-    found = [_listed(present, places, own, route, case)]
+_DROPPED = {"drop", "reject"}
+
+
+def route_to(places: list[tuple[int, str]], present: list[Interface]) -> tuple[str, Interface | None]:
+    """Return the source address and the interface of the kernel's route to the first place that has one."""
+    for family, host in places:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect((host, _ANY_PORT))
+            except OSError:
+                continue
+            own = str(sock.getsockname()[0]).partition("%")[0]
+        return own, next((each for each in present if own in each.addresses), None)
+    return "", None
+
+
+def select_interfaces(value: str, present: list[Interface], *, prefixes: bool) -> tuple[list[Interface], list[str]]:
+    """Return the interfaces that a variable such as GLOO_SOCKET_IFNAME selects, and its words that select none.
+
+    NCCL (``prefixes``) accepts prefixes of names, ``=NAME`` for exactly that one, and ``^`` for all but these.
+    """
+    exclude = prefixes and value.startswith("^")
+    exact = value.lstrip("^").startswith("=")
+    words = [word for word in value.lstrip("^").lstrip("=").split(",") if word]
+
+    def matches(word: str, name: str) -> bool:
+        return name.startswith(word) if prefixes and not exact else name == word
+
+    if exclude:
+        return [each for each in present if not any(matches(word, each.name) for word in words)], []
+    found = [each for each in present if any(matches(word, each.name) for word in words)]
+    return found, [word for word in words if not any(matches(word, each.name) for each in present)]
+
+
+def check(request: Request) -> list[Finding]:
+    """Check the interfaces, the route, and the interfaces that variables select."""
+    own, route = route_to(request.places, request.interfaces)
+    found = [_interfaces(request, own, route)]
     for name, prefixes in _VARIABLES:
-        value = case.env.get(name, "").strip()
+        value = request.env.get(name, "").strip()
         if value:
-            found.append(_chosen(name, value, present, route, case, prefixes=prefixes))
+            found.append(_variable(name, value, route, request, prefixes=prefixes))
     return found
 
 
-def _listed(
-    present: list[Interface], places: list[tuple[int, str]], own: str, route: Interface | None, case: Case
-) -> Finding:
+def _interfaces(request: Request, own: str, route: Interface | None) -> Finding:
+    present, places = request.interfaces, request.places
     usable = [each for each in present if each.up and each.outer]
     shown = join([f"{each.name} {each.outer[0]} (MTU {each.mtu})" for each in usable]) or "no outer interface"
     details = {each.name: {"addresses": list(each.addresses), "mtu": each.mtu, "up": each.up} for each in present}
     loopback = next((each for each in present if "127.0.0.1" in each.addresses), None)
     if loopback is None or not loopback.up:
-        return red(
-            _SECTION,
+        return _NETWORK.red(
             "interfaces",
             "interface-mismatch",
             "there is no loopback interface: ranks of one machine cannot reach each other",
@@ -46,66 +85,118 @@ def _listed(
             commands=("ip link set lo up",),
         )
     if not places:
-        return green(_SECTION, "interfaces", shown, interfaces=details)
+        return _NETWORK.green("interfaces", shown, interfaces=details)
     if route is None and not own:
-        # Whoever connects says it too, with its diagnosis; here only that the kernel has no way at all.
-        return green(_SECTION, "interfaces", f"{shown}; none leads to {places[0][1]}", interfaces=details)
-    if route is not None and route.loopback and case.target_is_here:
-        return green(_SECTION, "interfaces", shown, f"{places[0][1]} is this machine", interfaces=details)
-    by = route.name if route is not None else "an interface without that address"
-    return green(
-        _SECTION, "interfaces", f"{by} ({own}) leads to {places[0][1]}", f"all: {shown}", interfaces=details, route=by
-    )
+        # The check of the port reports this with its diagnosis.
+        return _NETWORK.green("interfaces", f"{shown}; none leads to {places[0][1]}", interfaces=details)
+    if route is not None and route.loopback and request.target_is_here:
+        return _NETWORK.green("interfaces", shown, f"{places[0][1]} is this machine", interfaces=details)
+    name = route.name if route is not None else "an interface without that address"
+    what = f"{name} ({own}) leads to {places[0][1]}"
+    return _NETWORK.green("interfaces", what, f"all: {shown}", interfaces=details, route=name)
 
 
-def _chosen(
-    name: str, value: str, present: list[Interface], route: Interface | None, case: Case, *, prefixes: bool
-) -> Finding:
-    meant, unknown = chosen(value, present, prefixes=prefixes)
-    there = join(sorted(each.name for each in present))
+def _variable(name: str, value: str, route: Interface | None, request: Request, *, prefixes: bool) -> Finding:
+    selected, unknown = select_interfaces(value, request.interfaces, prefixes=prefixes)
+    there = join(sorted(each.name for each in request.interfaces))
     best = route.name if route is not None and not route.loopback else ""
     unset = f"unset {name}"
     commands = (unset, *((f"export {name}={best}",) if best else ()))
+
+    def red(what: str, why: str, fix: str) -> Finding:
+        text = f"{unset}, or {fix}" + (f": {best}" if best and fix.startswith("use") else "")
+        return _NETWORK.red(name, "interface-mismatch", f"{name}={value}{what}", why=why, fix=text, commands=commands)
+
     if unknown:
         return red(
-            _SECTION,
-            name,
-            "interface-mismatch",
-            f"{name}={value}: there is no interface {join(unknown)} here",
-            why=f"this machine has {there}",
-            fix=f"{unset}, or name the one that leads to the other machines" + (f": {best}" if best else ""),
-            commands=commands,
+            f": there is no interface {join(unknown)} here",
+            f"this machine has {there}",
+            "use the one that leads to the other machines",
         )
-    useless = [each for each in meant if not each.up or not each.addresses]
-    if not meant or len(useless) == len(meant):
+    useless = [each for each in selected if not each.up or not each.addresses]
+    if len(useless) == len(selected):
         state = join([f"{each.name} {'is down' if not each.up else 'has no address'}" for each in useless])
-        return red(
-            _SECTION,
-            name,
-            "interface-mismatch",
-            f"{name}={value} chooses no interface that works",
-            why=state or f"none of {there} is chosen by it",
-            fix=f"{unset}, or bring the interface up and give it an address",
-            commands=commands,
-        )
-    if case.several_hosts and all(each.loopback for each in meant):
-        return red(
-            _SECTION,
-            name,
-            "interface-mismatch",
-            f"{name}={value} is loopback, but the job is on several machines",
-            why=case.nodes or f"{case.target} is another machine",
-            fix=f"{unset}, or name the interface that leads there" + (f": {best}" if best else ""),
-            commands=commands,
-        )
-    if best and best not in {each.name for each in meant}:
-        return yellow(
-            _SECTION,
+        why = state or f"it selects none of {there}"
+        return red(" chooses no interface that works", why, "bring the interface up and give it an address")
+    if request.several_hosts and all(each.loopback for each in selected):
+        why = request.nodes or f"{request.target} is another machine"
+        return red(" is loopback, but the job is on several machines", why, "use the interface that leads there")
+    if best and best not in {each.name for each in selected}:
+        return _NETWORK.yellow(
             name,
             "interface-mismatch",
             f"{name}={value}, but {best} leads to the coordinator",
-            why=f"the kernel sends to {case.target} by {best}; {value} must lead to every machine of the job too",
-            fix=f"{unset}, unless {value} is a network of its own between all machines",
+            why=f"the kernel sends to {request.target} by {best}; {value} must lead to every machine of the job too",
+            fix=f"{unset}, unless {value} is a separate network between all machines",
             commands=commands,
         )
-    return green(_SECTION, name, f"{name}={value} is there" + (" and leads there" if best else ""))
+    return _NETWORK.green(name, f"{name}={value} is there" + (" and leads there" if best else ""))
+
+
+# Firewall -----------------------------------------------------------------------------------------------------
+
+
+def firewall_rules() -> list[str] | None:
+    """Return the rules by which this machine drops or rejects incoming packets; None if they cannot be read."""
+    if os.geteuid() != 0:
+        return None
+    readable = False
+    found: list[str] = []
+    for command, parse in ((["nft", "list", "ruleset"], _parse_nft), (["iptables-save"], _parse_iptables)):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0:
+            readable = True
+            found += parse(done.stdout)
+    return found if readable else None
+
+
+def _parse_nft(text: str) -> list[str]:
+    found: list[str] = []
+    incoming, chain = False, ""
+    for line in (each.strip() for each in text.splitlines()):
+        if line.startswith("chain "):
+            chain, incoming = line.split()[1], False
+        elif "hook " in line:
+            incoming = "hook input" in line or "hook prerouting" in line
+            if incoming and "policy drop" in line:
+                found.append(f"chain {chain}: policy drop")
+        elif incoming and _DROPPED & set(line.split()):
+            found.append(f"chain {chain}: {line}")
+    return found
+
+
+def _parse_iptables(text: str) -> list[str]:
+    return [
+        line.strip()
+        for line in text.splitlines()
+        if line.startswith(":INPUT DROP") or (line.startswith("-A INPUT") and line.split()[-1] in {"DROP", "REJECT"})
+    ]
+
+
+def check_firewall(request: Request) -> list[Finding]:
+    """Report the rules that drop incoming packets; yellow only if other machines have to connect."""
+    found = firewall_rules()
+    if found is None:
+        return []
+    if not found:
+        return [_NETWORK.green("firewall", "no firewall of its own")]
+    shown = join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    if not request.several_hosts:
+        return [_NETWORK.green("firewall", f"a firewall with {len(found)} rules that drop packets", shown)]
+    return [
+        _NETWORK.yellow(
+            "firewall",
+            "ports-filtered",
+            "this machine's own firewall drops some packets",
+            why=f"{shown} (observed); Gloo and NCCL listen on ports that the kernel chooses",
+            fix="accept connections from the other machines of the job on all ports above 1023; `allhands doctor "
+            "--listen` here and `allhands doctor HOST:PORT` there shows whether they arrive",
+            commands=("nft list ruleset",),
+            certain=False,
+        )
+    ]

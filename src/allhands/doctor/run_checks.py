@@ -1,70 +1,78 @@
-"""All checks of this machine and of the way to the coordinator, at the same time, each with its own deadline."""
+"""All checks of this machine and of the way to the coordinator, run concurrently; each has its own time limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ..errors import AllhandsError
-from . import cores, environment, firewall, hostnames, jobs, leftovers, ports, resources, routes, stack_check
-from .concurrent import together
-from .finding import SECTIONS, Finding, of, yellow
-from .peer_client import visit
-from .peer_protocol import Conversation
-from .request import Case
+from . import environment, hostnames, jobs, ports, resources, routes, stack_check
+from .concurrent import run_concurrently
+from .finding import SECTIONS, Finding, Section
+from .peer_client import check_peer
+from .peer_protocol import PeerConnection
+from .proc_status import check_leftovers
+from .request import Request
 
-__all__ = ["examine"]
+__all__ = ["run_checks"]
 
-_Check = Callable[[Case], list[Finding]]
+_ENVIRONMENT = Section("environment")
+
+_Check = Callable[[Request], list[Finding]]
 
 
-def examine(case: Case) -> list[Finding]:
-    """Return what was found, in the order of the sections."""
+def run_checks(request: Request) -> list[Finding]:
+    """Run every check; return the findings in the order of the sections."""
     checks: dict[str, _Check] = {
         "names": hostnames.check,
         "routes": routes.check,
         "ports": _ports,
-        "firewall": firewall.check,
+        "firewall": routes.check_firewall,
         "resources": resources.check,
-        "cores": cores.check,
-        "leftovers": leftovers.check,
+        "cores": resources.check_cores,
+        "leftovers": _leftovers,
         "stack": stack_check.check,
-        "surroundings": environment.check,
-        "jobs": lambda _: jobs.at_work(),
+        "environment": environment.check,
+        "jobs": lambda _: jobs.list_jobs(),
     }
-    # What several checks look at is found out once, before there are several threads.
-    _ = case.interfaces, case.lookup, case.nodes
-    found = together(lambda name: _guarded(name, checks[name], case), list(checks))
-    return sorted(_weighed([each for part in found for each in part]), key=lambda each: SECTIONS.index(each.section))
+    # Computed once, before there are several threads.
+    _ = request.interfaces, request.lookup, request.nodes
+    results = run_concurrently(lambda name: _guarded(name, checks[name], request), list(checks))
+    found = _without_disproved([each for result in results for each in result])
+    return sorted(found, key=lambda each: SECTIONS.index(each.section))
 
 
-def _weighed(found: list[Finding]) -> list[Finding]:
-    """Leave out the suspicion that rules of this machine keep others out, where it was tried: that is then known."""
+def _without_disproved(found: list[Finding]) -> list[Finding]:
+    """Remove the warning about this machine's firewall if connections through it were tried."""
     tried = any(each.check in {"ports", "ports-there", "ports-back"} for each in found)
     return [each for each in found if not (tried and each.check == "firewall" and each.level == "yellow")]
 
 
-def _guarded(name: str, check: _Check, case: Case) -> list[Finding]:
-    """Run one check; one that fails itself must not take the others with it."""
+def _guarded(name: str, check: _Check, request: Request) -> list[Finding]:
+    """Run one check; if it fails, the others still run."""
     try:
-        return check(case)
+        return check(request)
     except AllhandsError as problem:
-        # Bad settings, such as a token file that others can read.
-        return [of("environment", f"settings-{name}", "red", problem.diagnosis)]
-    except Exception as problem:  # noqa: BLE001  # a doctor that falls over its own feet helps nobody
+        # Invalid settings, such as a token file that others can read.
+        return [_ENVIRONMENT.of(f"settings-{name}", "red", problem.diagnosis)]
+    except Exception as problem:  # noqa: BLE001  # an unknown fault of a check is reported as a finding
         return [
-            yellow(
-                "environment",
+            _ENVIRONMENT.yellow(
                 f"doctor-{name}",
                 "",
-                f"the doctor could not look at {name}: {type(problem).__name__}: {problem}",
+                f"the doctor's check of {name} failed: {type(problem).__name__}: {problem}",
                 fix="this is a fault of allhands, not of the machine: please report it",
             )
         ]
 
 
-def _ports(case: Case) -> list[Finding]:
-    found, service = ports.check(case)
+def _leftovers(request: Request) -> list[Finding]:
+    local = request.target is not None and (not request.target_given or request.target_is_here)
+    return check_leftovers(request.target.port if request.target is not None and local else None)
+
+
+def _ports(request: Request) -> list[Finding]:
+    found, service = ports.check(request)
     if service is not None and service.link is not None and service.splitter is not None:
         with service.link:
-            found += visit(Conversation(service.link, service.splitter, service.rest or []))
+            found += check_peer(PeerConnection(service.link, service.splitter, service.rest or []))
     return found

@@ -1,43 +1,102 @@
-"""The software: torch, CUDA, the driver, NCCL, MPI, and whether they fit. Nothing of it is imported."""
+"""Checks of the software and the GPUs: torch, CUDA, the driver, NCCL, MPI, and whether they fit. Imports none of it."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from .._version import __version__
 from ..diagnosis import join
-from . import engines
-from .finding import Finding, green, red, yellow
-from .gpus import Card, cards, device_files
-from .request import Case
-from .versions import Installed, installed, too_old
+from .engines import Installed, Offer, installed, offers, probe, too_old
+from .finding import Finding, Section
+from .proc_status import read_status
+from .request import Request
 
-__all__ = ["check"]
+__all__ = ["Gpu", "GpuUser", "check", "find_gpus"]
 
-_SECTION = "stack"
+_STACK = Section("stack")
 
-# What allhands is made for; pyproject.toml has the same.
+# The oldest torch that allhands supports; pyproject.toml has the same.
 _LEAST_TORCH = (2, 11)
 
+# nvidia-smi answers in a quarter of a second, or in one second if the driver has to initialise.
+_TOOL_S = 1.6
 
-def check(case: Case) -> list[Finding]:
-    """Say what is installed, whether torch and driver fit, which GPUs are there and who uses them."""
+
+@dataclass(frozen=True, slots=True)
+class GpuUser:
+    """A process that has memory on a GPU."""
+
+    pid: int
+    command: str
+    memory: str
+    mine: bool
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.command[:40]}, {self.memory})"
+
+
+@dataclass(slots=True)
+class Gpu:
+    """One GPU."""
+
+    index: str
+    uuid: str
+    name: str
+    memory: str
+    users: list[GpuUser] = field(default_factory=list)
+
+
+def find_gpus() -> tuple[list[Gpu], str]:
+    """Return the GPUs with their users, and the error of nvidia-smi, "" if it has none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [], "nvidia-smi is not installed"
+    rows, problem = _nvidia_smi(tool, "--query-gpu=index,uuid,name,memory.total")
+    found = {row[1]: Gpu(row[0], row[1], row[2], row[3]) for row in rows if len(row) == 4}
+    if found and not problem:
+        users, _ = _nvidia_smi(tool, "--query-compute-apps=gpu_uuid,pid,used_memory")
+        for uuid, pid, memory in (row for row in users if len(row) == 3):
+            if uuid in found and pid.isdecimal():
+                status = read_status(int(pid))
+                command = status.command if status is not None else "of another container"
+                mine = status is not None and status.uid == os.getuid()
+                found[uuid].users.append(GpuUser(int(pid), command, memory, mine))
+    return list(found.values()), problem
+
+
+def _nvidia_smi(tool: str, query: str) -> tuple[list[list[str]], str]:
+    try:
+        done = subprocess.run(
+            [tool, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=_TOOL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"it did not answer within {_TOOL_S:g} s"
+    except OSError as problem:
+        return [], problem.strerror or str(problem)
+    if done.returncode != 0:
+        return [], next(iter((done.stdout + done.stderr).strip().splitlines()), "it failed")
+    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()], ""
+
+
+def check(request: Request) -> list[Finding]:
+    """Report the installed software, whether torch and the driver fit, and the GPUs with their users."""
     found = installed()
-    hardware = device_files()
-    seen, trouble = cards() if hardware or shutil.which("nvidia-smi") else ([], "")
-    results = [_torch(found)]
-    results += _gpus(case, found, seen, trouble, hardware=hardware)
-    results.append(_engines(found, engines.offers(found, engines.look(found))))
-    return results
+    hardware = any(Path("/dev").glob("nvidia[0-9]*"))
+    gpus, problem = find_gpus() if hardware or shutil.which("nvidia-smi") else ([], "")
+    results = [_torch(found), *_gpus(request, found, gpus, problem, hardware=hardware)]
+    return [*results, _engines(found, offers(found, probe(found)))]
 
 
 def _torch(found: Installed) -> Finding:
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     if not found.torch:
-        return red(
-            _SECTION,
+        return _STACK.red(
             "torch",
             "version-mismatch",
             "torch is not installed in this Python",
@@ -45,103 +104,94 @@ def _torch(found: Installed) -> Finding:
             fix="use the Python that the job uses, or install torch there",
             commands=(f"{sys.executable} -m pip install torch",),
         )
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found.torch)[:2])
-    if numbers < _LEAST_TORCH:
-        return red(
-            _SECTION,
+    least = ".".join(map(str, _LEAST_TORCH))
+    if tuple(int(part) for part in re.findall(r"\d+", found.torch)[:2]) < _LEAST_TORCH:
+        return _STACK.red(
             "torch",
             "version-mismatch",
             f"torch {found.torch} is too old for allhands {__version__}",
-            why=f"allhands needs torch {'.'.join(map(str, _LEAST_TORCH))} or later",
+            why=f"allhands needs torch {least} or later",
             fix="install a newer torch",
-            commands=(f"{sys.executable} -m pip install 'torch>={'.'.join(map(str, _LEAST_TORCH))}'",),
+            commands=(f"{sys.executable} -m pip install 'torch>={least}'",),
         )
     built = f", CUDA {found.cuda}" if found.cuda else f", ROCm {found.hip}" if found.hip else ", for CPUs"
-    # The version itself often says it: 2.13.0+cpu.
+    # The version itself may contain it: 2.13.0+cpu.
     shown = found.torch if "+" in found.torch else f"{found.torch}{built}"
-    return green(
-        _SECTION, "torch", f"torch {shown}", f"allhands {__version__}, {python}", torch=found.torch, cuda=found.cuda
-    )
+    why = f"allhands {__version__}, {python}"
+    return _STACK.green("torch", f"torch {shown}", why, torch=found.torch, cuda=found.cuda)
 
 
-def _gpus(case: Case, found: Installed, seen: list[Card], trouble: str, *, hardware: bool) -> list[Finding]:
-    visible = case.env.get("CUDA_VISIBLE_DEVICES")
-    if not hardware and not seen:
-        if found.cuda and visible:
-            return [
-                yellow(
-                    _SECTION,
-                    "gpus",
-                    "gpu-missing",
-                    f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU",
-                    why="there is no device of NVIDIA's in /dev",
-                    fix="start the container with --gpus all, or unset the variable",
-                    commands=("unset CUDA_VISIBLE_DEVICES",),
-                )
-            ]
-        return []
+def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, hardware: bool) -> list[Finding]:
+    visible = request.env.get("CUDA_VISIBLE_DEVICES")
+    if not hardware and not gpus:
+        if not found.cuda or not visible:
+            return []
+        return [
+            _STACK.yellow(
+                "gpus",
+                "gpu-missing",
+                f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU",
+                why="there is no device of NVIDIA's in /dev",
+                fix="start the container with --gpus all, or unset the variable",
+                commands=("unset CUDA_VISIBLE_DEVICES",),
+            )
+        ]
     if not found.driver:
         return [
-            red(
-                _SECTION,
+            _STACK.red(
                 "driver",
                 "driver-mismatch",
                 "there are GPUs, but no driver library",
-                why=f"libcuda.so.1 cannot be loaded{f'; nvidia-smi: {trouble}' if trouble else ''}",
+                why=f"libcuda.so.1 cannot be loaded{f'; nvidia-smi: {problem}' if problem else ''}",
                 fix="install the driver; start a container with --gpus all (the NVIDIA runtime brings the library)",
                 commands=("nvidia-smi",),
             )
         ]
-    results = [_fit(found, seen)]
+    results = [_driver(found, gpus)]
     if visible is not None and not [part for part in visible.split(",") if part.strip() not in {"", "-1"}]:
         results.append(
-            yellow(
-                _SECTION,
+            _STACK.yellow(
                 "gpus",
                 "gpu-missing",
                 f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
-                why=f"the machine has {len(seen)}",
-                fix="unset it, or name some",
+                why=f"the machine has {len(gpus)}",
+                fix="unset it, or list some",
                 commands=("unset CUDA_VISIBLE_DEVICES",),
             )
         )
-    ranks = case.local_ranks
-    if seen and ranks is not None and ranks > len(seen):
+    ranks = request.local_ranks
+    if gpus and ranks is not None and ranks > len(gpus):
         results.append(
-            yellow(
-                _SECTION,
+            _STACK.yellow(
                 "gpus",
                 "gpu-shared",
-                f"{ranks} ranks on {len(seen)} GPU{'s' if len(seen) > 1 else ''}",
+                f"{ranks} ranks on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
                 why="NCCL refuses two ranks on one GPU; backend='allhands' and Gloo do not",
                 fix="start as many ranks as there are GPUs, or use backend='allhands'",
             )
         )
-    busy = [card for card in seen if card.users]
+    busy = [gpu for gpu in gpus if gpu.users]
     if busy:
-        shown = join([f"GPU {card.index}: {join([str(user) for user in card.users[:4]])}" for card in busy])
-        mine = any(user.mine for card in busy for user in card.users)
+        mine = any(user.mine for gpu in busy for user in gpu.users)
         results.append(
-            yellow(
-                _SECTION,
+            _STACK.yellow(
                 "gpu-users",
                 "gpu-busy",
-                f"{len(busy)} of {len(seen)} GPUs {'is' if len(busy) == 1 else 'are'} in use",
-                why=shown,
+                f"{len(busy)} of {len(gpus)} GPUs {'is' if len(busy) == 1 else 'are'} in use",
+                why=join([f"GPU {gpu.index}: {join([str(user) for user in gpu.users[:4]])}" for gpu in busy]),
                 fix="wait for them, choose others with CUDA_VISIBLE_DEVICES" + (", or end your own" if mine else ""),
                 commands=("nvidia-smi",),
-                details={"pids": [user.pid for card in busy for user in card.users]},
+                details={"pids": [user.pid for gpu in busy for user in gpu.users]},
             )
         )
     return results
 
 
-def _fit(found: Installed, seen: list[Card]) -> Finding:
-    names = join(sorted({card.name for card in seen}))
-    shown = f"{len(seen)} GPU{'s' if len(seen) != 1 else ''} ({names})" if seen else "GPUs"
+def _driver(found: Installed, gpus: list[Gpu]) -> Finding:
+    names = join(sorted({gpu.name for gpu in gpus}))
+    shown = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''} ({names})" if gpus else "GPUs"
     if found.torch and not found.cuda and not found.hip:
-        return yellow(
-            _SECTION,
+        return _STACK.yellow(
             "driver",
             "driver-mismatch",
             f"{shown}, but torch {found.torch} is built for CPUs only",
@@ -150,32 +200,26 @@ def _fit(found: Installed, seen: list[Card]) -> Finding:
             commands=("pip install torch",),
         )
     if too_old(found):
-        return red(
-            _SECTION,
+        return _STACK.red(
             "driver",
             "driver-mismatch",
             f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
-            why="cuDriverGetVersion and torch/version.py say so (observed)",
+            why="from cuDriverGetVersion and torch/version.py (observed)",
             fix="install a newer driver, or a torch that is built for an older CUDA",
             commands=("nvidia-smi",),
         )
     nccl = f", NCCL {found.nccl}" if found.nccl else ""
-    return green(
-        _SECTION,
-        "driver",
-        f"{shown}, driver for CUDA {found.driver}{nccl}",
-        f"torch is built for CUDA {found.cuda}" if found.cuda else "",
-        driver=found.driver,
-        nccl=found.nccl,
-    )
+    what = f"{shown}, driver for CUDA {found.driver}{nccl}"
+    why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
+    return _STACK.green("driver", what, why, driver=found.driver, nccl=found.nccl)
 
 
-def _engines(found: Installed, offered: list[engines.Offer]) -> Finding:
+def _engines(found: Installed, offered: list[Offer]) -> Finding:
     if not found.core:
         shm = next(each for each in offered if each.name == "shm")
-        return red(_SECTION, "engines", shm.slug, shm.what, why=shm.why, fix=shm.fix, commands=shm.commands)
+        return _STACK.red("engines", shm.slug, shm.what, why=shm.why, fix=shm.fix, commands=shm.commands)
     here = [each.name for each in offered if each.available]
     mpi = next(each for each in offered if each.name == "mpi")
     shown = f"engines {join(here)}; {mpi.version if mpi.available else 'no MPI'}"
     missing = {each.name: each.why for each in offered if not each.available}
-    return green(_SECTION, "engines", shown, engines=here, mpi=found.mpi, missing=missing)
+    return _STACK.green("engines", shown, engines=here, mpi=found.mpi, missing=missing)

@@ -1,226 +1,328 @@
-"""Who waits for whom in a job, since when and at which line: from boards, stacks and what the kernel says. Pure."""
+"""Which rank stalls a job, since when and at which line: from flight recorders, stacks and the kernel's state.
+
+`main_stack` reads the stack of a process; everything else is a pure function of snapshots.
+"""
 
 from __future__ import annotations
 
+import json
+import linecache
+import re
+import shutil
+import subprocess
+import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..diagnosis import count, duration, join, ranks
 from ..launch.verdict import lagging_ranks
+from ..observe import stacks
 from ..observe.flight_recorder import Entry, FlightRecorder
-from .finding import Finding, green, red, yellow
-from .proc_status import Look
-from .stack_trace import Trace, users
+from .finding import Finding, Level, Section
+from .proc_status import ProcStatus
 
-__all__ = ["STUCK_S", "Standing", "judge", "moved"]
+__all__ = [
+    "STALLED_S",
+    "Frame",
+    "RankState",
+    "Stack",
+    "count_progress",
+    "diagnose",
+    "main_stack",
+    "parse_frames",
+    "user_frame",
+]
 
-_SECTION = "job"
+_JOB = Section("job")
 
-# A collective that has waited this long is worth a red line to someone who asked; between machines or beside a long
-# checkpoint it may still be on its way, which the line says.
-STUCK_S = 5.0
+# A collective that has waited this long is red for a user who asked about the job. Between machines, or beside a long
+# checkpoint, it may still end; the finding shows the time.
+STALLED_S = 5.0
 
-# Within the moment between two looks, a thread that computes takes most of a core.
+# Between two snapshots, a thread that computes uses most of a core.
 _BUSY = 0.5
 
 _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
+_SOCKET = "waiting for a file or a socket"
+_CHILD = "waiting for a process that it started"
+_WAITS = {
+    "futex": "waiting for a lock",
+    "clock_nanosleep": "sleeping",
+    "nanosleep": "sleeping",
+    "read": "waiting for something to read",
+    "recvfrom": "waiting for a socket",
+    "recvmsg": "waiting for a socket",
+    **dict.fromkeys(("poll", "select", "ppoll", "pselect6", "epoll_wait", "epoll_pwait"), _SOCKET),
+    **dict.fromkeys(("wait4", "waitid"), _CHILD),
+}
+
+# A frame in the output of faulthandler.
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+# Limit for the answer of a rank's own handler, also if it has to wait for a core.
+_ANSWER_S = 1.0
+
+# py-spy stops the process, reads it and continues it, within tenths of a second.
+_PY_SPY_S = 3.0
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen |^<string>$")
+
+
+# Stacks -------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """One rank at one moment. ``busy`` is the part of a core that it used between two looks."""
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        site = f"{self.file.rpartition('/')[2]}:{self.line}"
+        return f"{site} in {self.function}" + (f": {source}" if source else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of a main thread, innermost first; ``source`` is how it was read, "" if it could not be."""
+
+    frames: tuple[Frame, ...] = ()
+    source: str = ""
+
+
+def main_stack(pid: int) -> Stack:
+    """Read the stack of the main thread of ``pid``: by its own handler, or else by py-spy if that is installed."""
+    text = stacks.request(pid, _ANSWER_S)
+    if text:
+        return Stack(parse_frames(text), "its own handler")
+    py_spy = shutil.which("py-spy")
+    return _py_spy(py_spy, pid) if py_spy is not None else Stack()
+
+
+def parse_frames(text: str) -> tuple[Frame, ...]:
+    """Return the main thread's frames from the output of faulthandler.
+
+    The kernel delivers the signal to the main thread if it can, and faulthandler marks that thread as the current one.
+    Otherwise the main thread is the last: threads are listed from the youngest to the oldest.
+    """
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            threads.append((line, []))
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1][1].append(Frame(match[1], int(match[2]), match[3]))
+    current = [each for head, each in threads if head.startswith("Current") and each]
+    return tuple(current[0] if current else threads[-1][1] if threads else ())
+
+
+def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
+    """Return the innermost frame of the user's code: not of Python's library, an installed package or allhands."""
+    standard = sysconfig.get_path("stdlib")
+    for frame in frames:
+        if not frame.file.startswith((_OURS, standard)) and not _LIBRARY.search(frame.file):
+            return frame
+    return frames[0] if frames else None
+
+
+def _py_spy(py_spy: str, pid: int) -> Stack:
+    command = [py_spy, "dump", "--json", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
+        threads = json.loads(done.stdout) if done.returncode == 0 else []
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
+        return Stack()
+    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0] if threads else None)
+    if main is None:
+        return Stack()
+    return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
+
+
+# Ranks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank at one moment. ``busy`` is the part of a core that it used between two snapshots."""
 
     rank: int
     pid: int
-    board: FlightRecorder | None
-    seen: Look
-    trace: Trace = field(default_factory=Trace)
+    recorder: FlightRecorder | None
+    status: ProcStatus
+    stack: Stack = field(default_factory=Stack)
     busy: float = 0.0
 
     @property
-    def inside(self) -> Entry | None:
-        """The call that it waits in, the oldest first; None outside any."""
-        under_way = self.board.under_way if self.board is not None else ()
+    def call(self) -> Entry | None:
+        """The oldest call that is under way, or None."""
+        under_way = self.recorder.under_way if self.recorder is not None else ()
         return under_way[0] if under_way else None
 
     @property
-    def place(self) -> str:
-        """Where its main thread is, as far as anyone can tell."""
-        frame = users(self.trace.frames)
+    def last(self) -> Entry | None:
+        """The call that runs, or else the last one."""
+        return self.recorder.last if self.recorder is not None else None
+
+    @property
+    def line(self) -> str:
+        """The user's line in which the main thread is, "" if not known."""
+        frame = user_frame(self.stack.frames)
         return str(frame) if frame is not None else ""
 
     @property
-    def doing(self) -> str:
-        """What the kernel says that its main thread does, in words."""
-        if self.seen.stopped:
+    def activity(self) -> str:
+        """The state of the main thread according to the kernel, in words."""
+        if self.status.stopped:
             return "stopped by a signal"
-        if self.seen.state == "D":
-            call = self.seen.waiting_in
+        call = self.status.waiting_in
+        if self.status.state == "D":
             return f"waiting for a disk or a network file system{f' ({call})' if call else ''}"
-        if self.busy >= _BUSY or self.seen.state == "R":
-            return "computing without a pause" if self.busy >= _BUSY else "running"
-        words = {
-            "futex": "waiting for a lock",
-            "clock_nanosleep": "sleeping",
-            "nanosleep": "sleeping",
-            "read": "waiting for something to read",
-            "poll": "waiting for a file or a socket",
-            "select": "waiting for a file or a socket",
-            "ppoll": "waiting for a file or a socket",
-            "pselect6": "waiting for a file or a socket",
-            "epoll_wait": "waiting for a file or a socket",
-            "epoll_pwait": "waiting for a file or a socket",
-            "recvfrom": "waiting for a socket",
-            "recvmsg": "waiting for a socket",
-            "wait4": "waiting for a process that it started",
-            "waitid": "waiting for a process that it started",
-        }
-        call = self.seen.waiting_in
-        return words.get(call, f"waiting ({call})" if call else "sleeping")
+        if self.busy >= _BUSY:
+            return "computing without a pause"
+        if self.status.state == "R":
+            return "running"
+        return _WAITS.get(call, f"waiting ({call})" if call else "sleeping")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}) is at {self.line or 'a line not known'}, {self.activity}"
 
 
-def moved(before: Mapping[int, FlightRecorder | None], after: Mapping[int, FlightRecorder | None]) -> int:
-    """Return how many calls began or ended between two looks."""
+def count_progress(before: Mapping[int, FlightRecorder | None], after: Mapping[int, FlightRecorder | None]) -> int:
+    """Return the number of calls that began or ended between two snapshots."""
     steps = 0
     for pid, now in after.items():
         then = before.get(pid)
-        if now is None:
-            continue
-        old = {note.number: note.state for note in then.entries} if then is not None else {}
-        steps += sum(1 for note in now.entries if old.get(note.number) != note.state)
+        if now is not None:
+            old = {entry.number: entry.state for entry in then.entries} if then is not None else {}
+            steps += sum(1 for entry in now.entries if old.get(entry.number) != entry.state)
     return steps
 
 
-def judge(everyone: Sequence[Standing], world_size: int, steps: int, *, host: str) -> list[Finding]:
-    """Say how the job stands. ``steps`` is how many calls began or ended while it was looked at."""
-    here = {each.rank: each for each in everyone}
-    who = count(len(everyone), "rank") + (f" of {world_size}" if world_size > len(everyone) else "")
-    inside = {rank: note for rank, each in here.items() if (note := each.inside) is not None}
-    stopped = [each for each in everyone if each.seen.stopped]
+# Diagnosis ----------------------------------------------------------------------------------------------------
+
+
+def diagnose(states: Sequence[RankState], world_size: int, progress: int, *, host: str) -> list[Finding]:
+    """Report the state of a job. ``progress`` is the number of calls that began or ended between two snapshots."""
+    by_rank = {each.rank: each for each in states}
+    who = count(len(states), "rank") + (f" of {world_size}" if world_size > len(states) else "")
+    calls = {rank: entry for rank, each in by_rank.items() if (entry := each.call) is not None}
+    stopped = [each for each in states if each.status.stopped]
     if stopped:
-        return [_stopped(each, inside, host) for each in stopped]
-    if steps:
-        return [green(_SECTION, "moving", f"{who} at work: {count(steps, 'call')} began or ended while we looked")]
-    longest = max((note.age_s for note in inside.values()), default=0.0)
-    if not inside:
-        return [_outside(everyone, who, world_size)]
-    late = lagging_ranks({rank: each.board for rank, each in here.items()})
-    if longest < STUCK_S and not late:
-        return [green(_SECTION, "moving", f"{who} in a collective since {duration(longest)}")]
-    level = red if longest >= STUCK_S else yellow
+        return [_stopped(each, calls, host) for each in stopped]
+    if progress:
+        what = f"{who} at work: {count(progress, 'call')} began or ended while we looked"
+        return [_JOB.green("moving", what)]
+    if not calls:
+        return [_no_calls(states, who, world_size)]
+    longest = max(entry.age_s for entry in calls.values())
+    late = lagging_ranks({rank: each.recorder for rank, each in by_rank.items()})
+    if longest < STALLED_S and not late:
+        return [_JOB.green("moving", f"{who} in a collective since {duration(longest)}")]
+    level: Level = "red" if longest >= STALLED_S else "yellow"
     if not late:
-        return [_all_inside(everyone, inside, world_size, level, who)]
-    awaited = {rank: note for rank, note in inside.items() if rank not in late}
-    return [_behind(here[rank], awaited, level, host) for rank in late if rank in here]
+        return [_all_in_one_call(states, calls, world_size, level, who)]
+    waiting = {rank: entry for rank, entry in calls.items() if rank not in late}
+    return [_behind(by_rank[rank], waiting, level, host) for rank in late if rank in by_rank]
 
 
-def _waits(waiting: Mapping[int, Entry]) -> str:
-    """Say in which calls ranks wait, equal ones together."""
-    calls: dict[str, list[int]] = defaultdict(list)
+def _describe_waiting(waiting: Mapping[int, Entry]) -> str:
+    """Return the calls in which ranks wait, equal ones together."""
+    members: dict[str, list[int]] = defaultdict(list)
     ages: dict[str, float] = {}
-    for rank, note in waiting.items():
-        # Groups of torch's own are not counted: all their calls are number 0.
-        number = f" (call {note.sequence + 1} in its group)" if note.sequence else ""
-        peer = (
-            f" {'from' if 'recv' in note.operation else 'to'} rank {note.root}" if note.operation in _MESSAGES else ""
-        )
-        call = note.call.partition(" with root")[0] if peer else note.call
-        key = f"{call}{peer}{number} at {note.site}"
-        calls[key].append(rank)
-        ages[key] = max(ages.get(key, 0.0), note.age_s)
+    for rank, entry in waiting.items():
+        # Calls of torch's own groups are not numbered.
+        number = f" (call {entry.sequence + 1} in its group)" if entry.sequence else ""
+        call = entry.call
+        if entry.operation in _MESSAGES:
+            direction = "from" if "recv" in entry.operation else "to"
+            call = f"{call.partition(' with root')[0]} {direction} rank {entry.root}"
+        key = f"{call}{number} at {entry.site}"
+        members[key].append(rank)
+        ages[key] = max(ages.get(key, 0.0), entry.age_s)
     return join(
         [
             f"{ranks(who)} wait{'s' if len(who) == 1 else ''} in {call} since {duration(ages[call])}"
-            for call, who in calls.items()
+            for call, who in members.items()
         ]
     )
 
 
-def _behind(each: Standing, awaited: Mapping[int, Entry], level: object, host: str) -> Finding:
-    """Say of one rank what it misses and where it is instead."""
-    missed = next(iter(awaited.values()), None)
-    note = each.inside
-    last = each.board.last if each.board is not None else None
-    call = missed.call if missed is not None else "the call"
-    where = each.place
-    if note is not None:
-        # It is in a call of its own, and the line of that call says more than where in the library it stands.
-        peer = f" with rank {note.root}" if note.operation in _MESSAGES and note.root >= 0 else ""
-        doing = f"it is in {note.operation}{peer} at {note.site} since {duration(note.age_s)}"
+def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: str) -> Finding:
+    """Report a rank that others wait for: the call that it misses, and where it is instead."""
+    missed = next(iter(waiting.values()), None)
+    entry, last, line = each.call, each.last, each.line
+    if entry is not None:
+        # It is in another call, whose line is more useful than a line inside the library.
+        peer = f" with rank {entry.root}" if entry.operation in _MESSAGES and entry.root >= 0 else ""
+        where = f"it is in {entry.operation}{peer} at {entry.site} since {duration(entry.age_s)}"
+        history = ""
     else:
-        doing = f"it is at {where}, {each.doing}" if where else f"it is {each.doing}; its line is not known"
-    history = ""
-    if note is None and last is not None:
-        history = f"; its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
-    elif note is None:
+        where = f"it is at {line}, {each.activity}" if line else f"it is {each.activity}; its line is not known"
         history = "; it has made no call yet"
-    make = red if level is red else yellow
-    return make(
-        _SECTION,
+        if last is not None:
+            history = f"; its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
+    target = f"{missed.call} at {missed.site}" if missed is not None else "the call"
+    return Finding(
+        _JOB,
         f"rank-{each.rank}",
-        "rank-behind",
-        f"rank {each.rank} (pid {each.pid}) has not come to {call}"
-        + (f" at {missed.site}" if missed is not None else "")
-        + f": {doing}",
-        why=f"{_waits(awaited)}{history}" + (f"; told by {each.trace.by}" if each.trace.by else ""),
-        fix=_advice(each, missed, where),
-        commands=_commands(each),
+        level,
+        f"rank {each.rank} (pid {each.pid}) has not called {target}: {where}",
+        slug="rank-behind",
+        why=_describe_waiting(waiting) + history + (f"; stack from {each.stack.source}" if each.stack.source else ""),
+        fix=_advice(each, missed),
+        commands=() if each.stack.frames else (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack"),
         details={
             "rank": each.rank,
             "pid": each.pid,
             "host": host,
-            "line": where.partition(": ")[0] or (note.site if note is not None else ""),
+            "line": line.partition(": ")[0] or (entry.site if entry is not None else ""),
             "misses": missed.call if missed is not None else "",
             "misses_at": missed.site if missed is not None else "",
-            "waiting": sorted(awaited),
-            "since_s": round(max((one.age_s for one in awaited.values()), default=0.0), 1),
-            "doing": note.operation if note is not None else each.doing,
-            "stack": [str(frame) for frame in each.trace.frames[:20]],
+            "waiting": sorted(waiting),
+            "since_s": round(max((one.age_s for one in waiting.values()), default=0.0), 1),
+            "doing": entry.operation if entry is not None else each.activity,
+            "stack": [str(frame) for frame in each.stack.frames[:20]],
         },
     )
 
 
-def _advice(each: Standing, missed: Entry | None, where: str) -> str:
-    if each.inside is not None:
+def _advice(each: RankState, missed: Entry | None) -> str:
+    if each.call is not None:
         return (
-            f"every rank must make the same calls in the same order: see why rank {each.rank} does not come to "
-            f"{missed.site if missed is not None else 'that line'} before {each.inside.site}"
+            f"every rank must make the same calls in the same order: find out why rank {each.rank} does not call "
+            f"{missed.site if missed is not None else 'that line'} before {each.call.site}"
         )
-    at = (
-        f"see why rank {each.rank} stays at {where.partition(' in ')[0]}"
-        if where
-        else "find out where it is (py-spy dump)"
-    )
-    doing = each.doing
-    if doing.startswith("computing"):
-        return f"{at}: it does not come out of that call, or has more to do than the others (uneven data)"
-    if doing == "waiting for a lock":
-        return f"{at}: whoever holds the lock never gives it back"
-    if doing.startswith("waiting for a disk"):
-        return f"{at}: a file system does not answer"
-    return f"{at}, and whether it took another branch than the ranks that wait"
+    line, activity = each.line, each.activity
+    start = "find out where it is (py-spy dump)"
+    if line:
+        start = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
+    if activity.startswith("computing"):
+        return f"{start}: that call does not return, or the rank has more work than the others (uneven data)"
+    if activity == "waiting for a lock":
+        return f"{start}: the owner of the lock does not release it"
+    if activity.startswith("waiting for a disk"):
+        return f"{start}: a file system does not answer"
+    return f"{start}, and whether it took another branch than the ranks that wait"
 
 
-def _commands(each: Standing) -> tuple[str, ...]:
-    if not each.trace.frames:
-        return (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack")
-    return ()
-
-
-def _stopped(each: Standing, inside: Mapping[int, Entry], host: str) -> Finding:
-    waiting = {rank: note for rank, note in inside.items() if rank != each.rank}
+def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
+    waiting = {rank: entry for rank, entry in calls.items() if rank != each.rank}
     missed = next(iter(waiting.values()), None)
-    last = each.board.last if each.board is not None else None
-    return red(
-        _SECTION,
+    last = each.last
+    return _JOB.red(
         f"rank-{each.rank}",
         "peer-silent",
-        f"rank {each.rank} (pid {each.pid}) is stopped by a signal and does nothing",
-        why=(f"{_waits(waiting)}; " if waiting else "")
-        + "the kernel says that it is stopped (SIGSTOP, Ctrl-Z or a debugger; observed)"
+        f"rank {each.rank} (pid {each.pid}) is stopped by a signal",
+        why=(f"{_describe_waiting(waiting)}; " if waiting else "")
+        + "the kernel reports it as stopped (SIGSTOP, Ctrl-Z or a debugger; observed)"
         + (f"; its last call was {last.call} at {last.site}" if last is not None else ""),
-        fix="let it go on",
+        fix="continue it",
         commands=(f"kill -CONT {each.pid}",),
         details={
             "rank": each.rank,
@@ -234,72 +336,63 @@ def _stopped(each: Standing, inside: Mapping[int, Entry], host: str) -> Finding:
     )
 
 
-def _outside(everyone: Sequence[Standing], who: str, world_size: int) -> Finding:
-    """Nobody waits in a call: everyone computes, or the group has not formed."""
-    forming = [each for each in everyone if any(frame.function == "init_process_group" for frame in each.trace.frames)]
+def _no_calls(states: Sequence[RankState], who: str, world_size: int) -> Finding:
+    """Report a job in which no rank waits in a call: all compute, or the group has not formed."""
+    forming = [each for each in states if any(frame.function == "init_process_group" for frame in each.stack.frames)]
     if forming:
-        sites = sorted({each.place for each in forming})
         absent = sorted(set(range(world_size)) - {each.rank for each in forming})
-        others = [each for each in everyone if each.rank in absent]
-        told = join(
-            [
-                f"rank {each.rank} (pid {each.pid}) is at {each.place or 'a line not known'}, {each.doing}"
-                for each in others[:4]
-            ]
-        )
-        return yellow(
-            _SECTION,
+        others = [str(each) for each in states if each.rank in absent]
+        return _JOB.yellow(
             "forming",
             "missing-ranks",
             f"{ranks(each.rank for each in forming)} wait{'s' if len(forming) == 1 else ''} for the others, to form "
             "the group",
-            why=f"they are at {join(sites)}"
+            why=f"they are at {join(sorted({each.line for each in forming}))}"
             + (f"; not there: {ranks(absent)}" if absent else "")
-            + (f"; {told}" if told else ""),
-            fix="see that every rank was started, with the same address; the ranks say themselves whom they wait for",
+            + (f"; {join(others[:4])}" if others else ""),
+            fix="check that every rank was started, with the same address; the ranks report for whom they wait",
             commands=("allhands whoami",),
             details={"waiting": [each.rank for each in forming], "missing": absent},
         )
-    busy = sum(1 for each in everyone if each.busy >= _BUSY)
-    state = f"{busy} of them computing" if busy else "none of them computing"
-    places = [
-        f"rank {each.rank} (pid {each.pid}) is at {each.place or 'a line not known'}, {each.doing}" for each in everyone
-    ]
-    if all(each.board is None or not each.board.entries for each in everyone):
-        # A group of torch's own, or none: what it waits for stands on no board.
-        return green(_SECTION, "unknown", f"{who} without a call on a board; {join(places[:4])}", places=places)
-    return green(_SECTION, "moving", f"{who}, nobody waits in a collective; {state}", join(places[:4]), places=places)
+    places = [str(each) for each in states]
+    if all(each.recorder is None or not each.recorder.entries for each in states):
+        # A group of torch's own, or none: its calls are not recorded.
+        return _JOB.green("unknown", f"{who} without a recorded call; {join(places[:4])}", places=places)
+    busy = sum(1 for each in states if each.busy >= _BUSY)
+    what = f"{who}, none waits in a collective; {busy or 'none'} of them computing"
+    return _JOB.green("moving", what, join(places[:4]), places=places)
 
 
-def _all_inside(
-    everyone: Sequence[Standing], inside: Mapping[int, Entry], world_size: int, level: object, who: str
+def _all_in_one_call(
+    states: Sequence[RankState], calls: Mapping[int, Entry], world_size: int, level: Level, who: str
 ) -> Finding:
-    """All ranks of this machine are in the same call and it does not end: others are missing, or the network."""
-    here = {each.rank for each in everyone}
-    elsewhere = sorted(set(range(world_size)) - here)
-    oldest = max(note.age_s for note in inside.values())
-    make = red if level is red else yellow
+    """Report a call in which all ranks of this machine wait: other ranks are missing, or the engine stalls."""
+    elsewhere = sorted(set(range(world_size)) - {each.rank for each in states})
+    details = {"waiting": sorted(calls), "since_s": round(max(entry.age_s for entry in calls.values()), 1)}
+    why = _describe_waiting(calls)
     if elsewhere:
-        return make(
-            _SECTION,
+        return Finding(
+            _JOB,
             "elsewhere",
-            "rank-behind",
+            level,
             f"all ranks of this machine are in the same call; not here: {ranks(elsewhere)}",
-            why=_waits(inside),
+            slug="rank-behind",
+            why=why,
             fix="run the same command on the other machines of the job; if a rank should be here, it has ended",
             commands=("allhands doctor --job",),
             certain=False,
-            details={"waiting": sorted(inside), "missing": elsewhere, "since_s": round(oldest, 1)},
+            details={**details, "missing": elsewhere},
         )
-    if max(each.busy for each in everyone) >= _BUSY:
-        return green(_SECTION, "moving", f"{who} in the same call, at work: {_waits(inside)}")
-    return make(
-        _SECTION,
+    if max(each.busy for each in states) >= _BUSY:
+        return _JOB.green("moving", f"{who} in the same call, at work: {why}")
+    return Finding(
+        _JOB,
         "together",
-        "collective-timeout",
+        level,
         f"{who} are in the same call, and it does not end",
-        why=_waits(inside),
-        fix="the engine is stuck, not a rank: look at the network between the machines, or at the GPU (nvidia-smi)",
+        slug="collective-timeout",
+        why=why,
+        fix="the engine stalls, not a rank: check the network between the machines, or the GPU (nvidia-smi)",
         certain=False,
-        details={"waiting": sorted(inside), "since_s": round(oldest, 1)},
+        details=details,
     )

@@ -8,7 +8,7 @@ import pytest
 from allhands import diagnosis, errors, settings
 from allhands.diagnosis import CATALOGUE, Diagnosis, page, title
 from allhands.doctor import Finding
-from allhands.doctor.screen import block
+from allhands.doctor.finding import block
 
 SECTIONS = ["What you see", "What it means", "Usual causes", "What to do", "When it is raised"]
 FOLDER = Path(diagnosis.__file__).parent / "pages"

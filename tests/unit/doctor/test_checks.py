@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from allhands.doctor import cores, dns, engines, environment, firewall, interfaces, resources, stack_check
-from allhands.doctor.gpus import Card, User
-from allhands.doctor.interfaces import Interface, chosen
-from allhands.doctor.request import Case, open_case
-from allhands.doctor.versions import Installed, installed
+from allhands.doctor import engines, environment, hostnames, request, resources, routes, stack_check
+from allhands.doctor.engines import Installed, installed
+from allhands.doctor.request import Interface, Request, make_request
+from allhands.doctor.routes import select_interfaces
+from allhands.doctor.stack_check import Gpu, GpuUser
 from allhands.environments.world import Address
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, up=True)
@@ -43,15 +43,15 @@ def test_outer_addresses() -> None:
         ("eth0,ib0", True, ["eth0"], ["ib0"]),
     ],
 )
-def test_what_a_variable_chooses(value: str, prefixes: bool, names: list[str], unknown: list[str]) -> None:
+def test_select_interfaces(value: str, prefixes: bool, names: list[str], unknown: list[str]) -> None:
     """Gloo takes names, NCCL also beginnings, exact names and exceptions."""
-    found, missing = chosen(value, [LO, ETH, ETH1], prefixes=prefixes)
+    found, missing = select_interfaces(value, [LO, ETH, ETH1], prefixes=prefixes)
     assert ([each.name for each in found], missing) == (names, unknown)
 
 
 def test_this_machines_interfaces() -> None:
     """The real ones: loopback is among them, up, with an MTU."""
-    lo = next(each for each in interfaces.interfaces() if "127.0.0.1" in each.addresses)
+    lo = next(each for each in request.interfaces() if "127.0.0.1" in each.addresses)
     assert lo.up
     assert lo.loopback
     assert lo.mtu > 1000
@@ -60,28 +60,28 @@ def test_this_machines_interfaces() -> None:
 def test_resolver_and_hosts_files(tmp_path: Path) -> None:
     """Comments, search domains and several servers are read as the system reads them; no file means this machine."""
     (tmp_path / "resolv").write_text("# x\nnameserver 10.0.0.1\nsearch a.example b.example\nnameserver 10.0.0.2 ; y\n")
-    found = dns.resolver(tmp_path / "resolv")
+    found = hostnames.read_resolver(tmp_path / "resolv")
     assert found.servers == ("10.0.0.1", "10.0.0.2")
-    assert found.spellings("node") == ["node.a.example", "node.b.example", "node"]
-    assert found.spellings("node.c") == ["node.c"]
-    assert dns.resolver(tmp_path / "none").servers == ("127.0.0.1",)
+    assert found.candidates("node") == ["node.a.example", "node.b.example", "node"]
+    assert found.candidates("node.c") == ["node.c"]
+    assert hostnames.read_resolver(tmp_path / "none").servers == ("127.0.0.1",)
     (tmp_path / "hosts").write_text("10.0.0.3 Node-A node # here\n#10.0.0.4 node\n\n::1 node\n")
-    assert dns.listed(tmp_path / "hosts", "node") == ["10.0.0.3", "::1"]
-    assert dns.listed(tmp_path / "hosts", "node-a") == ["10.0.0.3"]
+    assert hostnames.hosts_file_entries(tmp_path / "hosts", "node") == ["10.0.0.3", "::1"]
+    assert hostnames.hosts_file_entries(tmp_path / "hosts", "node-a") == ["10.0.0.3"]
 
 
 @pytest.mark.parametrize("packet", [b"", b"\0\1", b"\0\1\x81\x80\0\1\0\5\0\0\0\0\xc0", b"\0\1" + b"\xff" * 40])
-def test_packets_that_make_no_sense_are_passed_over(packet: bytes) -> None:
-    """What a broken or hostile server sends neither raises nor is believed."""
-    answer, found = dns.Answer("x"), dict[str, list[str]]()
-    dns._take(packet, {1: ("name", 1)}, found, answer)
+def test_malformed_packets_are_ignored(packet: bytes) -> None:
+    """Packets of a broken or hostile server neither raise nor count."""
+    answer, found = hostnames.Answer("x"), dict[str, list[str]]()
+    hostnames._parse(packet, {1: ("name", 1)}, found, answer)
     assert found == {}
 
 
-def test_a_name_that_cannot_be_asked_for() -> None:
+def test_name_that_cannot_be_encoded() -> None:
     """An empty label or one that is too long is never sent."""
-    assert dns.ask("127.0.0.1", ["a..b", "x" * 64], 0.1).trouble
-    assert struct.unpack_from("!6H", dns._question(7, "a.b", 1))[0] == 7
+    assert hostnames.query("127.0.0.1", ["a..b", "x" * 64], 0.1).error
+    assert struct.unpack_from("!6H", hostnames._question(7, "a.b", 1))[0] == 7
 
 
 # Limits -------------------------------------------------------------------------------------------------------
@@ -112,19 +112,17 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for whole, free, level in ((64, 60, "yellow"), (64, 10, "red"), (4096, 4000, "green"), (1024, 20, "red")):
         monkeypatch.setattr(os, "statvfs", sized(whole, free))
         found = resources._shm(4)
-        assert found is not None
         assert found.level == level
     monkeypatch.undo()
     missing = resources._shm(1, str(tmp_path / "none"))
-    assert missing is not None
     assert missing.slug == "shm-too-small"
 
 
 @pytest.mark.parametrize(("left", "level"), [(100, "red"), (700, "yellow"), (9000, "green")])
 def test_memory(monkeypatch: pytest.MonkeyPatch, left: int, level: str) -> None:
-    """What is left for two ranks decides; the smallest of machine and control groups counts."""
+    """The memory left for two ranks decides; the smallest limit of machine and control groups counts."""
     monkeypatch.setattr(
-        resources, "limits", lambda: [(64 << 30, 32 << 30, "the machine"), (2 << 30, left * MIB, "a group")]
+        resources, "memory_limits", lambda: [(64 << 30, 32 << 30, "the machine"), (2 << 30, left * MIB, "a group")]
     )
     assert resources._memory(2).level == level
 
@@ -143,14 +141,14 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, left: int, level: str) -> None:
 )
 def test_cores(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], ranks: int | None, level: str) -> None:
     """More ranks than cores, or more threads, are yellow; where the ranks are not known, nothing is."""
-    monkeypatch.setattr(cores, "available", lambda: (4, "4 in all"))
-    (found,) = cores.check(Case(env, ranks=ranks))
+    monkeypatch.setattr(resources, "available_cores", lambda: (4, "4 in all"))
+    (found,) = resources.check_cores(Request(env, ranks=ranks))
     assert found.level == level
     assert not found.slug or found.slug == "too-few-cores"
 
 
 def test_firewall_rules() -> None:
-    """What keeps packets out is found in either tool's words, what lets them in is not."""
+    """Rules that drop packets are found in the output of both tools; rules that accept them are not."""
     text = """table inet filter {
         chain in { type filter hook input priority filter; policy drop;
             tcp dport 22 accept
@@ -161,16 +159,16 @@ def test_firewall_rules() -> None:
         }
     }"""
     text = text.replace("chain in { ", "chain in {\n").replace("chain out { ", "chain out {\n")
-    assert firewall._nft(text) == ["chain in: policy drop", "chain in: tcp dport 40000-50000 drop"]
+    assert routes._parse_nft(text) == ["chain in: policy drop", "chain in: tcp dport 40000-50000 drop"]
     saved = ":INPUT DROP [0:0]\n-A INPUT -i lo -j ACCEPT\n-A INPUT -p tcp -j REJECT\n-A FORWARD -j DROP\n"
-    assert firewall._iptables(saved) == [":INPUT DROP [0:0]", "-A INPUT -p tcp -j REJECT"]
+    assert routes._parse_iptables(saved) == [":INPUT DROP [0:0]", "-A INPUT -p tcp -j REJECT"]
 
 
 # The software -------------------------------------------------------------------------------------------------
 
 
 def test_this_machines_software() -> None:
-    """The real one, without importing it: torch's version is the one that an import would say."""
+    """The installed torch has the version that its import reports."""
     import torch
 
     found = installed()
@@ -179,7 +177,7 @@ def test_this_machines_software() -> None:
     assert found.core
 
 
-CARD = Card("0", "GPU-1", "H200", "141 GiB")
+GPU = Gpu("0", "GPU-1", "H200", "141 GiB")
 NVIDIA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1")
 
 
@@ -195,32 +193,34 @@ NVIDIA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1")
     ],
 )
 def test_driver_and_torch(found: Installed, level: str) -> None:
-    """A driver runs the CUDA of its own major version and older ones; none at all, or a torch for CPUs, is said."""
-    first = stack_check._gpus(Case({}), found, [CARD], "", hardware=True)[0]
+    """A driver runs the CUDA of its own major version and older ones; no driver, or a torch for CPUs, is reported."""
+    first = stack_check._gpus(Request({}), found, [GPU], "", hardware=True)[0]
     assert first.level == level
     assert not first.slug or first.slug == "driver-mismatch"
 
 
 def test_gpus_and_their_users() -> None:
-    """Who uses a GPU is named by pid; more ranks than GPUs, and a variable that hides them all, are said."""
-    used = Card("1", "GPU-2", "H200", "141 GiB", [User(4711, "python train.py", "100 MiB", mine=True)])
-    found = {each.slug: each for each in stack_check._gpus(Case({}, ranks=3), NVIDIA, [CARD, used], "", hardware=True)}
+    """Processes on a GPU are named by pid; more ranks than GPUs, and a variable that hides them all, are reported."""
+    used = Gpu("1", "GPU-2", "H200", "141 GiB", [GpuUser(4711, "python train.py", "100 MiB", mine=True)])
+    found = {
+        each.slug: each for each in stack_check._gpus(Request({}, ranks=3), NVIDIA, [GPU, used], "", hardware=True)
+    }
     assert found["gpu-busy"].details["pids"] == [4711]
     assert "pid 4711 (python train.py" in found["gpu-busy"].why
     assert found["gpu-shared"].level == "yellow"
-    hidden = stack_check._gpus(Case({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [CARD], "", hardware=True)
+    hidden = stack_check._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
     assert hidden[1].slug == "gpu-missing"
-    assert stack_check._gpus(Case({}), NVIDIA, [], "", hardware=False) == []
+    assert stack_check._gpus(Request({}), NVIDIA, [], "", hardware=False) == []
 
 
-def test_a_torch_that_is_missing_or_too_old() -> None:
+def test_torch_missing_or_too_old() -> None:
     """Both are red, with the command that installs one."""
     for found in (Installed(), Installed(torch="2.4.1")):
         assert stack_check._torch(found).level == "red"
         assert "pip install" in stack_check._torch(found).commands[0]
     assert stack_check._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
     broken = Installed(torch="2.13", core=False)
-    assert stack_check._engines(broken, engines.offers(broken, engines.Ground())).level == "red"
+    assert stack_check._engines(broken, engines.offers(broken, engines.Probe())).level == "red"
 
 
 # The environment ----------------------------------------------------------------------------------------------
@@ -229,40 +229,40 @@ TWO = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2
 
 
 def test_contradictions_are_red() -> None:
-    """What whoami refuses is red, with its name: half an environment, a RANK that counts nodes."""
-    half = environment.check(open_case(env={"RANK": "0"}))
+    """Environments that whoami refuses are red, with its slug: half an environment, a RANK that counts nodes."""
+    half = environment.check(make_request(env={"RANK": "0"}))
     assert (half[0].level, half[0].slug) == ("red", "incomplete-environment")
-    node = environment.check(open_case(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}))
+    node = environment.check(make_request(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}))
     assert (node[0].level, node[0].slug) == ("red", "node-not-process")
 
 
 @pytest.mark.parametrize(("host", "slugs"), [("localhost", {"", "loopback-advertised"}), ("10.0.0.1", {""})])
 def test_localhost_on_several_machines(host: str, slugs: set[str]) -> None:
     """MASTER_ADDR=localhost is red where only some of the ranks are here."""
-    found = environment.check(open_case(env={**TWO, "MASTER_ADDR": host}))
+    found = environment.check(make_request(env={**TWO, "MASTER_ADDR": host}))
     assert {each.slug for each in found} == slugs
 
 
-def test_localhost_on_one_machine_is_well() -> None:
-    """On one machine it is what everyone writes."""
+def test_localhost_on_one_machine() -> None:
+    """On one machine it is fine."""
     env = {**TWO, "MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "4"}
-    assert {each.level for each in environment.check(open_case(env=env))} == {"green"}
+    assert {each.level for each in environment.check(make_request(env=env))} == {"green"}
 
 
 def test_debugging_variables() -> None:
     """Those that make a job slow are named; other values of them are not."""
-    found = environment.check(open_case(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
+    found = environment.check(make_request(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
     assert found[-1].slug == "debugging-left"
     assert found[-1].commands == ("unset CUDA_LAUNCH_BLOCKING",)
 
 
-def test_a_case_knows_its_target() -> None:
-    """The command line goes before the environment; whether the target is this machine is seen from its address."""
+def test_target_of_a_request() -> None:
+    """The command line precedes the environment; the address determines whether the target is this machine."""
     env = {**TWO, "MASTER_ADDR": "10.0.0.1"}
-    assert str(open_case(env=env).target) == "10.0.0.1:29500"
-    case = open_case(Address("127.0.0.1", 1), env=env)
-    assert case.target == Address("127.0.0.1", 1)
-    assert case.target_is_here
-    assert case.local_ranks == 2
-    assert open_case(env={}).target is None
-    assert not open_case(env={}).several_hosts
+    assert str(make_request(env=env).target) == "10.0.0.1:29500"
+    made = make_request(Address("127.0.0.1", 1), env=env)
+    assert made.target == Address("127.0.0.1", 1)
+    assert made.target_is_here
+    assert made.local_ranks == 2
+    assert make_request(env={}).target is None
+    assert not make_request(env={}).several_hosts

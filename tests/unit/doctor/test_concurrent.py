@@ -1,4 +1,4 @@
-"""Several looks at once, with and without threads."""
+"""Concurrent work, with and without threads."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import threading
 
 import pytest
 
-from allhands.doctor.concurrent import Together, together
+from allhands.doctor.concurrent import Concurrent, run_concurrently
 
 
 def test_all_at_the_same_time() -> None:
-    """Each waits for all others, which only works side by side; results come in the order asked."""
+    """Items that wait for each other run concurrently; results are in the order of the items."""
     meeting = threading.Barrier(8, timeout=10)
 
     def meet(number: int) -> int:
         meeting.wait()
         return number * 2
 
-    assert together(meet, range(8)) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert together(meet, []) == []
+    assert run_concurrently(meet, range(8)) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert run_concurrently(meet, []) == []
 
 
-def test_what_was_raised_is_raised_where_asked() -> None:
-    """Of several that fail, the first in order."""
-    work = Together(lambda number: 1 // number, [1, 0])
+def test_first_exception_is_raised() -> None:
+    """Of several items that fail, the exception of the first is raised."""
+    work = Concurrent(lambda number: 1 // number, [1, 0])
     with pytest.raises(ZeroDivisionError):
         work.results()
 
 
-def test_without_threads_the_asker_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started, all is done by whoever asks, one after the other."""
+def test_without_threads_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no thread can be started, the calling thread does all the work in turn."""
     started = []
 
     def refuse(thread: threading.Thread) -> None:
@@ -39,7 +39,7 @@ def test_without_threads_the_asker_does_it(monkeypatch: pytest.MonkeyPatch) -> N
         thread.run()
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert together(lambda number: (number, threading.get_ident()), range(5)) == [
+    assert run_concurrently(lambda number: (number, threading.get_ident()), range(5)) == [
         (number, threading.get_ident()) for number in range(5)
     ]
     assert len(started) == 2

@@ -1,4 +1,4 @@
-"""What `allhands engines` says is so, is what ranks and the doctor say, and costs no import of torch."""
+"""`allhands engines` is right, agrees with ranks and the doctor, and does not import torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from allhands import cli
 from allhands.diagnosis import CATALOGUE
 from allhands.diagnosis.explain import render as page
 from allhands.doctor import stack_check
-from allhands.doctor.engines import Ground, Offer, look, offers, render, report
-from allhands.doctor.request import Case
-from allhands.doctor.versions import Installed, installed
+from allhands.doctor.engines import Installed, Offer, Probe, installed, offers, probe, render, report
+from allhands.doctor.request import Request
 from allhands.engines.mpi import library
 from allhands.engines.needs import needs
 from allhands.engines.shm.fd_passing import no_room
@@ -30,15 +29,15 @@ from allhands.engines.shm.fd_passing import no_room
 NAMES = ["shm", "gloo", "rails", "nccl", "cuda_ipc", "mpi"]
 CPU = Installed(torch="2.13.0+cpu", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
 CUDA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
-ALL = Ground(nccl=True, gpus=2, family="openmpi", mpi="Open MPI v4.1.4")
+ALL = Probe(nccl=True, gpus=2, family="openmpi", mpi="Open MPI v4.1.4")
 
 # Of the packages that are installed here, what allhands' commands need.
 NEEDED = ("click", "msgspec")
 
 
-def offer(name: str, found: Installed, ground: Ground) -> Offer:
-    """Return what is said of one engine."""
-    return next(each for each in offers(found, ground) if each.name == name)
+def offer(name: str, found: Installed, probed: Probe) -> Offer:
+    """Return the offer of one engine."""
+    return next(each for each in offers(found, probed) if each.name == name)
 
 
 def bare(folder: Path, *packages: str, **environment: str) -> dict[str, Any]:
@@ -64,17 +63,17 @@ def bare(folder: Path, *packages: str, **environment: str) -> dict[str, Any]:
     return {**answer, **{each["name"]: each for each in answer["engines"]}}
 
 
-def test_this_machine_as_torch_sees_it() -> None:
-    """What is read from torch's files and the driver is what torch says once it is imported."""
-    ground = look(installed())
-    assert ground.gloo == dist.is_gloo_available()
-    assert ground.nccl == dist.is_nccl_available()
-    assert ground.gpus == torch.cuda.device_count()
-    assert ground.no_memory == ""
+def test_probe_agrees_with_torch() -> None:
+    """The values read from torch's files and the driver are those that torch itself reports."""
+    probed = probe(installed())
+    assert probed.gloo == dist.is_gloo_available()
+    assert probed.nccl == dist.is_nccl_available()
+    assert probed.gpus == torch.cuda.device_count()
+    assert probed.no_memory == ""
 
 
-def test_everything_is_here() -> None:
-    """Where all is there, every engine is offered, and says with what."""
+def test_all_available() -> None:
+    """If nothing is missing, every engine is offered with its version."""
     found = offers(CUDA, ALL)
     assert [each.name for each in found] == NAMES
     assert all(each.available and each.version and not each.slug for each in found)
@@ -82,85 +81,85 @@ def test_everything_is_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "ground", "slug"),
+    ("name", "found", "probed", "slug"),
     [
-        ("shm", CPU, Ground(no_memory="the kernel refused the pages: No space left on device"), "shm-too-small"),
-        ("shm", Installed(torch="2.13.0", core=False), Ground(), "engine-failed"),
-        ("rails", Installed(torch="2.13.0", core=False), Ground(), "engine-failed"),
-        ("gloo", CPU, Ground(gloo=False), "backend-unknown"),
-        ("nccl", CPU, Ground(), "nccl-missing"),
-        ("nccl", CUDA, Ground(nccl=True), "gpu-missing"),
-        ("nccl", Installed(torch="2.13.0", cuda="13.0", driver="12.8"), Ground(nccl=True, gpus=1), "driver-mismatch"),
-        ("cuda_ipc", CPU, Ground(), "gpu-missing"),
-        ("cuda_ipc", Installed(torch="2.13.0+cpu", driver="13.0"), Ground(gpus=1), "driver-mismatch"),
-        ("mpi", CPU, Ground(no_mpi="the module mpi4py is not installed in /opt"), "mpi-missing"),
-        ("mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI v4.1.4"), "mpi-missing"),
-        *((name, Installed(), Ground(), "version-mismatch") for name in NAMES),
+        ("shm", CPU, Probe(no_memory="the kernel refused the pages: No space left on device"), "shm-too-small"),
+        ("shm", Installed(torch="2.13.0", core=False), Probe(), "engine-failed"),
+        ("rails", Installed(torch="2.13.0", core=False), Probe(), "engine-failed"),
+        ("gloo", CPU, Probe(gloo=False), "backend-unknown"),
+        ("nccl", CPU, Probe(), "nccl-missing"),
+        ("nccl", CUDA, Probe(nccl=True), "gpu-missing"),
+        ("nccl", Installed(torch="2.13.0", cuda="13.0", driver="12.8"), Probe(nccl=True, gpus=1), "driver-mismatch"),
+        ("cuda_ipc", CPU, Probe(), "gpu-missing"),
+        ("cuda_ipc", Installed(torch="2.13.0+cpu", driver="13.0"), Probe(gpus=1), "driver-mismatch"),
+        ("mpi", CPU, Probe(no_mpi="the module mpi4py is not installed in /opt"), "mpi-missing"),
+        ("mpi", Installed(torch="2.13.0"), Probe(family="openmpi", mpi="Open MPI v4.1.4"), "mpi-missing"),
+        *((name, Installed(), Probe(), "version-mismatch") for name in NAMES),
     ],
 )
-def test_what_is_missing(name: str, found: Installed, ground: Ground, slug: str) -> None:
+def test_what_is_missing(name: str, found: Installed, probed: Probe, slug: str) -> None:
     """Each thing that can be missing has the slug of its diagnosis, a reason and a fix."""
-    said = offer(name, found, ground)
-    assert (said.available, said.slug) == (False, slug)
+    answer = offer(name, found, probed)
+    assert (answer.available, answer.slug) == (False, slug)
     assert slug in CATALOGUE
-    assert said.what
-    assert said.why
-    assert said.fix
+    assert answer.what
+    assert answer.why
+    assert answer.fix
 
 
 def test_a_launched_process_needs_no_mpirun() -> None:
     """In a process that an mpirun started there is one, wherever it is."""
     assert offer(
-        "mpi", Installed(torch="2.13.0"), Ground(family="openmpi", mpi="Open MPI", launched="openmpi")
+        "mpi", Installed(torch="2.13.0"), Probe(family="openmpi", mpi="Open MPI", launched="openmpi")
     ).available
 
 
-# The words are those of ranks ---------------------------------------------------------------------------------
+# The texts are those of ranks ---------------------------------------------------------------------------------
 
 
-def test_nccl_missing_in_the_words_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_missing_as_ranks_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without NCCL gets what a rank that asks for it gets."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    rank, said = needs("nccl", 2, 0), offer("nccl", Installed(torch=str(torch.__version__)), Ground())
+    rank, answer = needs("nccl", 2, 0), offer("nccl", Installed(torch=str(torch.__version__)), Probe())
     assert rank is not None
-    assert (said.slug, said.what, said.why, said.fix) == (rank.slug, rank.what, rank.why, rank.fix)
-    assert said.fix in page("nccl-missing")
+    assert (answer.slug, answer.what, answer.why, answer.fix) == (rank.slug, rank.what, rank.why, rank.fix)
+    assert answer.fix in page("nccl-missing")
 
 
 @pytest.mark.parametrize("visible", ["", "7", None])
-def test_gpu_missing_in_the_words_of_ranks(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_missing_as_ranks_report_it(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a GPU gets what a rank gets; the reason is what was seen without torch."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    rank, said = needs("nccl", 2, 0), offer("nccl", CUDA, Ground(nccl=True, visible=visible))
+    rank, answer = needs("nccl", 2, 0), offer("nccl", CUDA, Probe(nccl=True, visible=visible))
     assert rank is not None
-    assert (said.slug, said.what, said.fix) == (rank.slug, rank.what, rank.fix)
-    assert said.why == (rank.why if visible is not None else "the driver counts no GPU")
-    assert said.fix in page("gpu-missing")
+    assert (answer.slug, answer.what, answer.fix) == (rank.slug, rank.what, rank.fix)
+    assert answer.why == (rank.why if visible is not None else "the driver counts no GPU")
+    assert answer.fix in page("gpu-missing")
 
 
-def test_mpi_missing_in_the_words_of_ranks() -> None:
+def test_mpi_missing_as_ranks_report_it() -> None:
     """Where there is no MPI, reason and fix are those that a rank reports."""
     rank = library.missing("there is none", "rank 0", library.INSTALL).diagnosis
-    said = offer("mpi", CPU, Ground(no_mpi="there is none"))
-    assert (said.slug, said.what, said.why, said.fix) == (rank.slug, rank.what, rank.why, rank.fix)
-    assert said.fix in page("mpi-missing")
+    answer = offer("mpi", CPU, Probe(no_mpi="there is none"))
+    assert (answer.slug, answer.what, answer.why, answer.fix) == (rank.slug, rank.what, rank.why, rank.fix)
+    assert answer.fix in page("mpi-missing")
 
 
-def test_no_room_in_the_words_of_ranks() -> None:
+def test_no_room_as_ranks_report_it() -> None:
     """Shared memory that the kernel refuses has the fix that a rank prints."""
-    assert offer("shm", CPU, Ground(no_memory="refused")).fix == no_room(1, "", "").diagnosis.fix
+    assert offer("shm", CPU, Probe(no_memory="refused")).fix == no_room(1, "", "").diagnosis.fix
 
 
-def test_the_doctor_says_the_same() -> None:
+def test_doctor_reports_the_same() -> None:
     """The stack section names the engines that the command offers, and the reasons for the others."""
     found = {each["name"]: each for each in report()["engines"]}
-    said = next(each for each in stack_check.check(Case({})) if each.check == "engines")
-    assert said.details["engines"] == [name for name, each in found.items() if each["available"]]
-    assert said.details["missing"] == {name: each["why"] for name, each in found.items() if not each["available"]}
+    answer = next(each for each in stack_check.check(Request({})) if each.check == "engines")
+    assert answer.details["engines"] == [name for name, each in found.items() if each["available"]]
+    assert answer.details["missing"] == {name: each["why"] for name, each in found.items() if not each["available"]}
 
 
 # Really absent ------------------------------------------------------------------------------------------------
@@ -168,36 +167,36 @@ def test_the_doctor_says_the_same() -> None:
 
 def test_without_mpi4py(tmp_path: Path) -> None:
     """A Python without mpi4py offers the rest, and says what to install."""
-    said = bare(tmp_path, *NEEDED, "torch")
-    assert said["shm"]["available"]
-    assert said["gloo"]["available"]
-    assert not said["mpi"]["available"]
-    assert said["mpi"]["why"].startswith("the module mpi4py is not installed in ")
-    assert said["mpi"]["fix"] == library.INSTALL
-    assert said["torch"] == torch.__version__
+    answer = bare(tmp_path, *NEEDED, "torch")
+    assert answer["shm"]["available"]
+    assert answer["gloo"]["available"]
+    assert not answer["mpi"]["available"]
+    assert answer["mpi"]["why"].startswith("the module mpi4py is not installed in ")
+    assert answer["mpi"]["fix"] == library.INSTALL
+    assert answer["torch"] == torch.__version__
 
 
 def test_without_torch(tmp_path: Path) -> None:
     """A Python without torch is told so for every engine; nothing is raised."""
-    said = bare(tmp_path, *NEEDED)
-    assert said["torch"] == ""
-    assert {each["slug"] for each in said["engines"]} == {"version-mismatch"}
+    answer = bare(tmp_path, *NEEDED)
+    assert answer["torch"] == ""
+    assert {each["slug"] for each in answer["engines"]} == {"version-mismatch"}
 
 
 @pytest.mark.skipif(not installed().mpi4py, reason="mpi4py is not installed")
 def test_without_an_mpi_library(tmp_path: Path) -> None:
     """With mpi4py and no library of an MPI, it is the library that is missed."""
-    said = bare(tmp_path, *NEEDED, "torch", "mpi4py", MPI4PY_MPIABI="nobodys")
-    assert said["mpi"]["slug"] == "mpi-missing"
-    assert said["mpi"]["why"].startswith("mpi4py is installed, but finds no MPI library")
+    answer = bare(tmp_path, *NEEDED, "torch", "mpi4py", MPI4PY_MPIABI="nobodys")
+    assert answer["mpi"]["slug"] == "mpi-missing"
+    assert answer["mpi"]["why"].startswith("mpi4py is installed, but finds no MPI library")
 
 
 def test_without_room() -> None:
     """Where the kernel gives no pages, shared memory is not offered, with the kernel's reason."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-        "from allhands.doctor.engines import look; from allhands.doctor.versions import installed\n"
-        "print(look(installed()).no_memory)"
+        "from allhands.doctor.engines import installed, probe\n"
+        "print(probe(installed()).no_memory)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "the kernel refused the pages: File too large\n", done.stderr
@@ -206,23 +205,23 @@ def test_without_room() -> None:
 # The command --------------------------------------------------------------------------------------------------
 
 
-def test_the_json_keeps_its_names() -> None:
+def test_json_fields_are_stable() -> None:
     """Programs find the same names whatever is missing, and the exit status is 0."""
     result = CliRunner().invoke(cli.main, ["engines", "--json"])
     assert result.exit_code == 0
-    said = json.loads(result.stdout)
-    assert set(said) == {"schema", "allhands", "torch", "cuda", "gpus", "mpi", "engines"}
-    assert said["schema"] == 1
-    assert set(said["mpi"]) == {"family", "library", "mpi4py", "mpirun"}
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"schema", "allhands", "torch", "cuda", "gpus", "mpi", "engines"}
+    assert answer["schema"] == 1
+    assert set(answer["mpi"]) == {"family", "library", "mpi4py", "mpirun"}
     names = {"name", "moves", "available", "version", "slug", "what", "why", "fix", "commands"}
-    assert [set(each) for each in said["engines"]] == [names] * len(NAMES)
-    assert [each["name"] for each in said["engines"]] == NAMES
+    assert [set(each) for each in answer["engines"]] == [names] * len(NAMES)
+    assert [each["name"] for each in answer["engines"]] == NAMES
 
 
-def test_people_see_what_to_do() -> None:
+def test_render() -> None:
     """The text has each engine once, and for one that cannot run its reason, its fix and its page."""
     data = report()
-    text = render({**data, "engines": [vars_of(each) for each in offers(CPU, Ground(no_mpi="there is none"))]})
+    text = render({**data, "engines": [vars_of(each) for each in offers(CPU, Probe(no_mpi="there is none"))]})
     heads = [line.split()[:2] for line in text.splitlines() if not line.startswith(" ")]
     assert heads == [[name, "no" if name in {"nccl", "cuda_ipc", "mpi"} else "yes"] for name in NAMES]
     assert "why   there is none" in text
@@ -231,6 +230,6 @@ def test_people_see_what_to_do() -> None:
     assert CliRunner().invoke(cli.main, ["engines"]).exit_code == 0
 
 
-def vars_of(said: Offer) -> dict[str, Any]:
+def vars_of(answer: Offer) -> dict[str, Any]:
     """Return an offer as the JSON has it."""
-    return {name: getattr(said, name) for name in said.__struct_fields__}
+    return {name: getattr(answer, name) for name in answer.__struct_fields__}

@@ -1,4 +1,4 @@
-"""The ports that a worker holds, while it opens and closes others."""
+"""The ports on which a worker listens, while it opens and closes other descriptors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import socket
 import threading
 
-from allhands.doctor import leftovers
+from allhands.doctor import proc_status
 
 
-def test_ports_of_a_process_whose_descriptors_come_and_go() -> None:
-    """One closed while it is being looked at does not hide the port that is held."""
+def test_listening_ports_while_descriptors_change() -> None:
+    """A descriptor that is closed meanwhile does not hide the port on which the process listens."""
     over = threading.Event()
 
     def churn() -> None:
@@ -24,7 +24,7 @@ def test_ports_of_a_process_whose_descriptors_come_and_go() -> None:
         port = listener.getsockname()[1]
         thread.start()
         try:
-            found = [leftovers._listens(os.getpid()) for _ in range(300)]
+            found = [proc_status._listening_ports(os.getpid()) for _ in range(300)]
         finally:
             over.set()
             thread.join()

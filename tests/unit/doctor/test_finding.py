@@ -4,13 +4,13 @@ import msgspec
 
 from allhands.diagnosis import CATALOGUE
 from allhands.doctor import Finding, exit_code
-from allhands.doctor.finding import SECTIONS, green, red, yellow
-from allhands.doctor.screen import SCHEMA, render, report
+from allhands.doctor.finding import SCHEMA, SECTIONS, Section, render, report
 
-GOOD = [green(section, "one", f"{section} are well", "seen") for section in SECTIONS]
+NAMES = Section("names")
+NETWORK = Section("network")
+GOOD = [Section(section).green("one", f"{section} are well", "seen") for section in SECTIONS]
 BAD = [
-    yellow(
-        "names",
+    NAMES.yellow(
         "two",
         "name-shadowed",
         "a name is shadowed",
@@ -18,12 +18,12 @@ BAD = [
         fix="agree",
         commands=("grep x", "sed y"),
     ),
-    red("names", "three", "address-unresolvable", "no such name", why="it says so", fix="spell it right"),
+    NAMES.red("three", "address-unresolvable", "no such name", why="it says so", fix="spell it right"),
 ]
 
 
-def test_all_green_is_a_line_for_each_section() -> None:
-    """Where nothing is wrong there is a heading, a line for each section and a summary, and the exit status is 0."""
+def test_green_is_one_line_per_section() -> None:
+    """If nothing is wrong there is a heading, a line for each section and a summary, and the exit status is 0."""
     shown = render(GOOD, "heading").splitlines()
     assert len(shown) == len(SECTIONS) + 2
     assert shown[0] == "heading"
@@ -31,7 +31,7 @@ def test_all_green_is_a_line_for_each_section() -> None:
     assert exit_code(GOOD) == 0
 
 
-def test_what_is_not_green_has_its_evidence_and_fix() -> None:
+def test_problems_have_evidence_and_fix() -> None:
     """The worst of a section comes first; each has its name, why, fix, and commands that are never broken."""
     shown = render([*GOOD, *BAD], "heading")
     assert shown.index("[address-unresolvable]") < shown.index("[name-shadowed]")
@@ -40,21 +40,21 @@ def test_what_is_not_green_has_its_evidence_and_fix() -> None:
     assert (exit_code(BAD), exit_code(BAD[:1])) == (1, 0)
 
 
-def test_colours_only_where_asked_and_evidence_of_green_too() -> None:
-    """Nothing but text goes into a file; -v shows what green rests on."""
+def test_colour_and_verbose() -> None:
+    """There are no escape codes without colour; -v shows the evidence of green findings."""
     assert "\x1b" not in render([*GOOD, *BAD], "heading")
     assert "\x1b[31m" in render([*GOOD, *BAD], "heading", colour=True)
     assert "names are well (seen)" in render(GOOD, "heading", verbose=True)
 
 
-def test_long_words_fit_the_width() -> None:
+def test_text_is_wrapped() -> None:
     """Sentences are wrapped to the terminal; commands stay whole."""
-    long = red("names", "x", "no-route", "word " * 60, why="why " * 60, fix="fix " * 60, commands=("command " * 30,))
+    long = NAMES.red("x", "no-route", "word " * 60, why="why " * 60, fix="fix " * 60, commands=("command " * 30,))
     lines = render([long], "heading", width=80).splitlines()
     assert max(len(line) for line in lines if "command" not in line and "explain" not in line) <= 80
 
 
-def test_the_report_for_programs_is_stable() -> None:
+def test_report_fields_are_stable() -> None:
     """The fields of --json; a change of them needs a new SCHEMA."""
     made = report([*GOOD, *BAD], host="here", target="there:1", seconds=0.5, done={"descriptors": "raised"})
     assert SCHEMA == 1
@@ -66,17 +66,17 @@ def test_the_report_for_programs_is_stable() -> None:
     assert [msgspec.convert(each, Finding) for each in made["findings"]] == [*GOOD, *BAD]
 
 
-def test_what_was_tried_is_no_suspicion_any_more() -> None:
-    """Rules of this machine's own firewall are yellow only where nobody tried whether they are in the way."""
-    from allhands.doctor.run_checks import _weighed
+def test_disproved_warning_is_removed() -> None:
+    """Rules of this machine's own firewall are yellow only if no connection through it was tried."""
+    from allhands.doctor.run_checks import _without_disproved
 
-    rules = yellow("network", "firewall", "ports-filtered", "rules")
-    assert _weighed([rules]) == [rules]
-    assert _weighed([rules, GOOD[0], green("network", "ports", "open")])[0] == GOOD[0]
+    rules = NETWORK.yellow("firewall", "ports-filtered", "rules")
+    assert _without_disproved([rules]) == [rules]
+    assert _without_disproved([rules, GOOD[0], NETWORK.green("ports", "open")])[0] == GOOD[0]
 
 
-def test_every_name_that_a_check_may_give_has_its_page() -> None:
-    """Whatever stands in brackets on the screen can be explained."""
+def test_every_slug_has_a_page() -> None:
+    """Every slug on the screen is in the catalogue."""
     import re
     from pathlib import Path
 
