@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -50,27 +50,27 @@ class Finding(msgspec.Struct, frozen=True):
     details: dict[str, Any] = {}
 
 
-class Section(str):
+class Section(NamedTuple):
     """One of SECTIONS, with constructors of its findings."""
 
-    __slots__ = ()
+    name: str
 
     def green(self, check: str, what: str, why: str = "", **details: Any) -> Finding:
         """Return a finding that needs no action."""
-        return Finding(self, check, "green", what, why, details=details)
+        return Finding(self.name, check, "green", what, why, details=details)
 
     def yellow(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
         """Return a finding that may stall a job, or slows it down."""
-        return Finding(self, check, "yellow", what, slug=slug, **parts)
+        return Finding(self.name, check, "yellow", what, slug=slug, **parts)
 
     def red(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
         """Return a finding with which a job cannot run."""
-        return Finding(self, check, "red", what, slug=slug, **parts)
+        return Finding(self.name, check, "red", what, slug=slug, **parts)
 
     def of(self, check: str, level: Level, diagnosis: Diagnosis, **parts: Any) -> Finding:
         """Return a finding with the text of ``diagnosis``."""
         text = {name: getattr(diagnosis, name) for name in ("what", "why", "fix", "slug", "certain")}
-        return Finding(self, check, level, **text, **parts)
+        return Finding(self.name, check, level, **text, **parts)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

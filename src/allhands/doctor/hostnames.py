@@ -218,7 +218,7 @@ def _own_name(request: Request) -> Finding:
     if addresses and all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
         level: Level = "red" if request.several_hosts else "yellow"
         return Finding(
-            _NAMES,
+            _NAMES.name,
             "own-name",
             level,
             f"this machine's own name {name} resolves to {join(addresses)}, which is not this machine",
@@ -346,7 +346,7 @@ def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Fin
         )
     replies = join([f"{each.server} replied so after {duration(each.seconds)}" for each in answers])
     return Finding(
-        _NAMES,
+        _NAMES.name,
         "target-name",
         "yellow" if late else "red",
         f"there is no such name as {target.host}",

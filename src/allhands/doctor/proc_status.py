@@ -220,7 +220,7 @@ def check_leftovers(port: int | None) -> list[Finding]:
     mine = [each.pid for each in found if each.mine]
     return [
         Finding(
-            _RESOURCES,
+            _RESOURCES.name,
             "leftovers",
             "red" if holding else "yellow",
             f"{count(len(found), 'worker')} of an earlier job whose launcher has ended"

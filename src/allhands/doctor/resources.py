@@ -70,7 +70,7 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the pa
         return _RESOURCES.green("shm", shown, total=total, free=free)
     default = "" if free < need else ": the default of containers"
     return Finding(
-        _RESOURCES,
+        _RESOURCES.name,
         "shm",
         "red" if free < need else "yellow",
         f"{shown}{default}",
@@ -158,7 +158,7 @@ def _processes(ranks: int) -> Finding:
     if left >= max(need, _FEW_THREADS):
         return _RESOURCES.green("processes", f"room for {left} more processes", why, **details)
     return Finding(
-        _RESOURCES,
+        _RESOURCES.name,
         "processes",
         "red" if left < ranks else "yellow",
         f"room for only {max(left, 0)} more {'process or thread' if left == 1 else 'processes and threads'}",
@@ -213,7 +213,7 @@ def _memory(ranks: int) -> Finding:
     if left >= ranks * _EASY_PER_RANK:
         return _RESOURCES.green("memory", shown, where, **details)
     return Finding(
-        _RESOURCES,
+        _RESOURCES.name,
         "memory",
         "red" if left < ranks * _LEAST_PER_RANK else "yellow",
         f"{shown}, for {count(ranks, 'rank')}",

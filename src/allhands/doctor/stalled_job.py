@@ -269,7 +269,7 @@ def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: s
             history = f"; its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
     target = f"{missed.call} at {missed.site}" if missed is not None else "the call"
     return Finding(
-        _JOB,
+        _JOB.name,
         f"rank-{each.rank}",
         level,
         f"rank {each.rank} (pid {each.pid}) has not called {target}: {where}",
@@ -372,7 +372,7 @@ def _all_in_one_call(
     why = _describe_waiting(calls)
     if elsewhere:
         return Finding(
-            _JOB,
+            _JOB.name,
             "elsewhere",
             level,
             f"all ranks of this machine are in the same call; not here: {ranks(elsewhere)}",
@@ -386,7 +386,7 @@ def _all_in_one_call(
     if max(each.busy for each in states) >= _BUSY:
         return _JOB.green("moving", f"{who} in the same call, at work: {why}")
     return Finding(
-        _JOB,
+        _JOB.name,
         "together",
         level,
         f"{who} are in the same call, and it does not end",
