@@ -157,7 +157,7 @@ if rank == 1:
     assert work.get_future().value()[0] is got and work.result()[0] is got
     assert work._source_rank() == 0 and work.wait() and work.is_completed()
     names = {thread.name for thread in threading.enumerate()}
-    assert "allhands-mail" in names
+    assert "allhands-p2p" in names
 else:
     dist.isend(torch.ones(2_000_000), 1, tag=3)  # forgotten at once
 if rank == 1:
@@ -166,7 +166,7 @@ if rank == 1:
     assert torch.equal(late, torch.ones(2_000_000))
 dist.destroy_process_group()
 deadline = time.monotonic() + 5
-while any(thread.name == "allhands-mail" for thread in threading.enumerate()):
+while any(thread.name == "allhands-p2p" for thread in threading.enumerate()):
     assert time.monotonic() < deadline
     time.sleep(0.01)
 """,

@@ -22,8 +22,9 @@ from ..engines.base import EngineFailure
 from ..engines.dtypes import DTYPES, PREMUL_SUM, REDUCTIONS, operation_code
 from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
-from . import conjugate, desync_check, engine_choice, failure
+from . import desync_check, engine_choice, failure
 from . import session as _session
+from .staging import resolve_conjugates
 from .work import interruptible, wait_for_future
 
 __all__ = [
@@ -216,7 +217,7 @@ def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
     def call(*args: Any, **kw: Any) -> Any:
         group = kw.get("group", args[group_place] if len(args) > group_place else None) or dist.group.WORLD
-        if len(args) > place or kw.get("async_op") or getattr(group, "hears_signals", False):
+        if len(args) > place or kw.get("async_op") or getattr(group, "runs_signal_handlers", False):
             return function(*args, **kw)
         work = function(*args, **{**kw, "async_op": True})
         if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":
@@ -257,7 +258,7 @@ def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 def _entry(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> int:
     """Begin an entry of the flight recorder for a call of torch's own groups; ours write theirs. Return its number."""
-    if getattr(group, "writes_notes", False):
+    if getattr(group, "records_calls", False):
         return 0
     tensor = _first_tensor((*args, *kw.values()))
     known = (
@@ -275,7 +276,7 @@ def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
     """Tell whether a message goes through shared memory, where waiting hears signals and the group's end itself."""
     tensor = args[0] if args else kw.get("tensor")
     group = (args[2] if len(args) > 2 else kw.get("group")) or dist.group.WORLD
-    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "hears_signals", False)
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "runs_signal_handlers", False)
 
 
 def _is_gloo_send(name: str, work: dist.Work) -> bool:
@@ -346,8 +347,8 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
     beside = _beside(function)
     parameters = list(inspect.signature(function).parameters)
     place = parameters.index("group") if "group" in parameters else len(parameters)
-    torchs, function = function, functools.wraps(function)(conjugate.resolving(function))
-    beside = conjugate.resolving(beside) if beside is not None else None
+    torchs, function = function, functools.wraps(function)(resolve_conjugates(function))
+    beside = resolve_conjugates(beside) if beside is not None else None
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Calls that are put into a stream of the GPU: how they are issued, what torch holds of them, and who watches them.
+"""Calls on a stream of the GPU: how they are issued, their Work, and the thread that checks them.
 
-Nobody waits for them on the host, so nobody there would notice that a rank does not come. A thread looks at those under
-way: it compares what ranks have called, knows how long each may take, and lets the stream go when the group is over.
+No thread waits for them on the host, so none would notice a missing rank. A thread checks the calls under way: it
+compares what the ranks called, enforces each deadline, and releases the stream when the group is over.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ from ..errors import AllhandsError, error, fail
 from . import failure
 
 if TYPE_CHECKING:
-    from .hostgroup import HostGroup
+    from .process_group import HostGroup
 
-__all__ = ["Passing", "Streamed"]
+__all__ = ["CudaCalls", "StreamWork"]
 
-# How often to look at what is under way: a difference is to be told within a second, and looking costs some time.
-_LOOK_S = 0.05
+# How often to check the calls under way: a difference must be reported within a second, and checking costs time.
+_POLL_S = 0.05
 
-# How often to let a stream go on that ended in the middle: it still writes numbers that others may wait behind.
+# How often to release a stream that was aborted: its next call waits for a number, too.
 _RELEASE_S = 0.002
 
-# How long rank 0 waits for the others to let go of its memory: they end their groups at about the same time.
-_GONE_S = 0.5
+# How long rank 0 waits for the others to unmap its memory: they end their groups at about the same time.
+_UNMAP_S = 0.5
 
-# As much of a refusal as the others are told, and more shapes than this tell a reader no more.
-_MOST_WORDS, _MOST_SHAPES = 120, 3
+# How many characters of a refusal the other ranks receive, and how many shapes a mismatch shows.
+_MAX_REASON, _MAX_SHAPES = 120, 3
 
 
 @_torch.untraced
-class Passing(dist.Work):
-    """An operation in a stream. Waiting for it lets the caller's stream wait, not the caller, as with NCCL."""
+class StreamWork(dist.Work):
+    """An operation on a stream. `wait` makes the current stream wait, not the caller, as with NCCL."""
 
-    def __init__(self, group: Streamed, event: Any, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, calls: CudaCalls, event: Any, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._group = group
+        self._calls = calls
         self._event = event
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the current stream wait for it. With a ``timeout``, the caller waits too, at most as long."""
-        self._group.check()
-        torch.cuda.current_stream(self._group.device).wait_event(self._event)
+        """Make the current stream wait for it. With a ``timeout``, the caller waits too, at most as long."""
+        self._calls.check()
+        torch.cuda.current_stream(self._calls.device).wait_event(self._event)
         if timeout is not None and timeout > timedelta(0):
             until = time.monotonic() + timeout.total_seconds()
             while not self._event.query():
-                self._group.check()
+                self._calls.check()
                 if time.monotonic() > until:
                     raise RuntimeError(f"Operation timed out: it was not done within {timeout.total_seconds()} s")
                 time.sleep(_RELEASE_S)
-            self._group.check()
+            self._calls.check()
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether the GPU has done it."""
+        """Return whether the GPU has finished it."""
         return bool(self._event.query())
 
     def is_success(self) -> bool:
-        """Tell whether the GPU has done it and the group still stands."""
-        return self.is_completed() and self._group.problem is None
+        """Return whether the GPU has finished it and the group has not failed."""
+        return self.is_completed() and self._calls.problem is None
 
     def exception(self) -> BaseException | None:
-        """Return why the group is over, if it is."""
-        return self._group.problem
+        """Return what ended the group, if anything."""
+        return self._calls.problem
 
     def synchronize(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for it."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -86,9 +86,9 @@ class Passing(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        """Return a future that is done once the operation stands in the stream; its value is for who waits there."""
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._group.device])
-        stream: Any = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]
+        """Return a future that is done once the operation is queued; its value is valid on that stream."""
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._calls.device])
+        stream: Any = torch.cuda.Stream(self._calls.device)  # type: ignore[no-untyped-call]
         stream.wait_event(self._event)
         with torch.cuda.stream(stream):
             future.set_result(self._tensors)
@@ -96,8 +96,8 @@ class Passing(dist.Work):
 
 
 @dataclass(slots=True)
-class _Under:
-    """A call under way: until when it may take, and all that must live as long."""
+class _Pending:
+    """A call under way: its deadline, and what must stay alive until it is done."""
 
     name: str
     site: str
@@ -105,11 +105,11 @@ class _Under:
     event: Any  # torch's annotations of it have no types
     began: float
     until: float
-    keeps: object
+    kept: object
 
 
-class Streamed:
-    """The calls of a group on one GPU. Those who issue them do it in the same order on every rank."""
+class CudaCalls:
+    """The calls of a group on one GPU. They are issued in the same order on every rank."""
 
     def __init__(self, group: HostGroup, engine: StreamEngine) -> None:
         self.device = engine.device
@@ -117,15 +117,15 @@ class Streamed:
         self._group = group
         self.engine = engine
         engine.check = self.check
-        # Held by whoever issues or compares.
-        self._turn = threading.Lock()
-        self._under: deque[_Under] = deque()
-        self._came = threading.Condition(threading.Lock())
+        # Held while calls are issued or compared.
+        self._call_lock = threading.Lock()
+        self._pending: deque[_Pending] = deque()
+        self._issued = threading.Condition(threading.Lock())
         self._closed = False
-        threading.Thread(target=self._watch, name="allhands-card", daemon=True).start()
+        threading.Thread(target=self._watch, name="allhands-cuda", daemon=True).start()
 
     def check(self) -> None:
-        """Raise why the group is over, if it is."""
+        """Raise what ended the group, if anything."""
         self._group.session.member.check()
         if self.problem is not None:
             raise self.problem
@@ -133,7 +133,7 @@ class Streamed:
     def issue(  # noqa: PLR0917  # what a call is
         self, name: str, run: Callable[[], None], tensors: list[torch.Tensor], site: str, within_ns: int, number: int
     ) -> dist.Work:
-        """Put ``run`` into the stream, after what the caller's stream has to do; ``number`` is that of its note."""
+        """Issue ``run`` on the stream, after the caller's stream; ``number`` is that of its recorder entry."""
         self.check()
         if torch.cuda.is_current_stream_capturing():
             raise fail(
@@ -143,38 +143,38 @@ class Streamed:
                 why="each call waits for a number of its own, and a graph would wait for the same one again",
                 fix="leave collectives out of the capture",
             )
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES])
-        with self._turn, torch.cuda.device(self.device):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MAX_SHAPES])
+        with self._call_lock, torch.cuda.device(self.device):
             engine, stream = self.engine, self.engine.stream
             engine.site, engine.shape = site, shapes
             stream.wait_stream(torch.cuda.current_stream(self.device))
             began, before = time.monotonic(), engine.sequence()
             try:
                 with torch.cuda.stream(stream):
-                    self._together(name, run, before, within_ns)
+                    self._run(name, run, before, within_ns)
             except EngineTimeout:
-                raise self._over(self._late(name, site, began)) from None
+                raise self._fail(self._late(name, site, began)) from None
             except EngineFailure as problem:
-                raise self._over(failure.of_group(self._group, problem, name, site)) from None
+                raise self._fail(failure.of_group(self._group, problem, name, site)) from None
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-        self._group.board.run(number, before)
-        with self._came:
-            self._under.append(_Under(name, site, number, event, began, began + within_ns / 1e9, (run, tensors)))
-            self._came.notify()
-        return Passing(self, event, tensors)
+        self._group.recorder.run(number, before)
+        with self._issued:
+            self._pending.append(_Pending(name, site, number, event, began, began + within_ns / 1e9, (run, tensors)))
+            self._issued.notify()
+        return StreamWork(self, event, tensors)
 
-    def _together(self, name: str, run: Callable[[], None], before: int, within_ns: int) -> None:
-        """Do ``run``. Where it cannot even begin here, the others are told, who would wait otherwise."""
+    def _run(self, name: str, run: Callable[[], None], before: int, within_ns: int) -> None:
+        """Run ``run``. Where the call cannot begin here, report that to the other ranks, which would wait otherwise."""
         try:
             run()
         except EngineFailure:
             raise
         except Exception as problem:
             if self.engine.sequence() == before and self.problem is None and self._group.session.member.verdict is None:
-                words = problem.diagnosis.what if isinstance(problem, AllhandsError) else str(problem)
-                first = (words.splitlines() or [type(problem).__name__])[0]
-                self.engine.refuse(name, first[:_MOST_WORDS], within_ns)
+                reason = problem.diagnosis.what if isinstance(problem, AllhandsError) else str(problem)
+                first = (reason.splitlines() or [type(problem).__name__])[0]
+                self.engine.refuse(name, first[:_MAX_REASON], within_ns)
             raise
 
     def _late(self, name: str, site: str, began: float) -> AllhandsError:
@@ -186,7 +186,7 @@ class Streamed:
         finally:
             self._group.session.leave(before)
 
-    def _over(self, problem: AllhandsError) -> AllhandsError:
+    def _fail(self, problem: AllhandsError) -> AllhandsError:
         self.problem = self.problem or problem
         return problem
 
@@ -194,69 +194,69 @@ class Streamed:
 
     def _watch(self) -> None:
         while self._wait_for_work():
-            self._settle()
+            self._drop_done()
             member = self._group.session.member
             if self.problem is None and member.verdict is not None:
-                self._over(error(member.verdict))
+                self._fail(error(member.verdict))
             if self.problem is not None:
                 self.engine.abort(self._group.rank())
                 time.sleep(_RELEASE_S)
                 continue
-            if self._turn.acquire(blocking=False):
+            if self._call_lock.acquire(blocking=False):
                 try:
-                    self._look()
+                    self._check_calls()
                 finally:
-                    self._turn.release()
-            time.sleep(_LOOK_S)
+                    self._call_lock.release()
+            time.sleep(_POLL_S)
 
     def _wait_for_work(self) -> bool:
-        with self._came:
-            while not self._under and not self._closed:
-                self._came.wait()
-            return bool(self._under)
+        with self._issued:
+            while not self._pending and not self._closed:
+                self._issued.wait()
+            return bool(self._pending)
 
-    def _settle(self) -> None:
-        """Let go of what is done."""
-        while self._under and self._under[0].event.query():
-            done = self._under.popleft()
-            self._group.board.end(done.number, self.problem is None)
+    def _drop_done(self) -> None:
+        """Drop the calls that are done."""
+        while self._pending and self._pending[0].event.query():
+            done = self._pending.popleft()
+            self._group.recorder.end(done.number, self.problem is None)
 
-    def _look(self) -> None:
-        """Find out what is wrong, if anything is. Whoever calls next is told; the stream is let go at once."""
-        if not self._under:
+    def _check_calls(self) -> None:
+        """Compare the calls and enforce the deadline. The next call raises; the stream is released at once."""
+        if not self._pending:
             return
-        first = self._under[0]
+        first = self._pending[0]
         try:
             self.engine.compare()
         except CallMismatch as mismatch:
-            self._over(failure.of_group(self._group, mismatch, first.name, first.site))
+            self._fail(failure.of_group(self._group, mismatch, first.name, first.site))
             return
         if time.monotonic() > first.until:
-            self._over(self._late(first.name, first.site, first.began))
+            self._fail(self._late(first.name, first.site, first.began))
 
     # The end -----------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let the stream go: the group is over. The thread does it again until the stream is empty."""
+        """Release the stream: the group is over. The thread repeats that until the stream is empty."""
         if self.problem is None and self._group.session.member.verdict is not None:
-            self._over(error(self._group.session.member.verdict))
+            self._fail(error(self._group.session.member.verdict))
         self.engine.abort(self._group.rank())
 
     def close(self, within_s: float) -> None:
-        """End this rank's part after what is under way, and give the GPU's memory back once the others have let go."""
+        """Finish what is under way, and free the GPU's memory once the other ranks have unmapped it."""
         until = time.monotonic() + within_s
-        while self._under and time.monotonic() < until:
+        while self._pending and time.monotonic() < until:
             time.sleep(_RELEASE_S)
-        if self._under:
-            # Somebody never came. What waits in the stream must go before the memory does.
-            self._over(self.problem or fail("already-destroyed", "the group was shut down with calls under way"))
+        if self._pending:
+            # A rank is missing. The stream must be empty before the memory is freed.
+            self._fail(self.problem or fail("already-destroyed", "the group was shut down with calls under way"))
             end = time.monotonic() + within_s
-            while self._under and time.monotonic() < end:
+            while self._pending and time.monotonic() < end:
                 time.sleep(_RELEASE_S)
-        with self._came:
+        with self._issued:
             self._closed = True
-            self._came.notify()
-        if self._under:
-            return  # The kernel takes it all with the process.
+            self._issued.notify()
+        if self._pending:
+            return  # The kernel frees it with the process.
         with torch.cuda.device(self.device):
-            self.engine.close(_GONE_S)
+            self.engine.close(_UNMAP_S)

@@ -1,4 +1,4 @@
-"""Which way the CUDA tensors of a group on one host go: found at its first call with one, the same on every rank.
+"""The route of CUDA tensors in a group on one host: chosen at the first call with one, the same on every rank.
 
 With a GPU for each rank by NCCL (`engines.cuda.nccl`). Ranks that all use one GPU go through memory of it
 (`engines.cuda.ipc`), where NCCL refuses. Where some share and some do not, and where the driver or a container does not
@@ -23,69 +23,69 @@ from ..engines.cuda import ipc, nccl
 from ..engines.cuda.stream import StreamEngine, first_problem, share
 from ..engines.dtypes import CUDA_CALL
 from ..errors import fail
-from .cuda_issue import Streamed
+from .cuda_issue import CudaCalls
 
 if TYPE_CHECKING:
     from ..engines.shm.fd_passing import FdPassing
-    from .hostgroup import HostGroup
+    from .process_group import HostGroup
 
-__all__ = ["Cards"]
+__all__ = ["CudaRoute"]
 
-# What ALLHANDS_CUDA may say; rank 0's word counts.
-_WAYS = ("auto", "nccl", "cuda_ipc", "host")
+# The values of ALLHANDS_CUDA; that of rank 0 counts.
+_ROUTES = ("auto", "nccl", "cuda_ipc", "host")
 
 
-class _Word(msgspec.Struct):
-    """What a rank tells the others: its GPU, and which way it was asked to take."""
+class _Offer(msgspec.Struct):
+    """What a rank publishes: its GPU, and the route that its setting asks for."""
 
     gpu: str
-    way: str
+    route: str
     device: str
     has_nccl: bool
 
 
-class Cards:
-    """The GPUs that this rank's tensors in a group were on so far, and the way of each."""
+class CudaRoute:
+    """The GPUs that this rank used in a group so far, and the engine of each."""
 
     def __init__(self, group: HostGroup, store: Store, timeout_s: float) -> None:
         self._group = group
         self._store = store
         self._timeout_s = timeout_s
-        self._found: dict[torch.device, Streamed | None] = {}
+        self._found: dict[torch.device, CudaCalls | None] = {}
 
-    def find(self, device: torch.device) -> Streamed | None:
-        """Return what issues the calls of ``device``, None where they go by way of the host's memory.
+    def find(self, device: torch.device) -> CudaCalls | None:
+        """Return what issues the calls of ``device``, None where its tensors go through host memory.
 
-        Every rank of the group comes here at its first call with a tensor of a GPU that it has not used before.
+        Every rank of the group calls this at its first call with a tensor of a GPU that it has not used before.
         """
         if device not in self._found:
             self._found[device] = self._meet(device)
         return self._found[device]
 
-    def all(self) -> list[Streamed]:
-        """Return those that there are."""
+    def all(self) -> list[CudaCalls]:
+        """Return those of all GPUs used so far."""
         return [each for each in self._found.values() if each is not None]
 
-    def _meet(self, device: torch.device) -> Streamed | None:
+    def _meet(self, device: torch.device) -> CudaCalls | None:
         group = self._group
-        # A rank that is in a call of CPU tensors is told here, and nobody waits for it.
-        group.agree(CUDA_CALL)
+        # A rank that is in a call of CPU tensors is found here to differ, instead of being waited for.
+        group.compare_only(CUDA_CALL)
         store = PrefixStore(f"gpu/{len(self._found)}/", self._store)
         rank, numbers = group.rank(), group.ranks
-        own = _Word(nccl.gpu(device), _way(), str(device), dist.is_nccl_available())
+        own = _Offer(nccl.gpu(device), _asked_route(), str(device), dist.is_nccl_available())
         store.set(f"rank/{rank}", msgspec.json.encode(own).decode())
-        words = [msgspec.json.decode(store.get(f"rank/{each}"), type=_Word) for each in range(len(numbers))]
-        way = self._choose(words)
-        if way == "host":
+        offers = [msgspec.json.decode(store.get(f"rank/{each}"), type=_Offer) for each in range(len(numbers))]
+        route = self._choose(offers)
+        if route == "host":
             return None
         with torch.cuda.device(device):
-            made = self._make(way, store, device)
+            made = self._make(route, store, device)
         if isinstance(made, StreamEngine):
-            return Streamed(group, made)
-        if words[0].way != "auto":
+            return CudaCalls(group, made)
+        if offers[0].route != "auto":
             raise fail(
                 "engine-failed",
-                f"ALLHANDS_CUDA={way}, but CUDA tensors of this group cannot go that way",
+                f"ALLHANDS_CUDA={route}, but CUDA tensors of this group cannot go that way",
                 who=f"rank {numbers[rank]} ({socket.gethostname()}, pid {os.getpid()})",
                 why=made,
                 fix="unset ALLHANDS_CUDA; in containers, start them with --ipc=host and one pid namespace",
@@ -96,49 +96,49 @@ class Cards:
             )
         return None
 
-    def _choose(self, words: list[_Word]) -> str:
-        """Return the way that everyone takes, as rank 0 was asked to or as their GPUs are."""
-        numbers, way = self._group.ranks, words[0].way
-        different = len({word.gpu for word in words})
+    def _choose(self, offers: list[_Offer]) -> str:
+        """Return the route for all ranks: what rank 0's setting asks for, or what their GPUs allow."""
+        numbers, route = self._group.ranks, offers[0].route
+        different = len({offer.gpu for offer in offers})
         able = {
             "cuda_ipc": different == 1,
-            "nccl": different == len(words) and all(word.has_nccl for word in words),
+            "nccl": different == len(offers) and all(offer.has_nccl for offer in offers),
             "host": True,
         }
-        if way == "auto":
+        if route == "auto":
             return next(name for name in ("nccl", "cuda_ipc", "host") if able[name])
-        if not able[way]:
+        if not able[route]:
             raise fail(
                 "invalid-argument",
-                f"ALLHANDS_CUDA={way} does not fit the GPUs of this group",
-                who=", ".join(f"rank {number} {word.device}" for number, word in zip(numbers, words, strict=True)),
+                f"ALLHANDS_CUDA={route} does not fit the GPUs of this group",
+                who=", ".join(f"rank {number} {offer.device}" for number, offer in zip(numbers, offers, strict=True)),
                 why="cuda_ipc is for ranks that all use one GPU, nccl for a GPU each and a torch with NCCL",
                 fix="unset ALLHANDS_CUDA, or see to each rank's torch.cuda.set_device",
             )
-        return way
+        return route
 
-    def _make(self, way: str, store: Store, device: torch.device) -> StreamEngine | str:
-        """Return what has the operations, or why there is none, the same on every rank."""
+    def _make(self, route: str, store: Store, device: torch.device) -> StreamEngine | str:
+        """Return the engine, or why there is none, the same on every rank."""
         group = self._group
         rank, ranks = group.rank(), group.size()
-        key = f"lane/{len(self._found)}"
+        key = f"stream/{len(self._found)}"
         counters, trouble = share(cast("FdPassing", group.engine.fd_passing), key, rank, group.ranks, self._timeout_s)
         trouble = first_problem(store, "flags", rank, ranks, trouble)
         if trouble or counters is None:
             return trouble
-        if way == "cuda_ipc":
+        if route == "cuda_ipc":
             return ipc.form(counters, store, rank, ranks, device)
         backend = _torch.nccl(PrefixStore("nccl/", store), rank, ranks, timedelta(seconds=self._timeout_s))
         return nccl.NcclEngine(counters, backend, rank, ranks, device)
 
 
-def _way() -> str:
+def _asked_route() -> str:
     asked = settings.read().cuda or "auto"
-    if asked not in _WAYS:
+    if asked not in _ROUTES:
         raise fail(
             "invalid-argument",
             f"ALLHANDS_CUDA={asked!r} names no way for CUDA tensors",
             who="this process's environment",
-            fix=f"unset ALLHANDS_CUDA, or set it to {' or '.join(_WAYS)}",
+            fix=f"unset ALLHANDS_CUDA, or set it to {' or '.join(_ROUTES)}",
         )
     return asked

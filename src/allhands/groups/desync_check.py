@@ -156,7 +156,7 @@ def _uneven(parts: Any) -> bool:
 def start(session: Session, group: Any) -> None:
     """Begin to compare the calls of ``group`` where it is torch's own, on one host. Each of its ranks calls this."""
     ranks = dist.get_process_group_ranks(group)
-    if getattr(group, "writes_notes", False) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
+    if getattr(group, "records_calls", False) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
         return
     try:
         counters = _torch.counters(group)

@@ -38,7 +38,7 @@ from .session import NOT_THE_USERS, Session, call_site
 
 if TYPE_CHECKING:
     from ..diagnosis.majority import Judgement
-    from .hostgroup import HostGroup
+    from .process_group import HostGroup
 
 __all__ = ["announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group"]
 

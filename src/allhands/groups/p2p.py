@@ -1,7 +1,7 @@
-"""Messages between two ranks of a group on one host, as torch knows them: `send`, `recv` and what is under way.
+"""Point-to-point messages of a group on one host: `send`, `recv` and their Work.
 
-A caller that waits does the work itself. What was begun and is not waited for is moved on by a thread of its own,
-which lives from the first such message to the end of the group and sleeps while there is nothing to do.
+A caller that waits makes progress on its message itself. Messages that nobody waits for are progressed by a thread,
+which runs from the first such message to the end of the group and sleeps while there are none.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..errors import fail
 from ..observe import flight_recorder
 from . import failure
 from . import session as _session
-from .staging import Flat
+from .staging import Staged
 from .work import Done
 
 if TYPE_CHECKING:
     from .. import _core
     from .._core import Request
-    from .hostgroup import HostGroup
+    from .process_group import HostGroup
 
-__all__ = ["Call", "Mail", "Message", "Sent"]
+__all__ = ["Call", "Message", "Messages", "Sent"]
 
-# How often the end of a group looks whether the last sends are on their way.
-_LOOK_S = 0.002
+# How often the end of a group checks whether the last sends have been delivered.
+_POLL_S = 0.002
 
 # torch's own functions that wait at once for what `isend` and `irecv` begin.
 _WAITING = frozenset(inspect.unwrap(function).__code__ for function in (dist.send, dist.recv))
@@ -41,12 +41,12 @@ _WAITING = frozenset(inspect.unwrap(function).__code__ for function in (dist.sen
 # Frames between torch's `send` and here, and some more: other libraries wrap it.
 _FRAMES = 5
 
-# The core's word for a message that is not over yet.
+# The core's outcome of a message that is not complete.
 _UNDER_WAY = -1
 
 
 class Sent(Done):
-    """A message that was over before it was asked for, sent or received."""
+    """A message that was complete when its call returned."""
 
     def __init__(self, tensors: list[torch.Tensor], peer: int) -> None:
         super().__init__(tensors)
@@ -61,47 +61,47 @@ class Sent(Done):
 
 
 class Message(dist.Work):
-    """A message under way. Whoever waits for it moves it on."""
+    """A message under way. A thread that waits for it makes progress on it."""
 
-    def __init__(self, mail: Mail, call: Call, key: int, request: Request | None) -> None:
+    def __init__(self, messages: Messages, call: Call, key: int, request: Request | None) -> None:
         super().__init__()
         self.key = key
         self._request = request
-        self._mail = mail
+        self._messages = messages
         self._call = call
         self._lock = threading.Lock()
-        self._over = False
+        self._done = False
         self._peer = -1
         self._problem: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is over; raise what went wrong. A ``timeout`` of its own raises without ending it."""
+        """Wait until it is complete; raise its failure. A ``timeout`` of the caller raises without ending it."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        if not self._over:
-            self.finish(self._mail.wait(self._call, self._request, -1 if limit is None else int(limit * 1e9)))
-        if not self._over:
+        if not self._done:
+            self.finish(self._messages.wait(self._call, self._request, -1 if limit is None else int(limit * 1e9)))
+        if not self._done:
             raise RuntimeError(f"Operation timed out: {self._call.name} was not done within {limit} s")
         if self._problem is not None:
             raise self._problem
         return True
 
     def finish(self, outcome: int) -> None:
-        """Take the core's word for how it went; nothing where it is still under way, or was told before."""
+        """Complete it with the core's outcome, unless it is under way or was completed before."""
         if outcome == _UNDER_WAY:
             return
         with self._lock:
-            if self._over:
+            if self._done:
                 return
             try:
-                self._peer = self._mail.outcome(self._call, outcome)
-                self._call.bring_back()
-            except BaseException as problem:  # noqa: BLE001  # kept for whoever waits
+                self._peer = self._messages.outcome(self._call, outcome)
+                self._call.copy_back()
+            except BaseException as problem:  # noqa: BLE001  # raised by `wait`
                 self._problem = problem
-            self._call.over(well=self._problem is None)
-            self._over = True
+            self._call.close(well=self._problem is None)
+            self._done = True
             future = self._future
-        self._mail.forget(self)
+        self._messages.forget(self)
         if future is not None:
             self._settle(future)
 
@@ -112,17 +112,17 @@ class Message(dist.Work):
             future.set_result(self._call.tensors)
 
     def is_completed(self) -> bool:
-        """Tell whether it is over, after moving it on."""
-        if not self._over and self._request is not None:
-            self.finish(self._mail.look(self._request))
-        return self._over
+        """Make progress, and return whether it is complete."""
+        if not self._done and self._request is not None:
+            self.finish(self._messages.test(self._request))
+        return self._done
 
     def is_success(self) -> bool:
-        """Tell whether it went well."""
+        """Return whether it is complete and did not fail."""
         return self.is_completed() and self._problem is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, if anything."""
+        """Return its failure, if any."""
         return self._problem
 
     def synchronize(self) -> None:
@@ -134,16 +134,16 @@ class Message(dist.Work):
         return self._call.tensors
 
     def source_rank(self) -> int:
-        """Return the group rank that sent it, -1 before it is over."""
+        """Return the group rank that sent it, -1 before it is complete."""
         return self._peer
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future that has its tensors, or raises, once it is over."""
+        """Return a future of its tensors, which raises where the message failed."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         with self._lock:
-            over = self._over
+            over = self._done
             if not over:
                 if self._future is None:
                     self._future = future
@@ -151,16 +151,13 @@ class Message(dist.Work):
         if over:
             self._settle(future)
         elif self._request is not None:
-            self._mail.core.start_timeout(self._request)
-        # A failed future handed over as it is ends the process in torch's C++ code; one made so raises.
+            self._messages.core.start_timeout(self._request)
+        # A failed future passed on as it is ends the process in torch's C++ code; one made with `then` raises.
         return future.then(lambda done: done.value())
 
 
 class Call:
-    """One call of `send` or `recv`: what it is called, where it was made, who it is about, and its tensors.
-
-    It stands on the board from here until `over`.
-    """
+    """One call of `send` or `recv`: name, line, peer and tensors. Its recorder entry is open until `close`."""
 
     def __init__(self, name: str, group: str, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
         self.name = name
@@ -168,12 +165,12 @@ class Call:
         self.site = _session.call_site()
         self.tensors = tensors
         self.peer = peer
-        self._stand_in = Flat(tensors[0], back=name == "recv")
-        self.flat = self._stand_in.tensor
+        self._staged = Staged(tensors[0], back=name == "recv")
+        self.flat = self._staged.tensor
         kind, target = str(self.flat.dtype).removeprefix("torch."), -1 if peer is None else peer
         shape, board = tuple(tensors[0].shape), flight_recorder.own()
-        self._note = board.begin(name, group, kind, "", shape, self.flat.nbytes, target, self.site)
-        board.run(self._note, 0)
+        self._entry = board.begin(name, group, kind, "", shape, self.flat.nbytes, target, self.site)
+        board.run(self._entry, 0)
 
     @property
     def arguments(self) -> tuple[int, int, int, int, int]:
@@ -181,45 +178,45 @@ class Call:
         flat, peer = self.flat, -1 if self.peer is None else self.peer
         return flat.data_ptr(), flat.nbytes, dtype_code(flat.dtype), peer, self.tag
 
-    def bring_back(self) -> None:
-        """Copy what came to where it was asked for."""
-        self._stand_in.__exit__(None, None, None)
+    def copy_back(self) -> None:
+        """Copy what was received to the caller's tensor."""
+        self._staged.__exit__(None, None, None)
 
-    def over(self, *, well: bool) -> None:
-        """Note that it is over."""
-        flight_recorder.own().end(self._note, well)
+    def close(self, *, well: bool) -> None:
+        """Close the recorder entry."""
+        flight_recorder.own().end(self._entry, well)
 
 
-class Mail:
+class Messages:
     """One rank's messages in a group. The methods may be called from any thread."""
 
     def __init__(self, group: HostGroup) -> None:
         self.core = cast("_core.P2P", group.engine.p2p)
         self._group = group
         self._keys = itertools.count()
-        # Kept until they are over: torch's callers may forget both the Work and the tensor.
+        # Kept until they are complete: callers may drop both the Work and the tensor.
         self._pending: dict[int, Message | None] = {}
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, limit_ns: int) -> dist.Work:
-        """Send one tensor to a rank of the group. Small ones are on their way at once."""
+        """Send one tensor to a rank of the group. Small ones are buffered."""
         return self._begin(self._call("send", tensors, rank, tag), limit_ns)
 
     def recv(self, tensors: list[torch.Tensor], rank: int | None, tag: int, limit_ns: int) -> dist.Work:
-        """Receive one tensor from a rank of the group, or from anyone."""
+        """Receive one tensor from a rank of the group, or from any with None."""
         return self._begin(self._call("recv", tensors, rank, tag), limit_ns)
 
     def close(self, within_s: float) -> None:
-        """Let sends that nobody waited for get away, then end what is left, all within about ``within_s``."""
+        """Wait for sends that nobody waited for, then end what is left, all within about ``within_s``."""
         member = self._group.session.member
         if self._closed or member.forked:
             return
         self._closed = True
         deadline = time.monotonic() + within_s
         while self.core.pending_sends() and member.verdict is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         self.core.stop()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(within_s)
@@ -230,7 +227,7 @@ class Mail:
     # For Message -------------------------------------------------------------------------------------------
 
     def wait(self, call: Call, request: Any, limit_ns: int) -> int:
-        """Wait for a posted message, and let others know that this rank does."""
+        """Wait for a posted message, and record that this rank does."""
         session = self._group.session
         session.member.check_process()
         before = session.enter(call.name, call.site)
@@ -239,13 +236,13 @@ class Mail:
         finally:
             session.leave(before)
 
-    def look(self, request: Any) -> int:
-        """Move things on and return how a posted message is."""
+    def test(self, request: Any) -> int:
+        """Make progress and return the outcome of a posted message."""
         self._group.session.member.check_process()
         return self.core.test(request)
 
     def outcome(self, call: Call, outcome: int) -> int:
-        """Return the rank that a message came from or went to; raise where it did neither."""
+        """Return the peer of a message; raise its failure."""
         peer, code = divmod(outcome, 256)
         if not code:
             return peer
@@ -264,14 +261,14 @@ class Mail:
         raise failure.of_group(group, group.engine.failure(code, peer), call.name, call.site, others) from None
 
     def forget(self, message: Message) -> None:
-        """Let go of a message that is over."""
+        """Drop a message that is complete."""
         self._pending.pop(message.key, None)
 
     # Inside ------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, tensors: list[torch.Tensor], rank: int | None, tag: int) -> Call:
         group = self._group
-        # A forked child has the segment too, and would be taken for its parent.
+        # A forked child maps the segment too, and would act as its parent.
         group.session.member.check_process()
         wrong = ""
         if len(tensors) != 1:
@@ -287,19 +284,19 @@ class Mail:
 
     def _begin(self, call: Call, limit_ns: int) -> dist.Work:
         core, sends = self.core, call.name == "send"
-        if _waited_for():
+        if _is_blocking():
             session = self._group.session
             before, well = session.enter(call.name, call.site), False
             try:
                 found = self.outcome(call, (core.send if sends else core.recv)(*call.arguments, limit_ns))
-                call.bring_back()
+                call.copy_back()
                 well = True
             finally:
-                call.over(well=well)
+                call.close(well=well)
                 session.leave(before)
             return Sent(call.tensors, found)
         key = next(self._keys)
-        # The thread may hear of it before we do.
+        # The progress thread may complete it before it is stored.
         self._pending[key] = None
         posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
         if isinstance(posted, int):
@@ -312,20 +309,20 @@ class Mail:
         return message
 
     def _at_once(self, call: Call, outcome: int) -> dist.Work:
-        """Return what was over when it was begun. What went wrong is raised where it is waited for."""
+        """Return the Work of a message that is complete. A failure is raised by `wait`."""
         if outcome & 255:
             message = Message(self, call, -1, None)
             message.finish(outcome)
             return message
-        call.bring_back()
-        call.over(well=True)
+        call.copy_back()
+        call.close(well=True)
         return Sent(call.tensors, outcome >> 8)
 
     def _start(self) -> None:
-        """Have a thread move on what nobody waits for."""
+        """Start the progress thread."""
         with self._starting:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="allhands-mail", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
@@ -333,14 +330,14 @@ class Mail:
             for key in keys:
                 message = self._pending.get(key)
                 while message is None and key in self._pending:
-                    time.sleep(0)  # Whoever posted it is about to say.
+                    time.sleep(0)  # The thread that posted it is about to store it.
                     message = self._pending.get(key)
                 if message is not None:
                     message.is_completed()
 
 
-def _waited_for() -> bool:
-    """Tell whether torch's blocking `send` or `recv` calls: then nobody else has to move the message on."""
+def _is_blocking() -> bool:
+    """Return whether the caller is torch's blocking `send` or `recv`, which waits at once."""
     frame = sys._getframe(2)  # noqa: SLF001  # inspect.currentframe, two frames up
     for _ in range(_FRAMES):
         if frame.f_code in _WAITING:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import fail
-from .hostgroup import HostGroup
+from .process_group import HostGroup
 
 __all__ = ["empty", "register"]
 

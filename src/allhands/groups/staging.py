@@ -1,10 +1,10 @@
-"""Tensors as the shared-memory engine takes them: their values in one piece of memory, for the length of a call."""
+"""Tensors as an engine takes them: contiguous, on its device, for the duration of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -12,13 +12,13 @@ from .. import _torch
 from ..engines.base import parts_of
 from ..errors import fail
 
-__all__ = ["HOST", "Flat", "Flats", "dense", "extents", "when_ready"]
+__all__ = ["HOST", "Staged", "StagedList", "dense", "extents", "resolve_conjugates", "when_ready"]
 
 HOST = torch.device("cpu")
 
 
 def dense(*tensors: torch.Tensor) -> bool:
-    """Tell whether ``tensors`` are ordinary ones; those of a GPU go through the memory of the host."""
+    """Return whether all ``tensors`` are strided."""
     return all(tensor.layout is torch.strided for tensor in tensors)
 
 
@@ -31,11 +31,10 @@ def extents(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(found)
 
 
-class Flats:
-    """Contiguous stand-ins of tensors; with ``back``, what was written to a stand-in is copied back at the end.
+class StagedList:
+    """Contiguous versions of tensors on ``device``: a tensor itself where it is contiguous there, else a copy.
 
-    With a ``factor`` each stand-in has the tensor's values times it, and the tensor itself stays as it is until then.
-    Stand-ins are on ``device``, in the memory of the host unless told otherwise.
+    With ``back``, copies are copied back at the end. With a ``factor`` each copy is multiplied by it.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Flats:
     ) -> None:
         self._given = [_torch.plain(tensor) for tensor in tensors]
         self._back = back
-        self.tensors = [_stand_in(tensor, factor, device, back=back) for tensor in self._given]
+        self.tensors = [_stage(tensor, factor, device, back=back) for tensor in self._given]
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -63,14 +62,14 @@ class Flats:
             return
         for given, tensor in zip(self._given, self.tensors, strict=True):
             if given is not tensor:
-                # Detached: the caller's no_grad does not reach the thread that does what is not waited for.
+                # Detached: the caller's no_grad does not apply in the thread of the call queue.
                 given.detach().copy_(tensor)
                 if tensor.is_cpu:
-                    _settle(given)
+                    _synchronize(given)
 
 
-class Flat(Flats):
-    """A contiguous stand-in of one tensor."""
+class Staged(StagedList):
+    """A contiguous version of one tensor."""
 
     def __init__(
         self, tensor: torch.Tensor, *, back: bool = True, factor: complex | None = None, device: torch.device = HOST
@@ -79,7 +78,7 @@ class Flat(Flats):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The stand-in."""
+        """The contiguous tensor."""
         return self.tensors[0]
 
     @property
@@ -88,16 +87,16 @@ class Flat(Flats):
         return self.tensor.data_ptr(), self.tensor.nbytes
 
 
-def _settle(tensor: torch.Tensor) -> None:
-    """Wait until what was written to ``tensor`` is there: whoever uses it next may do so on another stream."""
+def _synchronize(tensor: torch.Tensor) -> None:
+    """Wait until the copy to ``tensor`` is done: it may be used next on another stream."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def when_ready(run: Callable[[int], None], tensors: Sequence[torch.Tensor]) -> Callable[[int], None]:
-    """Return ``run`` preceded by a wait for what the GPU is still to do on the caller's streams.
+    """Return ``run`` preceded by a wait for the work queued on the caller's streams.
 
-    The call may be done by another thread, which has streams of its own. The tensors of a call are on the device of
+    The call may run in another thread, which has streams of its own. The tensors of a call are on the device of
     its results or, where this rank has none, on the current one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -115,7 +114,7 @@ def when_ready(run: Callable[[int], None], tensors: Sequence[torch.Tensor]) -> C
     return later
 
 
-def _stand_in(tensor: torch.Tensor, factor: complex | None, device: torch.device, *, back: bool) -> torch.Tensor:
+def _stage(tensor: torch.Tensor, factor: complex | None, device: torch.device, *, back: bool) -> torch.Tensor:
     """Return ``tensor`` itself where it is on ``device`` and its memory holds its values in order, else such a copy."""
     here = tensor.is_cpu if device is HOST else tensor.device == device
     if factor is None and here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -135,7 +134,7 @@ def _stand_in(tensor: torch.Tensor, factor: complex | None, device: torch.device
 
 
 def _check_writable(tensor: torch.Tensor) -> None:
-    """Raise where two elements of ``tensor`` share memory: each rank's result would be whichever came last."""
+    """Raise where two elements of ``tensor`` share memory: the last one written would be the result."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise fail(
             "invalid-argument",
@@ -144,3 +143,47 @@ def _check_writable(tensor: torch.Tensor) -> None:
             why="several of its elements are the same memory",
             fix="give a tensor of its own: tensor.clone() or torch.empty(tensor.shape)",
         )
+
+
+# Conjugate views ---------------------------------------------------------------------------------------------------
+
+
+def resolve_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, one of torch's, such that it takes tensors with the conjugate bit, which torch's refuse.
+
+    Only where the caller waits: the result of an asynchronous call could not be copied back, and torch raises.
+    """
+
+    def call(*args: Any, **kw: Any) -> Any:
+        if not any(_has_conjugates(each) for each in (*args, *kw.values())) or kw.get("async_op"):
+            return function(*args, **kw)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        result = function(
+            *(_resolve(each, pairs) for each in args), **{key: _resolve(each, pairs) for key, each in kw.items()}
+        )
+        if isinstance(result, torch.distributed.Work):  # async_op was passed by position
+            result.wait()
+        for given, resolved in pairs:
+            given.detach().copy_(resolved)
+        return result
+
+    return call
+
+
+def _has_conjugates(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_conj()
+    return isinstance(value, (list, tuple)) and any(_has_conjugates(each) for each in value)
+
+
+def _resolve(value: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Return ``value`` with its conjugate tensors resolved, and append each with its copy to ``pairs``."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_resolve(each, pairs) for each in value)
+    if not isinstance(value, torch.Tensor) or not value.is_conj():
+        return value
+    resolved = value.detach().resolve_conj()
+    # An expanded tensor is read only, so nothing is copied back; torch refuses it as a result.
+    if all(size <= 1 or stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+        pairs.append((value, resolved))
+    return resolved

@@ -163,13 +163,13 @@ class CallQueue:
     the order.
     """
 
-    def __init__(self, name: str, gate: _core.Segment | _core.Ferry | None = None) -> None:
-        """Create a queue whose calls hold ``gate``, the call lock, and which reports to it how many are waiting."""
+    def __init__(self, name: str, call_lock: _core.Segment | _core.Ferry | None = None) -> None:
+        """Create a queue whose calls hold ``call_lock``; its fast path is told how many are queued."""
         self._name = name
-        self._gate = gate
+        self._counted = call_lock
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         # Held while a call runs.
-        self.call_lock: AbstractContextManager[Any] = gate if gate is not None else threading.Lock()
+        self.call_lock: AbstractContextManager[Any] = call_lock if call_lock is not None else threading.Lock()
         # Guards what follows. Reentrant: a signal's handler may destroy the group in the middle.
         self._lock = threading.RLock()
         # Calls that are queued or running, callbacks included.
@@ -207,8 +207,6 @@ class CallQueue:
             work.wait()
         return work
 
-    do = submit
-
     def in_thread(self) -> bool:
         """Return whether the caller is the queue's thread."""
         return threading.current_thread() is self._thread
@@ -240,17 +238,14 @@ class CallQueue:
 
     def _add(self, more: int) -> None:
         self._pending += more
-        if self._gate is not None:
-            self._gate.queued = self._pending
+        if self._counted is not None:
+            self._counted.queued = self._pending
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             self._run_one(work)
             with self._lock:
                 self._add(-1)
-
-
-Line = CallQueue
 
 
 def _shut_down() -> Exception:

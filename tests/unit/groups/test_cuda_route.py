@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import allhands
-from allhands.groups.cuda_route import Cards, _Word
+from allhands.groups.cuda_route import CudaRoute, _Offer
 
 
 def choose(gpus: str, way: str = "auto", *, has_nccl: bool = True) -> str:
     """Return the way of ranks whose GPUs are the letters of ``gpus``."""
     group: Any = SimpleNamespace(ranks=list(range(len(gpus))), rank=lambda: 0)
-    words = [_Word(gpu, way if not rank else "auto", f"cuda:{rank}", has_nccl) for rank, gpu in enumerate(gpus)]
-    return Cards(group, Any, 1.0)._choose(words)
+    offers = [_Offer(gpu, way if not rank else "auto", f"cuda:{rank}", has_nccl) for rank, gpu in enumerate(gpus)]
+    return CudaRoute(group, Any, 1.0)._choose(offers)
 
 
 @pytest.mark.parametrize(

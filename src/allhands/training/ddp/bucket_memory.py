@@ -15,7 +15,7 @@ import torch
 from ... import _core, _torch
 from ...errors import ResourceError
 from ...groups import registered
-from ...groups.hostgroup import HostGroup
+from ...groups.process_group import HostGroup
 from ...groups.staging import extents
 from . import ddp_failures
 from .bucket import ItemSize, Region, assign, place

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...engines.shm import engine as shm
 from ...groups import collectives
-from ...groups.hostgroup import HostGroup
+from ...groups.process_group import HostGroup
 from .bucket import GradBucket
 
 __all__ = ["Averager", "all_reduce", "broadcast"]
