@@ -1,4 +1,4 @@
-"""What goes wrong under `allhands.spawn`: who is blamed, and that nothing is left."""
+"""Failures under `allhands.spawn`: the culprit is named, and no process is left."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SHELF = {"cause": "KeyError('the third shelf')"}
 
 @functools.cache
 def failures() -> dict[str, dict[str, Any]]:
-    """Run all of them once; what each came to, by its name."""
+    """Run all cases once; return their results by name."""
     return {said["how"]: said for said in finish(FAILURES)}
 
 
@@ -184,7 +184,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", ["spawn", "fork", "forkserver", "unjoined"])
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "parent"])
 def test_ctrl_c(how: str, *, group: bool) -> None:
-    """Ctrl-C, to all or to the parent alone, ends the ranks and what they started; the parent ends of it too."""
+    """Ctrl-C, to all or to the parent alone, ends the parent, the ranks and the processes that they started."""
     with program(SLEEPERS, how) as running:
         pids = [pid for pids in running.wait_for("pids", 2) for pid in pids]
         (os.killpg if group else os.kill)(running.process.pid, signal.SIGINT)
@@ -195,7 +195,7 @@ def test_ctrl_c(how: str, *, group: bool) -> None:
 
 @pytest.mark.parametrize("how", ["spawn", "fork", "forkserver", "thread"])
 def test_killed_parent(how: str) -> None:
-    """Kill -9 of the parent ends every rank, whoever forked it, and a thread that ended before does not."""
+    """Kill -9 of the parent ends every rank, with each start method; the end of the starting thread does not."""
     with program(SLEEPERS, how) as running:
         ranks = [pids[0] for pids in running.wait_for("pids", 2)]
         others = [pid for pids in running.wait_for("pids", 2) for pid in pids[1:]]
@@ -250,7 +250,7 @@ def test_fork_of_a_rank() -> None:
 
 
 def test_ranks_not_joined() -> None:
-    """A program that ends without join waits for its ranks, and says which of them failed."""
+    """A program that exits without join waits for its ranks, and names those that failed."""
     source = """
     import allhands
     def fail(rank):
@@ -267,7 +267,7 @@ def test_ranks_not_joined() -> None:
 
 
 def test_script_that_cannot_be_imported() -> None:
-    """The rank that fails before the function is called is said to, with what to do."""
+    """A rank that fails before the function is called is reported as such, with a fix."""
     source = """
     import sys
     import allhands

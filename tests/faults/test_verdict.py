@@ -30,7 +30,7 @@ dist.all_reduce(x)
 
 
 def blame(ran: Ran, cause: str, culprits: list[int], code: int) -> None:
-    """Fail unless the report and the screen say so."""
+    """Assert that the report and the printed verdict agree on cause, culprits and exit status."""
     assert (ran.report["cause"], ran.report["culprits"], ran.code) == (cause, culprits, code), ran.err
     assert ran.report["exit_code"] == code
     assert ran.report["what"] in ran.verdict
@@ -74,7 +74,7 @@ def test_exception_with_init() -> None:
 
 
 def test_a_rank_killed_in_a_group() -> None:
-    """A rank that is killed is named by its signal, though the others' exceptions come first."""
+    """A killed rank is blamed with its signal, although the exceptions of the others are earlier."""
     ran = run(GROUP + "if rank == 0:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(x)\ntime.sleep(60)", ranks=3)
     blame(ran, "signal", [0], 137)
     assert "after: ranks 1 and 2: raised PeerLost" in ran.verdict
@@ -227,7 +227,7 @@ def test_two_culprits() -> None:
 
 
 def test_two_different_culprits() -> None:
-    """Two ranks that fail differently are both named with what they did, and both tracebacks are shown."""
+    """Two ranks that fail differently are both named with their errors, and both tracebacks are printed."""
     ran = run(
         ONE + "if rank == 1:\n    raise ValueError('one')\nif rank == 2:\n    raise KeyError('two')" + OTHERS, ranks=3
     )
@@ -251,7 +251,7 @@ def test_exception_in_a_child() -> None:
 
 
 def test_stall() -> None:
-    """A rank that does not come to a collective is found by --hang-timeout, with its stack, and the job ends."""
+    """--hang-timeout ends a job in which one rank does not reach a collective, and prints its stack."""
     source = GROUP + "def elsewhere():\n    time.sleep(100)\nif rank == 1:\n    elsewhere()\ndist.all_reduce(x)"
     ran = run(source, "--hang-timeout", "2", ranks=3)
     blame(ran, "hang", [1], 124)

@@ -16,7 +16,7 @@ ENTERING = (sys.executable, str(Path(__file__).with_name("command.py")))
 
 PORT = 29500
 
-# Neither torch nor a group: for what the agents do by themselves.
+# No torch and no group: for tests of the agents alone.
 WAITS = """
 import os, sys, time
 print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["ALLHANDS_RESTART"], flush=True)
@@ -65,7 +65,7 @@ def agents(
     nodes: int = 0,
     ranks: tuple[int, ...] = (2, 2),
 ) -> Iterator[list[Running]]:
-    """Start an agent on each of the hosts ``on``; they meet at the first host's address unless ``each`` says else."""
+    """Start an agent on each of the hosts ``on``; ``each`` has options in place of --node-rank."""
     with ExitStack() as stack:
         jobs = []
         for node, place in enumerate(on):
@@ -78,7 +78,7 @@ def agents(
 
 
 def results(jobs: list[Running]) -> list[Ran]:
-    """Wait for all agents."""
+    """Wait for all agents; return their results."""
     return [job.result() for job in jobs]
 
 
@@ -87,7 +87,7 @@ def pids(job: Running, number: int) -> list[int]:
     job.wait_for("here", number)
     found = []
     for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split():
-        with suppress(FileNotFoundError, ProcessLookupError):  # One that ended meanwhile is no worker any more.
+        with suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
             if b"allhands.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found

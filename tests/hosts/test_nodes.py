@@ -88,7 +88,7 @@ def test_torch_script(network: Making, token: str) -> None:
 
 
 def test_node_ranks_by_arrival(network: Making) -> None:
-    """Without --node-rank, as with torchrun's c10d: who owns the address is node 0, wherever it is started."""
+    """Without --node-rank, as with torchrun's c10d, the node that owns the address is node 0."""
     made = network()
     endpoint = f"{made.hosts[1].ipv4}:{PORT}"
     line = ("--rdzv-backend", "c10d", "--rdzv-id", "night", "--rdzv-endpoint", endpoint, "--coordinator", "")
@@ -161,7 +161,7 @@ SERVED = 29600
     [pytest.param(AT_ONCE, "60", id="at-once"), pytest.param(AT_THE_DEADLINE, "8", id="late", marks=pytest.mark.soak)],
 )
 def test_roll_call_faults(network: Making, tmp_path: Path, faults: dict[str, Fault], timeout: str) -> None:
-    """Each fault ends on every agent within the deadline, with its own name, and speaks of nodes; no rank starts."""
+    """Each fault ends every agent within the deadline with its own slug, in terms of nodes; no rank starts."""
     made = network(3)
     # What the package index of an installation with another torch says; the agent imports none.
     (tmp_path / "torch-9.9.dist-info").mkdir()
@@ -241,7 +241,7 @@ def test_firewall(network: Making) -> None:
 
 @pytest.mark.soak
 def test_ctrl_c_during_the_roll_call(network: Making) -> None:
-    """SIGINT to an agent that waits in the roll call ends the others that wait, and says who was asked."""
+    """SIGINT to an agent that waits in the roll call ends the others too, and the text names its node."""
     made = network(3)
     with agents(made, WAITS, nodes=3, ranks=(1, 1)) as jobs:
         jobs[0].wait_for("2 of 3 nodes are here; waiting for node 2")

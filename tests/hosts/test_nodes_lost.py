@@ -1,4 +1,4 @@
-"""`allhands run` over several nodes: what ends, what is told and what is left when one of them fails."""
+"""`allhands run` on several nodes: the verdict and the remaining processes when one of them fails."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.hosts
 
 
 def test_verdict_on_all_nodes(network: Making, tmp_path: Path) -> None:
-    """A rank of node 1 is killed, started again with all others, and exits with 7: both agents name it and exit so."""
+    """A rank of node 1 is killed, restarted with all others, and exits with 7: both agents name it and exit alike."""
     made = network()
-    # Rank 3 fails once all have spoken, and the first time once they have been counted.
+    # Rank 3 fails once all have printed, and in attempt 0 once the test has their pids.
     fails = f"""
     first = os.environ['ALLHANDS_RESTART'] == '0'
     here = {str(tmp_path)!r} + '/here-' + os.environ['ALLHANDS_RESTART'] + '-'
@@ -53,7 +53,7 @@ def test_verdict_on_all_nodes(network: Making, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_on_one_node(network: Making) -> None:
-    """SIGINT to the agent of node 1 ends the job on both, and both say where it was asked for."""
+    """SIGINT to the agent of node 1 ends the job on both nodes, and both verdicts name node 1."""
     made = network()
     with agents(made, WAITS) as jobs:
         workers = [pid for job in jobs for pid in pids(job, 2)]
@@ -68,7 +68,7 @@ def test_ctrl_c_on_one_node(network: Making) -> None:
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_killed_agent(network: Making, victim: int) -> None:
-    """With kill -9 of one agent, the other names the node, with host, address and what was seen; nobody survives."""
+    """After kill -9 of one agent, the other names the node with host, address and reason; no worker survives."""
     made = network()
     with agents(made, WAITS, "--grace", "2") as jobs:
         workers = [pid for job in jobs for pid in pids(job, 2)]
@@ -89,7 +89,7 @@ def test_killed_agent(network: Making, victim: int) -> None:
 
 @pytest.mark.soak
 def test_link_down(network: Making) -> None:
-    """The link of node 1 goes down: both sides give the other up and end their ranks, and say what they saw."""
+    """When the link of node 1 goes down, both sides end their ranks and report the loss of the other."""
     made = network()
     source = TRAINS.replace("range(40)", "range(10**9)").replace("loss.backward()", "loss.backward(); print('here')")
     with agents(made, source, "--grace", "3") as jobs:
@@ -109,7 +109,7 @@ def test_link_down(network: Making) -> None:
 
 @pytest.mark.soak
 def test_restarts(network: Making) -> None:
-    """All nodes start again together with the same number, as often as node 0 says, whoever failed."""
+    """All nodes restart together with the same attempt number, whichever rank failed."""
     made = network()
     source = WAITS.replace(
         "time.sleep(600)",
@@ -129,7 +129,7 @@ def test_restarts(network: Making) -> None:
 
 @pytest.mark.soak
 def test_lost_node_rejoins(network: Making) -> None:
-    """With restarts left, node 0 holds a lost node's seat open: the job goes on once its agent is started again."""
+    """With restarts left, node 0 waits for a lost node: the job continues once its agent is started again."""
     made = network()
     source = WAITS.replace("time.sleep(600)", "n = os.environ['ALLHANDS_RESTART']\nif n == '0': time.sleep(600)")
     options = ("--max-restarts", "1", "--restart-if", "lost", "--grace", "2")
@@ -147,7 +147,7 @@ def test_lost_node_rejoins(network: Making) -> None:
 
 @pytest.mark.soak
 def test_stall_across_nodes(network: Making) -> None:
-    """Rank 3 does not come to a collective: node 0 says so, with the stacks of all ranks of all nodes."""
+    """When rank 3 does not reach a collective, node 0 reports it, with the stacks of all ranks of all nodes."""
     made = network()
     source = """
     import os, time, torch, allhands as dist

@@ -1,4 +1,4 @@
-"""`allhands run` as a user runs it: a script in a folder, and what came of it."""
+"""`allhands run` as a user runs it: a script in a folder, and the result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ranks import harness
 
 __all__ = ["TWO_GROUPS", "Ran", "Running", "run", "running"]
 
-# Longer than any job of a test takes on a machine that does much else; a hang is a failure of the test.
+# Longer than any job of a test takes on a busy machine.
 DEADLINE_S = 90.0
 
-# A script with two groups, one after the other: the launcher's coordinator must be there for both.
+# A script with two groups, one after the other: the launcher must open a coordinator for each.
 TWO_GROUPS = """
 import torch, allhands as dist
 for _ in range(2):
@@ -37,7 +37,7 @@ for _ in range(2):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a job ended: exit status, what was on the screen, and the report."""
+    """How a job ended: exit status, output and report."""
 
     code: int
     out: str
@@ -52,12 +52,12 @@ class Ran:
 
     @property
     def verdict(self) -> str:
-        """The launcher's last words."""
+        """The verdict, which is the last output of the launcher."""
         return self.err[self.err.rfind("\nallhands: ") + 1 :] if "\nallhands: " in self.err else self.err
 
 
 class Running:
-    """A job while it runs."""
+    """A running job."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes], report: Path) -> None:
         self.folder, self.process, self._report = folder, process, report
@@ -65,19 +65,19 @@ class Running:
 
     @property
     def out(self) -> str:
-        """What is on standard output so far."""
+        """Its standard output so far."""
         return (self.folder / "out").read_text(errors="replace")
 
     @property
     def err(self) -> str:
-        """What is on standard error so far."""
+        """Its standard error so far."""
         return (self.folder / "err").read_text(errors="replace")
 
     def wait_for(self, text: str, times: int = 1) -> str:
-        """Wait until ``text`` is on the screen that often; return the screen."""
+        """Wait until ``text`` was printed ``times`` times; return the output."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            ended = self.process.poll() is not None  # Before the look at the screen: its last words count.
+            ended = self.process.poll() is not None  # Checked before the output, whose last lines count.
             if (screen := self.out + self.err).count(text) >= times:
                 return screen
             assert not ended, f"ended before {text!r} came\n{screen}"
@@ -111,7 +111,7 @@ def running(
     before: tuple[str, ...] = (),
     script: bool = True,
 ) -> Iterator[Running]:
-    """Start ``source`` under `allhands run`, by the command ``before`` if any; kill what is left of it at the end."""
+    """Start ``source`` under `allhands run`, through the command ``before`` if any; kill it at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="run-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(textwrap.dedent(source).lstrip("\n"))
@@ -140,6 +140,6 @@ def running(
 
 
 def run(source: str, *options: str, **kw: Any) -> Ran:
-    """Run ``source`` to its end; takes what `running` takes."""
+    """Run ``source`` to its end; has the parameters of `running`."""
     with running(source, *options, **kw) as job:
         return job.result()

@@ -1,4 +1,4 @@
-"""A program that uses `allhands.spawn`, run as a user runs it: from a file, in its own process."""
+"""Programs that use `allhands.spawn`, run from a file in their own process, as a user runs them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ranks import harness
 
 __all__ = ["Program", "finish", "gone", "program"]
 
-# Longer than any of these takes on a machine that does much else; a hang is a failure of the test.
+# Longer than any of these programs takes on a busy machine.
 DEADLINE_S = 90.0
 
 
 class Program:
-    """The program while it runs; what it prints are JSON objects, one a line."""
+    """A running program, which prints one JSON object per line."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -30,22 +30,22 @@ class Program:
 
     @property
     def err(self) -> str:
-        """What is on standard error so far."""
+        """Its standard error so far."""
         return (self._folder / "err").read_text(errors="replace")
 
-    def said(self) -> list[dict[str, Any]]:
-        """Return what it has printed so far."""
+    def printed(self) -> list[dict[str, Any]]:
+        """Return the objects that it has printed so far."""
         return harness.parse((self._folder / "out").read_text(errors="replace"))
 
     def wait_for(self, key: str, times: int = 1) -> list[Any]:
-        """Wait until it has said ``key`` that often; return the values."""
+        """Wait until ``times`` objects with ``key`` were printed; return the values."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            ended = self.process.poll() is not None  # Before the look at its words: the last ones count.
-            if len(found := [said[key] for said in self.said() if key in said]) >= times:
+            ended = self.process.poll() is not None  # Checked before the output, whose last lines count.
+            if len(found := [each[key] for each in self.printed() if key in each]) >= times:
                 return found
-            assert not ended, f"ended before {key} came: {self.said()}\n{self.err}"
-            assert time.monotonic() < deadline, f"{key} did not come: {self.said()}\n{self.err}"
+            assert not ended, f"ended before {key} came: {self.printed()}\n{self.err}"
+            assert time.monotonic() < deadline, f"{key} did not come: {self.printed()}\n{self.err}"
             time.sleep(0.01)
 
     def end(self) -> int:
@@ -78,10 +78,10 @@ def program(source: str, *arguments: str, head: str = "") -> Iterator[Program]:
 
 
 def finish(source: str, *arguments: str, head: str = "") -> list[dict[str, Any]]:
-    """Run ``source`` to its end, which must be a good one; return what it said."""
+    """Run ``source`` to its end, which must have status 0; return the objects that it printed."""
     with program(source, *arguments, head=head) as running:
         assert running.end() == 0, running.err
-        return running.said()
+        return running.printed()
 
 
 def gone(pids: list[int], within_s: float = 20.0) -> bool:

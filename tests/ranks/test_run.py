@@ -1,4 +1,4 @@
-"""`allhands run`: whom it starts, with what, and again."""
+"""`allhands run`: starting scripts, modules and programs, their environment, and restarts."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_port_in_use() -> None:
 
 
 def test_restart() -> None:
-    """--max-restarts starts all ranks again with a new number, until it goes well."""
+    """--max-restarts restarts all ranks with a new attempt number, until an attempt succeeds."""
     source = """
     import os, sys
     print("attempt", os.environ["ALLHANDS_RESTART"], os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -60,7 +60,7 @@ def test_four_agents(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
 def test_stopped_agent(victim: int) -> None:
-    """The other agent says that it does not answer, and where a rank fails it ends without it and names it."""
+    """The other agent reports that it does not answer, and once a rank fails ends without it and names it."""
     source = """
     import os, pathlib, sys, time
     print("here", os.environ["RANK"], flush=True)

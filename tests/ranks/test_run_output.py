@@ -1,4 +1,4 @@
-"""What `allhands run` does with what workers write and read."""
+"""The output and input of workers under `allhands run`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_million_lines() -> None:
 
 
 def test_back_pressure() -> None:
-    """Where nobody reads, the launcher's memory stays bounded and the workers wait; then nothing is missing."""
+    """With a slow reader, the launcher's memory stays bounded and the workers block; no line is lost."""
     source = r"""
 import sys
 for n in range(300):
@@ -107,7 +107,7 @@ def test_no_prefix() -> None:
 
 
 def test_progress_bars_and_binary() -> None:
-    """Carriage returns and bytes that are no text disturb nobody: a bar shows its last state on its line."""
+    """Carriage returns and binary output are handled: a progress bar is printed in its last state."""
     source = r"""
     import os, sys, time
     if os.environ["RANK"] == "0":
@@ -144,7 +144,7 @@ def test_logs(tmp_path: Path) -> None:
 
 
 def test_logs_without_log_dir(tmp_path: Path) -> None:
-    """--redirects alone keeps logs in a folder for temporary files, and says where; a filter hides ranks."""
+    """--redirects alone writes logs to a temporary directory, which is printed; a filter hides ranks."""
     source = "import os; print('out', os.environ['RANK'])"
     ran = run(source, "--redirects", "0:1", "--local-ranks-filter", "0", env={"TMPDIR": str(tmp_path)})
     assert ran.out == ""
@@ -163,6 +163,6 @@ def test_log_dir_is_a_file(tmp_path: Path) -> None:
 
 
 def test_stdin_goes_to_rank_0() -> None:
-    """Rank 0 reads what the launcher is given; the others read nothing."""
+    """Rank 0 reads the launcher's standard input; the others read an empty file."""
     ran = run("import sys; print(repr(sys.stdin.read()))", stdin=b"hello\nyou\n")
     assert (ran.lines(0), ran.lines(1)) == ([repr("hello\nyou\n")], ["''"])

@@ -1,4 +1,4 @@
-"""`allhands run` on a terminal, and the signals that it gets."""
+"""`allhands run` on a terminal, and the signals that it receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ranks.runner import run, running
 
 @contextmanager
 def terminal(source: str, *options: str, ranks: int = 1) -> Iterator[tuple[int, subprocess.Popen[bytes], Path]]:
-    """Run ``source`` on a terminal of its own; yield its other end, the process, and the folder."""
+    """Run ``source`` on a new pseudo-terminal; yield its master end, the process, and the folder."""
     with running("", ranks=1) as job:
         job.result()
         (job.folder / "train.py").write_text(textwrap.dedent(source))
@@ -46,7 +46,7 @@ def terminal(source: str, *options: str, ranks: int = 1) -> Iterator[tuple[int, 
 
 
 def seen(master: int, *texts: bytes) -> bytes:
-    """Read from a terminal until all ``texts`` are on it."""
+    """Read from a terminal until all ``texts`` were printed."""
     found = b""
     deadline = time.monotonic() + 60
     while not all(text in found for text in texts):
@@ -58,7 +58,7 @@ def seen(master: int, *texts: bytes) -> bytes:
 
 
 def test_terminal() -> None:
-    """On a terminal prefixes are coloured, a question is shown before its line ends, and rank 0 hears the answer."""
+    """On a terminal prefixes are coloured, a prompt is printed before its line ends, and rank 0 reads the answer."""
     source = "import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))"
     with terminal(source) as (master, process, _):
         assert b"\x1b[36m[0]\x1b[0m name? " in seen(master, b"name? ")
@@ -79,7 +79,7 @@ def test_ctrl_c_on_a_terminal() -> None:
 
 
 def test_closing_the_terminal() -> None:
-    """A terminal that is closed ends the job with SIGHUP, and workers have the grace to save what they did."""
+    """A closed terminal ends the job with SIGHUP, and workers have --grace to save their work."""
     source = """
     import os, signal, sys, time
     def save(*_):
@@ -102,7 +102,7 @@ def test_closing_the_terminal() -> None:
 
 
 def test_sigusr1() -> None:
-    """SIGUSR1 to the agent prints every rank's stack, and the job goes on."""
+    """SIGUSR1 to the agent prints every rank's stack, and the job continues."""
     source = """
     import os, time
     def wait_here():
@@ -134,7 +134,7 @@ def test_sigusr1_with_a_program() -> None:
 
 
 def test_children_of_the_shell_are_left_alone() -> None:
-    """What ran below the launcher before it was the launcher (`daemon & exec allhands run`) is left alone."""
+    """Children of a shell that the launcher replaced (`daemon & exec allhands run`) are not ended."""
     before = ("sh", "-c", 'sleep 100 & echo "daemon $!"; exec "$@"', "sh")
     ran = run("print('hello')", ranks=1, before=before)
     daemon = int(ran.out.split()[1])
@@ -168,7 +168,7 @@ def test_ctrl_z() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_at_start(number: int) -> None:
-    """One that comes when workers have just been started, before the agent is ready, ends the job as any does."""
+    """A signal that arrives after the workers were started and before the event loop runs ends the job."""
     with running("import time; time.sleep(600)", "--grace", "2") as job:
         children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
         # The guard, which is a fork of the agent, and a worker.

@@ -1,4 +1,4 @@
-"""`allhands.spawn`: what torch.multiprocessing.spawn does, and a group inside it without address or port."""
+"""`allhands.spawn`: the behaviour of torch.multiprocessing.spawn, and a group inside it without address or port."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_return_values() -> None:
 
 
 def test_interactive_function() -> None:
-    """It runs with fork; with spawn the error says so before anything is started."""
+    """It runs with fork; with spawn it is refused before anything is started."""
     code = """
     import allhands, os, sys
     def typed(rank):
