@@ -97,7 +97,7 @@ class Attempt:
     """The workers of this node while they run, and their end."""
 
     def __init__(self, role: NodeRole, number: int, early: EarlyStart, output: Output, *, started: bool) -> None:
-        """``started`` says that the workers of ``early`` are running and belong to this attempt."""
+        """``started`` is whether the workers of ``early`` are running and belong to this attempt."""
         self.job, self.number = role.job, number
         self._role = role
         self._early, self._started = early, started

@@ -75,7 +75,7 @@ class CoordinatorThread:
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Event | None = None
-        # A daemon, because the interpreter joins other threads before the ranks that nobody joined.
+        # A daemon, because the interpreter joins other threads before ranks that the program did not join.
         self._thread = threading.Thread(target=self._run, name="allhands-coordinator", daemon=True)
         self._thread.start()
         try:

@@ -86,7 +86,7 @@ class Output:
     """All streams of all workers of this node. Lives as long as the agent; each attempt has its own pipes."""
 
     def __init__(self, job: Job, broken: asyncio.Event) -> None:
-        """``broken`` is set once nobody reads the agent's output any more."""
+        """``broken`` is set once the agent's stdout or stderr has no reader any more."""
         # Replaced by the agent: this node's ranks may differ after a restart on several nodes.
         self.job = job
         self._loop = asyncio.get_running_loop()
@@ -181,7 +181,7 @@ class Output:
         self._flush_folds(everything=True)
 
     def close(self) -> None:
-        """Write everything that is left, however long that takes, unless nobody reads any more."""
+        """Write everything that is left, however long that takes, unless it has no reader any more."""
         if self._timer is not None:
             self._timer.cancel()
         self._flush_folds(everything=True)

@@ -133,14 +133,14 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 class NodeLoss(msgspec.Struct, frozen=True):
-    """The end of the connection to a node's agent, or its silence; ``heard_s`` is when it sent its last message."""
+    """The end of the connection to a node's agent, or its silence; ``last_received_s`` dates its last message."""
 
     node: int
     host: str
     address: str
     ranks: tuple[int, ...]
     how: str
-    heard_s: float
+    last_received_s: float
     seen_s: float
     # Whether its end was observed (a broken connection), or inferred from silence.
     observed: bool = True
@@ -160,7 +160,7 @@ class NodeLoss(msgspec.Struct, frozen=True):
     def why_and_fix(self) -> tuple[str, str]:
         """Return why the node counts as lost, and what to check."""
         place = self.host or self.address
-        quiet = duration(max(0.0, self.seen_s - self.heard_s))
+        quiet = duration(max(0.0, self.seen_s - self.last_received_s))
         if not self.observed:
             lacks = "gave no verdict" if self.cut_off else "did not report how its ranks ended"
             return (
@@ -376,8 +376,8 @@ def _first_loss(lost: Sequence[NodeLoss], primary: Sequence[Outcome]) -> NodeLos
     """Return the node loss to blame: the first, unless a rank failed by itself before the node's last message."""
     if not lost:
         return None
-    first = min(lost, key=lambda loss: (not loss.observed, loss.heard_s))
-    return None if any(outcome.failed_s < first.heard_s for outcome in primary) else first
+    first = min(lost, key=lambda loss: (not loss.observed, loss.last_received_s))
+    return None if any(outcome.failed_s < first.last_received_s for outcome in primary) else first
 
 
 def _lost(outcomes: Sequence[Outcome], first: NodeLoss, lost: Sequence[NodeLoss]) -> Verdict:

@@ -42,7 +42,7 @@ _MOST_TEXT = 64 * 1024
 
 
 def encode_task(kind: str, *, agent: int, record: int, fatal: int, stacks: int, recorder: int, init: bool) -> str:
-    """Return the command-line argument that tells a worker what to run: descriptors, and the agent's pid."""
+    """Return the command-line argument of a worker: kind of target, the agent's pid, and descriptors."""
     return ",".join([kind, *(str(int(number)) for number in (agent, record, fatal, stacks, recorder, init))])
 
 

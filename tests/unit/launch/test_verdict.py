@@ -211,10 +211,12 @@ def on_node(rank: int, status: int = 0, node: int = 0, **parts: Any) -> Outcome:
     return Outcome(rank, f"host-{'abc'[node]}", 800 + rank, status, node=node, **parts)
 
 
-def lost(node: int = 1, heard_s: float = 5.0, **parts: Any) -> NodeLoss:
+def lost(node: int = 1, last_received_s: float = 5.0, **parts: Any) -> NodeLoss:
     """Return the loss of a node with two ranks."""
-    seen: dict[str, Any] = {"how": "its connection closed", "seen_s": heard_s + 1.0} | parts
-    return NodeLoss(node, f"host-{'abc'[node]}", f"10.0.0.{node}", (2 * node, 2 * node + 1), heard_s=heard_s, **seen)
+    seen: dict[str, Any] = {"how": "its connection closed", "seen_s": last_received_s + 1.0} | parts
+    return NodeLoss(
+        node, f"host-{'abc'[node]}", f"10.0.0.{node}", (2 * node, 2 * node + 1), last_received_s=last_received_s, **seen
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_lost_node() -> None:
 def test_rank_failed_before_the_node_was_lost() -> None:
     """A node that is lost in the course of the end is not the cause; one lost before a rank's own error is."""
     own = outcome(0, 3, record={"end": "exit", "message": "3", "at_s": 4.0})
-    earlier, later = judge([own], lost=[lost(heard_s=5.0)]), judge([own], lost=[lost(heard_s=3.0)])
+    earlier, later = judge([own], lost=[lost(last_received_s=5.0)]), judge([own], lost=[lost(last_received_s=3.0)])
     assert earlier is not None
     assert later is not None
     assert (earlier.culprits, earlier.exit_code) == ((0,), 3)
@@ -271,7 +273,7 @@ def test_rank_failed_before_the_node_was_lost() -> None:
 
 def test_silent_node() -> None:
     """A silent agent is not called lost, and is blamed after one whose end was observed."""
-    silent, seen = lost(2, heard_s=1.0, observed=False), lost(1, heard_s=5.0)
+    silent, seen = lost(2, last_received_s=1.0, observed=False), lost(1, last_received_s=5.0)
     found = judge([outcome(0)], lost=[silent])
     assert found is not None
     assert found.what == "node 2 (host-c, 10.0.0.2) does not answer"

@@ -184,7 +184,7 @@ class Leader:
     def __init__(
         self, job: Job, coordinator: AgentCoordinator, *, address: str, token: str, has_shared_token: bool
     ) -> None:
-        """``address`` is this node's own; ``has_shared_token`` says that every node was given the token."""
+        """``address`` is this node's own; ``has_shared_token`` is whether every node was given the token."""
         self.job, self.address, self.token = job, address, token
         self.master = job.master or Address(address, 0)
         self.attempt: Attempt | None = None
@@ -378,7 +378,7 @@ class Leader:
             follower.came_from,
             self.job.ranks_of_node(node),
             how,
-            heard_s=follower.received_at,
+            last_received_s=follower.received_at,
             seen_s=time.monotonic(),
             observed=observed,
         )
