@@ -237,24 +237,6 @@ static PyObject *trained_as(PyObject *object, PyObject *known)
     return PyBool_FromLong(alike);
 }
 
-static PyObject *move_all(PyObject *object, PyObject *Py_UNUSED(none))
-{
-    struct grad_hook *self = (struct grad_hook *)object;
-    Py_ssize_t parameters = PyTuple_Size(self->parameters);
-
-    for (Py_ssize_t index = 0; index < parameters; index++) {
-        PyObject *gradient = PyObject_GetAttr(PyTuple_GetItem(self->parameters, index), self->grad);
-        int code = gradient ? move_gradient(self, index, gradient) : -1;
-
-        Py_XDECREF(gradient);
-        if (code < 0)
-            return NULL;
-        if (code == 0)
-            Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
-}
-
 /* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
 static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
 {
@@ -359,7 +341,6 @@ static PyMethodDef METHODS[] = {
     {"begin_pass", begin_pass, METH_VARARGS, "begin_pass($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
     {"disable", disable, METH_NOARGS, "disable($self, /)\n--\n\nLeave everything to Python."},
     {"set_places", set_places, METH_VARARGS, "set_places($self, of, views, templates, /)\n--\n\nSay where gradients are to lie."},
-    {"move_all", move_all, METH_NOARGS, "move_all($self, /)\n--\n\nMove what does not lie where it is to lie; tell whether all does now."},
     {"trained_as", trained_as, METH_O, "trained_as($self, known, /)\n--\n\nTell whether those require gradients that did."},
     {"gather", gather, METH_O, "gather($self, order, /)\n--\n\nReturn gradients that can be reduced where they lie, or None."},
     {NULL, NULL, 0, NULL},

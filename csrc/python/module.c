@@ -17,7 +17,6 @@
 #include "python/py_p2p.h"
 #include "python/process.h"
 #include "python/fast_path.h"
-#include "python/dict_identity.h"
 #include "python/py_reduce.h"
 #include "python/torch_facts.h"
 #include "python/py_window.h"
@@ -68,30 +67,6 @@ static PyObject *disjoint(PyObject *Py_UNUSED(module), PyObject *tensors)
     return PyBool_FromLong(found);
 }
 
-static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    struct ah_tensor_list to = {0}, from = {0};
-    PyObject *targets, *sources, *result = NULL;
-
-    if (!PyArg_ParseTuple(args, "OO:copy", &targets, &sources))
-        return NULL;
-    if (ah_as_tensor_list(targets, &to) == 0 && ah_as_tensor_list(sources, &from) == 0) {
-        int alike = to.number == from.number;
-
-        for (size_t index = 0; alike && index < to.number; index++)
-            alike = to.parts[index].bytes == from.parts[index].bytes;
-        for (size_t index = 0; alike && index < to.number; index++)
-            memcpy(to.parts[index].data, from.parts[index].data, to.parts[index].bytes);
-        if (alike)
-            result = Py_NewRef(Py_None);
-        else
-            PyErr_SetString(PyExc_ValueError, "targets and sources differ in their sizes");
-    }
-    ah_tensor_list_free(&to);
-    ah_tensor_list_free(&from);
-    return result;
-}
-
 static PyObject *wall_bytes(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned int ranks;
@@ -126,12 +101,6 @@ static PyMethodDef methods[] = {
     {"disjoint", disjoint, METH_O,
      "disjoint($module, tensors, /)\n--\n\n"
      "Tell whether no two of some tensors share memory."},
-    {"copy", copy, METH_VARARGS,
-     "copy($module, targets, sources, /)\n--\n\n"
-     "Copy the memory of some tensors to that of others."},
-    {"dict_identity", ah_py_dict_identity, METH_O,
-     "dict_identity($module, tables, /)\n--\n\n"
-     "Return who stands in some dicts, as bytes to compare."},
     {"segment_format", ah_py_segment_format, METH_VARARGS,
      "segment_format($module, fd, ranks, slot_bytes, nonce, hands=0, victim_l3=<of the processor>, /)\n--\n\n"
      "Make fd, a file of segment_bytes zeros, the segment of a group, and give it all its memory."},

@@ -53,12 +53,6 @@ def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size:
 def disjoint(tensors: tuple[int, ...], /) -> bool:
     """Tell whether no two of ``tensors``, each given as address and bytes, share memory."""
 
-def copy(targets: tuple[int, ...], sources: tuple[int, ...], /) -> None:
-    """Copy the memory of each of ``sources``, given as for `disjoint`, to that of the target, which is as large."""
-
-def dict_identity(tables: list[dict[str, Any]], /) -> bytes:
-    """Return the addresses of all values in ``tables``: equal where nobody came, went or was replaced."""
-
 # Numbers by name, as csrc/shm/codes.h defines them. Dtypes have torch's names.
 DTYPES: dict[str, int]
 REDUCTIONS: dict[str, int]
@@ -255,9 +249,6 @@ class GradHook:
         Without ``views`` all stay, and whether there is a gradient is seen when they are gathered. ``likes`` are
         tensors of the shape and type that each has in its bucket, None for a sparse one; they stay as they are.
         """
-
-    def move_all(self) -> bool:
-        """Move the gradients that do not lie where they are to lie; tell whether all do now."""
 
     def trained_as(self, known: list[bool], /) -> bool:
         """Tell whether the parameters that require gradients are those that ``known`` says, one for each."""

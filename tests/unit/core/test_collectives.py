@@ -66,24 +66,6 @@ def test_parent_death_signal_refuses_what_is_no_signal(number: int) -> None:
     assert _core.set_parent_death_signal(number) == errno.EINVAL
 
 
-def test_inhabitants_are_the_same_while_nobody_moves() -> None:
-    """Whoever comes, goes, is replaced or changes places is noticed; equal ones are not the same."""
-    first, second = [1], [1]
-    tables: list[dict[str, object]] = [{"a": first}, {}, {"b": second, "c": None}]
-    before = _core.dict_identity(tables)
-    assert _core.dict_identity(tables) == before
-    for table, values in ((0, {"a": second}), (0, {}), (1, {"d": first}), (2, {"b": None, "c": second})):
-        assert _core.dict_identity([*tables[:table], values, *tables[table + 1 :]]) != before
-    assert _core.dict_identity([]) == b""
-
-
-@pytest.mark.parametrize("tables", [None, (), [None], [{}, []]])
-def test_inhabitants_of_what_is_no_table_are_refused(tables: object) -> None:
-    """A list of dicts, or an error."""
-    with pytest.raises(TypeError):
-        _core.dict_identity(tables)
-
-
 @pytest.mark.parametrize("function", ["set_parent_death_signal", "peer_credentials"])
 @pytest.mark.parametrize(
     ("arguments", "kind"), [((), TypeError), (("1",), TypeError), ((1, 2), TypeError), ((2**31,), OverflowError)]

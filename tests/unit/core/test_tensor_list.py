@@ -104,16 +104,3 @@ def test_what_is_no_list_of_tensors_is_refused(bad: Any) -> None:
         views[0].all_reduce_list(bad, DTYPES["f4"], SUM, LIMIT_NS)
     with pytest.raises((TypeError, ValueError)):
         _core.disjoint(bad)
-
-
-def test_copies_of_memory() -> None:
-    """Each source goes to its target, and nothing is written where sizes do not fit."""
-    sources = [np.arange(size, dtype="i4") for size in (3, 0, 1000)]
-    targets = [np.zeros(size, dtype="i4") for size in (3, 0, 1000)]
-    _core.copy(places(targets), places(sources))
-    assert all(np.array_equal(*each) for each in zip(targets, sources, strict=True))
-    targets[0][:] = 7
-    for wrong in (places(sources[::-1]), places(sources[:2]), ()):
-        with pytest.raises(ValueError, match=r"sizes|tensors"):
-            _core.copy(places(targets), wrong)
-    assert (targets[0] == 7).all()
