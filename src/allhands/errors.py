@@ -1,16 +1,16 @@
 """Every exception of allhands.
 
     AllhandsError                   also torch.distributed.DistError (a RuntimeError) once torch is imported
-     ├── ArgumentError              an argument makes no sense (also ValueError)
-     ├── WorldError                 who this process is cannot be said (also ValueError)
+     ├── ArgumentError              an argument is invalid (also ValueError)
+     ├── WorldError                 rank or world size of this process is unknown (also ValueError)
      ├── ConnectError               the coordinator cannot be reached
-     ├── RollCallError              not every rank answered as it should
-     │    ├── RollCallTimeout       someone never came
-     │    └── RollCallRefused       someone's claim cannot be true or does not fit
-     ├── EngineMissing              what should move the tensors is not here
+     ├── RollCallError              the roll call failed
+     │    ├── RollCallTimeout       ranks are missing
+     │    └── RollCallRefused       claims contradict each other
+     ├── EngineMissing              the backend is not available
      ├── EngineFailed               torch could not form the group
      ├── ResourceError              a limit of this machine is too low
-     ├── GroupEnded                 the group is over because of someone else
+     ├── GroupEnded                 the group ended because of another process
      │    ├── PeerFailed            a rank raised
      │    ├── PeerLost              a rank is gone
      │    └── CoordinatorLost       the coordinator is gone
@@ -26,7 +26,7 @@
           └── AlreadyDestroyed
 
 Its subclasses SpawnRaised, SpawnExited are in `launch.spawn.errors`: they are also torch's ProcessRaisedException and
-ProcessExitedException, which have slots and so cannot be adopted later.
+ProcessExitedException, which have slots, so their bases cannot be changed later.
 
 Each carries a `Diagnosis`: `.slug`, `.ranks`, `.hosts` are for programs, `str()` is for people.
 """
@@ -69,11 +69,11 @@ __all__ = [
 
 
 class _Root(RuntimeError):
-    """Stands where torch's DistError goes until torch is imported (see `adopt`)."""
+    """Placeholder for torch's DistError until torch is imported (see `adopt`)."""
 
 
 class _StoreRoot(RuntimeError):
-    """Stands where torch's DistStoreError goes until torch is imported."""
+    """Placeholder for torch's DistStoreError until torch is imported."""
 
 
 class AllhandsError(_Root):
@@ -90,7 +90,7 @@ class AllhandsError(_Root):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are to blame, missing or double, in order."""
+        """The ranks that caused the failure (failed, missing or duplicate), in order."""
         return self.diagnosis.ranks
 
     @property
@@ -99,7 +99,7 @@ class AllhandsError(_Root):
         return self.diagnosis.hosts
 
     def __str__(self) -> str:
-        # The name of the exception stands before this text in a traceback, so only the rest is given.
+        # A traceback prints the name of the exception before this text.
         return self.diagnosis.render("").removeprefix(": ")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,11 +107,11 @@ class AllhandsError(_Root):
 
 
 class ArgumentError(AllhandsError, ValueError):
-    """An argument makes no sense."""
+    """An argument is invalid."""
 
 
 class WorldError(AllhandsError, ValueError):
-    """It cannot be said who this process is in the job."""
+    """The rank or world size of this process cannot be determined."""
 
 
 class ConnectError(AllhandsError):
@@ -119,19 +119,19 @@ class ConnectError(AllhandsError):
 
 
 class RollCallError(AllhandsError):
-    """Not every rank answered the roll call as it should."""
+    """The roll call failed."""
 
 
 class RollCallTimeout(RollCallError):
-    """Some ranks never came."""
+    """Ranks are missing at the deadline of the roll call."""
 
 
 class RollCallRefused(RollCallError):
-    """The claims of the ranks do not fit together."""
+    """The claims of the ranks contradict each other."""
 
 
 class EngineMissing(AllhandsError):
-    """What should move the tensors is not available here."""
+    """The requested backend or device is not available."""
 
 
 class EngineFailed(AllhandsError):
@@ -143,7 +143,7 @@ class ResourceError(AllhandsError):
 
 
 class GroupEnded(AllhandsError):
-    """The group is over because of someone else."""
+    """The group ended because of another process."""
 
 
 class PeerFailed(GroupEnded):
@@ -201,26 +201,25 @@ class AlreadyDestroyed(GroupStateError):
 def error(diagnosis: Diagnosis) -> AllhandsError:
     """Return the exception that carries ``diagnosis``, of the class its slug has in the catalogue."""
     entry = CATALOGUE.get(diagnosis.slug)
-    # A newer coordinator may know more kinds than we do; its words are still worth having.
+    # A coordinator of a newer version may send a slug that is unknown here.
     made: AllhandsError = (globals()[entry.error] if entry is not None else AllhandsError)(diagnosis)
     return made
 
 
 def fail(slug: str, what: str, **parts: Any) -> AllhandsError:
-    """Make a diagnosis of its parts and return the exception that carries it, to be raised by the caller."""
+    """Return the exception for a diagnosis with these parts; the caller raises it."""
     return error(Diagnosis(slug, what, **parts))
 
 
 def adopt(dist_error: type[RuntimeError], store_error: type[RuntimeError]) -> None:
     """Make these exceptions derive from torch's, so that ``except torch.distributed.DistError`` catches them.
 
-    Called once torch is imported. The tree itself must not import torch, because the launcher and the
-    coordinator raise from it and their start-up time is a feature.
+    Called once torch is imported. This module must not import it: launcher and coordinator start without torch.
     """
     AllhandsError.__bases__ = (dist_error,)
     StoreTimeout.__bases__ = (AllhandsError, store_error)
 
 
 for _class in [value for value in globals().values() if isinstance(value, type) and issubclass(value, AllhandsError)]:
-    # Tracebacks then say "allhands.PeerFailed", which is also the name to catch it by.
+    # Tracebacks print "allhands.PeerFailed", the name to catch it by.
     _class.__module__ = __package__

@@ -1,6 +1,6 @@
 """The one place where `ALLHANDS_*` environment variables are read; `TABLE` and `LAUNCHER_TABLE` list them all.
 
-Imports nothing that is slow: the launcher comes by here before it starts workers.
+Imports nothing slow: the launcher reads it before it starts workers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAUNCHER_TABLE: dict[str, str] = {
 
 
 class Settings(NamedTuple):
-    """What the environment asks for, typed. Launcher variables are read by `environments.launcher`."""
+    """The values of the environment, typed. `environments.launcher` reads the launcher's variables."""
 
     token: str = ""
     token_file: str = ""
@@ -58,19 +58,19 @@ class Settings(NamedTuple):
     tls_ca: str = ""
     destroy_timeout: float = 5.0
     slot_kib: int = 1024
-    # As many as there are spare cores for, unless it is from 0 up.
+    # Negative: one per spare core.
     helper_threads: int = -1
     mixed_versions: bool = False
     engine: str = ""
     cuda: str = ""
 
     def __repr__(self) -> str:
-        """Show all but the secret."""
+        """Leave out the secret."""
         shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "token")
         return f"Settings({', '.join(shown)})"
 
     def secret(self) -> bytes:
-        """Return the job's token, or b"" where none is configured."""
+        """Return the job's token, b"" if none is configured."""
         if self.token:
             return self.token.encode()
         if not self.token_file:

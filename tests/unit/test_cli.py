@@ -251,4 +251,4 @@ def test_closed_pipe() -> None:
     done = subprocess.run(
         ["/bin/sh", "-c", f'"{COMMAND}" explain | head -1'], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.stdout, done.stderr) == ("Who am I\n", "")
+    assert (done.stdout, done.stderr) == ("Identity of this process\n", "")

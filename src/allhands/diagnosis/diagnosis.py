@@ -1,6 +1,6 @@
-"""One finding about why a group could not form, or ended: the object behind every error, log line and report.
+"""`Diagnosis`, the content of every error, log line and report, and how its parts are written.
 
-A diagnosis is plain data that travels on the wire, so every rank can be given the same one.
+It is plain data that is sent between processes, so every rank can report the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["MOST_NAMED", "Diagnosis", "by_host", "count", "duration", "join", "r
 
 
 class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What happened, who is concerned, why, and how to mend it.
+    """What happened, which ranks are concerned, why, and how to fix it.
 
     ``certain`` is True where the cause was observed (a closed connection, a refused packet, two equal
     claims) and False where it is inferred; ``why`` then begins with "probably".
@@ -30,7 +30,7 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
     traceback: str = ""
 
     def render(self, title: str) -> str:
-        """Put the diagnosis into the words that a user sees, headed by ``title`` (the exception's name)."""
+        """Return the text that a user sees, headed by ``title`` (the exception's name)."""
         lines = [f"{title}: {self.what}   [{self.slug}]"]
         for label, text in (("who", self.who), ("why", self.why), ("fix", self.fix)):
             if text:
@@ -43,24 +43,24 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
         return "\n".join(lines)
 
 
-# More names than this bury the message; the rest is counted.
+# Longer lists hide the message; the rest is counted.
 MOST_NAMED = 16
 
 
 def join(parts: Sequence[str], last: str = "and") -> str:
-    """Join words as a sentence does: ``a, b and c``."""
+    """Return ``a, b and c``."""
     if len(parts) <= 1:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} {last} {parts[-1]}"
 
 
 def count(number: int, noun: str) -> str:
-    """Write ``1 rank`` or ``3 ranks``."""
+    """Return ``1 rank`` or ``3 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration(seconds: float) -> str:
-    """Write a duration to the precision a person cares about: ``0.4 s``, ``12 s``, ``30 min``."""
+    """Return a rounded duration: ``0.4 s``, ``12 s``, ``30 min``."""
     if seconds < 10:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     if seconds < 120:
@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Write ``rank 3`` or ``ranks 0-2, 5 and 7``; at most MOST_NAMED are named, then ``and N more``."""
+    """Return ``rank 3`` or ``ranks 0-2, 5 and 7``; after MOST_NAMED ranks ``and N more``."""
     ordered = sorted(set(numbers))
     if not ordered:
         return ""
@@ -81,7 +81,7 @@ def ranks(numbers: Iterable[int]) -> str:
     for index in range(1, len(named) + 1):
         if index == len(named) or named[index] != named[index - 1] + 1:
             run = named[start:index]
-            # A run of two reads better as two numbers.
+            # Two numbers are not written as a range.
             runs.extend([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run])
             start = index
     if left > 0:
@@ -90,9 +90,9 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def by_host(hosts: Mapping[int, str]) -> str:
-    """Write ranks grouped by the host they are on: ``rank 3 (node-a), ranks 6 and 7 (node-b)``.
+    """Return ranks grouped by host: ``rank 3 (node-a), ranks 6 and 7 (node-b)``.
 
-    Groups come in the order of their lowest rank; at most MOST_NAMED ranks are named in all.
+    Groups are in the order of their lowest rank; at most MOST_NAMED ranks are named in all.
     """
     groups: dict[str, list[int]] = {}
     for rank in sorted(hosts)[:MOST_NAMED]:

@@ -1,7 +1,4 @@
-"""What `allhands explain` shows: the page on one diagnosis, or the list of all; and the index in `docs/`.
-
-The pages themselves are `diagnosis/pages/SLUG.md`; this module only finds and arranges them.
-"""
+"""`allhands explain`: the page of one diagnosis (`pages/SLUG.md`) or the list of all; and the index in `docs/`."""
 
 from __future__ import annotations
 
@@ -13,28 +10,28 @@ from . import CATALOGUE, Entry, closest, join, page
 
 __all__ = ["index", "render"]
 
-# The catalogue is one list in order; each of its sections begins with this slug.
+# The catalogue is one ordered list; each section begins with this slug.
 _SECTIONS = {
-    "rank-out-of-range": "Who am I",
+    "rank-out-of-range": "Identity of this process",
     "address-unresolvable": "Reaching the coordinator",
     "missing-ranks": "The roll call",
-    "nccl-missing": "What the group runs on",
-    "peer-failed": "Life and death of a group",
+    "nccl-missing": "Backends, devices and resources",
+    "peer-failed": "Failures of a group",
     "unused-parameters": "Training",
-    "name-shadowed": "Found by the doctor",
+    "name-shadowed": "Found by allhands doctor",
 }
 
-# From docs/diagnoses.md. Not through the link docs/diagnoses: code hosting sites do not follow it.
+# Relative to docs/diagnoses.md. Not through the link docs/diagnoses: code hosting sites do not follow it.
 _PAGES = "../src/allhands/diagnosis/pages"
 
-# A link from page to page is worth reading in a terminal only as the slug it leads to.
+# In a terminal a link to another page is shown as its slug.
 _LINK = re.compile(r"\[([a-z-]+)\]\(\1\.md\)")
 
 
 def render(slug: str | None) -> str:
     """Return the page on ``slug`` for a terminal, or the list of all slugs for None.
 
-    Raises `ArgumentError` for a slug that is not in the catalogue, naming those that look like it.
+    Raises `ArgumentError` for an unknown slug, and suggests similar ones.
     """
     if slug is None:
         return _listing()
@@ -67,7 +64,7 @@ def index() -> str:
 
 
 def _raised(entry: Entry) -> str:
-    return "none: `allhands doctor` says it" if entry.error == "AllhandsError" else f"`{entry.error}`"
+    return "none: reported by `allhands doctor`" if entry.error == "AllhandsError" else f"`{entry.error}`"
 
 
 def _listing() -> str:

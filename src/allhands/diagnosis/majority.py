@@ -1,4 +1,4 @@
-"""Who differs from the others: what several say, told apart by a key, and put into lines."""
+"""Which of several values differ from the majority, and the lines that report it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ __all__ = ["Judgement", "judge", "lines"]
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """Who differs from the others, by their place among those compared, and a line for each thing that was said."""
+    """The indices that differ from the majority, and a line for each distinct value."""
 
     odd: tuple[int, ...]
     lines: tuple[str, ...]
 
 
 def judge(keys: Sequence[Hashable], said: Sequence[str], numbers: Sequence[int]) -> Judgement | None:
-    """Return who differs from the others by ``keys``; None where all are the same. ``numbers`` are names of ranks.
+    """Return the indices whose ``keys`` differ from the majority; None if all are equal.
 
-    What most have is taken for what was meant; with as many on both sides, what the lowest has.
+    ``said`` describes each value, ``numbers`` are the ranks. In a tie the value of the lowest index is the majority.
     """
-    sides: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
-        sides.setdefault(key, []).append(index)
-    if len(sides) <= 1:
+        groups.setdefault(key, []).append(index)
+    if len(groups) <= 1:
         return None
-    ordered = sorted(sides.values(), key=lambda side: (-len(side), side[0]))
-    odd = sorted(index for side in ordered[1:] for index in side)
-    told = [line for side in ordered for line in lines([said[index] for index in side], [numbers[i] for i in side])]
-    return Judgement(tuple(odd), tuple(told))
+    ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0]))
+    odd = sorted(index for group in ordered[1:] for index in group)
+    found = [line for group in ordered for line in lines([said[i] for i in group], [numbers[i] for i in group])]
+    return Judgement(tuple(odd), tuple(found))
 
 
 def lines(said: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return a line for each thing that is said, with all who say it."""
-    who: dict[str, list[int]] = {}
-    for words, number in zip(said, numbers, strict=True):
-        who.setdefault(words, []).append(number)
-    return [f"{ranks(members)} {words}" for words, members in who.items()]
+    """Return a line for each distinct text, with the ranks that it applies to."""
+    members: dict[str, list[int]] = {}
+    for text, number in zip(said, numbers, strict=True):
+        members.setdefault(text, []).append(number)
+    return [f"{ranks(numbers)} {text}" for text, numbers in members.items()]

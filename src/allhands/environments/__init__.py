@@ -1,7 +1,6 @@
-"""Who am I: the environments in which a process can find itself, and which of them is believed.
+"""Which rank is this process: one module per launch environment, and the rules that select one of them.
 
-One file is one environment; `base` has the interface and says which pairs of sources may differ. Nothing here
-writes to the environment, resolves names or connects to anything, but for the metadata server of Compute Engine.
+Nothing here writes to the environment, resolves names or connects to anything but Compute Engine's metadata server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Azure ML: its MPI or PyTorch distribution numbers the processes, the batch service tells the first node."""
+"""Azure ML: its MPI or PyTorch distribution numbers the processes, the batch service gives the first node."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""What every environment is and returns, and the reading of values that they share.
+"""The interface of an environment, its result `Detection`, and the reading of values.
 
-Which pairs of sources may differ, and which may not (`claims` decides by these rules):
+Which sources may differ (`precedence` implements these rules):
 
-- What the caller gives as an argument is never compared with anything.
-- allhands' launcher and torchrun start the process itself, so they know it best. Whatever stands around
-  them (torchrun inside Slurm: the Slurm task is the agent, not the rank) is not compared.
-- A task of Slurm, LSF, Flux or MPI may be the agent of a launcher inside it. That is only possible where
-  there is one task per node, or one in all (mpirun inside an allocation starts one daemon per node). Then
-  the inner launcher is believed, if it gives both rank and size.
-- RANK and WORLD_SIZE inside such a task may come from a launcher that starts processes on one node
-  (then LOCAL_RANK is set and WORLD_SIZE is a multiple of the tasks, with RANK in step) or may be left over
-  from a shell. The first is believed, the second is a disagreement.
-- Everything else that differs is a disagreement: RANK=0 against SLURM_PROCID=3, Open MPI against PMI.
-- A pod's index or a host name's number is a weak word: it is read only where RANK is not set, so it cannot
-  disagree with it (in a JobSet, the index begins again in every Job while RANK goes on).
+- Arguments of the caller are never compared with anything.
+- allhands' launcher and torchrun start the process itself. What is around them is not compared (torchrun inside
+  Slurm: the Slurm task is the agent, not the rank).
+- A task of Slurm, LSF, Flux or MPI may be the agent of a launcher inside it, if there is one task per node or one in
+  all (mpirun inside an allocation starts one daemon per node). Then the inner launcher is used, if it gives both
+  rank and size.
+- RANK and WORLD_SIZE inside such a task are used if a launcher on the node set them: LOCAL_RANK is set, and WORLD_SIZE
+  is a multiple of the number of tasks that fits RANK. Otherwise they may be left over from a shell: a disagreement.
+- Every other difference is a disagreement: RANK=0 against SLURM_PROCID=3, Open MPI against PMI.
+- A pod's index or a host name's number is read only if RANK is not set (in a JobSet the index restarts in every Job,
+  RANK does not).
 """
 
 from __future__ import annotations
@@ -58,22 +57,22 @@ _Host = Callable[[], tuple[str, str]]
 
 
 class Environment(Protocol):
-    """A module of this package: one way in which a process can be told who it is."""
+    """A module of this package: one launch environment."""
 
     @property
     def NAME(self) -> str:  # noqa: N802  # a module's constant
-        """What `World.source` says."""
+        """The value of `World.source`."""
 
     @property
     def MARK(self) -> str:  # noqa: N802
-        """What must be there for the environment to be recognised, in words."""
+        """What must be set for the environment to be recognised, in words."""
 
     def detect(self, env: _Env) -> Detection | None:
-        """Return what this environment says, or None where the process is not in it."""
+        """Return the values of this environment, None if the process is not in it."""
 
 
 def me() -> str:
-    """Write who is speaking, for the `who` of a diagnosis."""
+    """Return this process's host and pid, for the `who` of a diagnosis."""
     return f"this process ({platform.node() or 'unknown host'}, pid {os.getpid()})"
 
 
@@ -134,7 +133,7 @@ def lines(env: _Env, name: str, fix: str) -> list[str]:
 
 
 class Detection(msgspec.Struct):
-    """What one environment says, value by value, each with where it was read; None where it says nothing."""
+    """The values that one environment gives, each with the place where it was read; None if not given."""
 
     source: str
     reason: str
@@ -151,11 +150,11 @@ class Detection(msgspec.Struct):
     hosted: bool = False
     socket: str = ""
     reasons: dict[str, str] = msgspec.field(default_factory=dict)
-    # The variables that would tell what is not told.
+    # The variable that would give each missing value.
     wanted: dict[str, str] = msgspec.field(default_factory=dict)
-    # Nothing can stand between this launcher and the process, so nothing else is compared with it.
+    # This launcher starts the process itself, so nothing else is compared with it.
     innermost: bool = False
-    # What to do where rank or world size is missing; "" for the usual.
+    # What to do if rank or world size is missing; "" for the default.
     remedy: str = ""
 
     def __repr__(self) -> str:
@@ -172,13 +171,13 @@ class Detection(msgspec.Struct):
         return self
 
     def say(self, value: str, what: object, why: str) -> Detection:
-        """Set ``value`` and where it comes from."""
+        """Set ``value`` and the place where it was read."""
         setattr(self, value, what)
         self.reasons[value] = why
         return self
 
     def call(self, job: str, why: str) -> Detection:
-        """Name the job; no name where the environment left its part of it empty."""
+        """Set the job's name, unless it is empty."""
         return self.say("job", job, why) if job else self
 
     @property
@@ -187,9 +186,9 @@ class Detection(msgspec.Struct):
         return self.world_size == 1 or (self.world_size is not None and self.local_world_size == self.world_size)
 
     def meet(self, host: _Host | None = None, number: int | None = None, why: str = "") -> Detection:
-        """Settle the coordinator's address; what the user set in MASTER_ADDR and MASTER_PORT goes first.
+        """Set the coordinator's address; MASTER_ADDR and MASTER_PORT have precedence.
 
-        ``host`` is what the environment offers; ``number`` its port and ``why`` where that comes from.
+        ``host`` returns the environment's host; ``number`` is its port and ``why`` where that was read.
         Without a port, one is derived from the job's name.
         """
         name, where = text(self.env, "MASTER_ADDR"), "MASTER_ADDR"
@@ -206,14 +205,14 @@ class Detection(msgspec.Struct):
         if name and number is not None:
             return self.say("coordinator", Address(name, number), f"host: {where}; port: {why}")
         if name and where != "MASTER_ADDR":
-            # The environment's own half; a file or a store can still bring the ranks together.
-            self.reasons["coordinator"] = f"{self.source} tells a host ({name}) but no port; set MASTER_PORT"
+            # Incomplete, but ranks may also meet at a file or a store.
+            self.reasons["coordinator"] = f"{self.source} gives a host ({name}) but no port; set MASTER_PORT"
             return self
         if name:
             raise self._half(f"{where}={name}", "MASTER_PORT", "set MASTER_PORT to a free port of rank 0's host")
         if given is not None:
             raise self._half(why, "MASTER_ADDR", "set MASTER_ADDR to the host of rank 0")
-        self.reasons.setdefault("coordinator", f"{self.source} does not tell; set MASTER_ADDR and MASTER_PORT")
+        self.reasons.setdefault("coordinator", f"{self.source} gives no address; set MASTER_ADDR and MASTER_PORT")
         return self
 
     def world(self) -> World:

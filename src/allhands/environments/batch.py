@@ -48,7 +48,7 @@ def _not_launched(asked: str, lacks: str, launcher: str, instead: str) -> Allhan
         "not-launched",
         f"this process was not started by {launcher}, but the job asks for several ({asked})",
         who=me(),
-        why=f"{lacks}: the batch script runs once, on the first node, and the other ranks would never come",
+        why=f"{lacks}: the batch script runs once, on the first node, and the other ranks would never start",
         fix=f"start it with {launcher}: `{launcher} python your_script.py` in the batch script\n"
         f"for a single process ask for {instead}, or pass rank=0 and world_size=1",
     )

@@ -21,8 +21,8 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     if text(env, "FLUX_JOB_NNODES") == "1":
         found.say("local_world_size", found.world_size, "FLUX_JOB_NNODES=1")
     job = text(env, "FLUX_JOB_ID")
-    # Not a number: Flux writes it in a base of its own (ƒ2Xk9), so it is only ever used as a name.
+    # Flux writes it in a base of its own (ƒ2Xk9), so it is used as a name only.
     found.call(f"flux-{job}" if job else "", f"FLUX_JOB_ID={job}")
-    # The hosts are known to the `flux` command only, and starting a command here would cost more than it tells.
-    found.reasons["coordinator"] = "flux does not tell; set MASTER_ADDR=$(flux hostlist -n 0 local)"
+    # Only the `flux` command knows the hosts, and starting it here would be too slow.
+    found.reasons["coordinator"] = "flux gives no address; set MASTER_ADDR=$(flux hostlist -n 0 local)"
     return found.meet()

@@ -1,4 +1,4 @@
-"""Google Compute Engine: custom metadata of the instances says who they are, since there is no convention.
+"""Google Compute Engine: custom metadata of the instances, since there is no convention.
 
 Set on the instance template (`gcloud … --metadata`): `allhands-hosts=a,b,c`, the instances in order, the same for
 all; or per instance `allhands-rank`, `allhands-world-size` and `allhands-coordinator` (HOST:PORT).
@@ -25,16 +25,16 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _Ask = Callable[[str, str], str | None]
 
 
-# The server is on the machine itself and answers in milliseconds; where it is filtered, this is all it costs.
+# The server is on the machine itself and answers in milliseconds; a filtered one costs this much.
 DEADLINE_S = 0.5
-# A whole instance's metadata is some ten kilobytes; more is not a metadata server.
+# The metadata of an instance is about ten kilobytes; more comes from another service.
 _MOST = 1 << 20
-# Names are not looked up, because a resolver keeps no deadline. These are known without one.
+# Names are not looked up, because a resolver has no deadline.
 _KNOWN = {"": "169.254.169.254", "metadata.google.internal": "169.254.169.254", "localhost": "127.0.0.1"}
 
 
 def ask_metadata_server(server: str, path: str, deadline_s: float = DEADLINE_S) -> str | None:
-    """Return what the metadata server says at ``path``; None where it does not answer well within the deadline."""
+    """Return the metadata at ``path``; None if the server gives no valid answer within the deadline."""
     host, _, number = server.partition(":")
     host = _KNOWN.get(host, host)
     try:
@@ -50,7 +50,7 @@ def ask_metadata_server(server: str, path: str, deadline_s: float = DEADLINE_S) 
         with socket.create_connection(where, timeout=deadline_s) as link:
             link.sendall(request.encode())
             while len(answer) <= _MOST:
-                # A socket's timeout is for one call; a slow dribble would pass it again and again.
+                # A socket's timeout applies to one call; a slow sender would renew it again and again.
                 left = end - time.monotonic()
                 if left <= 0:
                     return None
@@ -63,7 +63,7 @@ def ask_metadata_server(server: str, path: str, deadline_s: float = DEADLINE_S) 
         return None
     head, _, body = answer.partition(b"\r\n\r\n")
     first, *fields = head.decode("latin-1").lower().split("\r\n")
-    # Some other service on this address would not carry the flavour.
+    # Another service at this address does not send the flavour.
     if first.split()[1:2] != ["200"] or "metadata-flavor: google" not in fields:
         return None
     return body.decode("utf-8", "replace")

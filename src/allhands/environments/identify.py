@@ -1,4 +1,4 @@
-"""The order in which environments are believed, and the answer: who this process is."""
+"""The order of precedence of the environments, and `identify`: rank, world size and address of this process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from .world import Address, World
 
 __all__ = ["ENVIRONMENTS", "Finding", "identify", "survey"]
 
-# First come first believed: launchers, then schedulers, then MPI, then clouds, then torch's bare variables.
-# PBS and Azure ML go before the MPI that they use, since they also know the hosts. `batch` only ever complains.
+# The first match is used: launchers, schedulers, MPI, clouds, torch's plain variables. PBS and Azure ML precede the MPI
+# that they use because they also give the hosts. `batch` only raises.
 ENVIRONMENTS: tuple[Environment, ...] = (
     launcher,
     torchrun,
@@ -65,13 +65,13 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     batch,
 )
 
-# Torch's variables that say nothing about who this process is, but that others are there.
+# Torch's variables that do not give a rank, but show that there are other processes.
 _HINTS = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-_ALONE = "nothing in the environment tells of other processes"
+_ALONE = "nothing in the environment indicates other processes"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What became of one environment: whether it was recognised, why, and what it says or fails at."""
+    """One environment: whether it was recognised, why, and its world or error."""
 
     name: str
     recognised: bool
@@ -86,14 +86,14 @@ def identify(
     world_size: int | None = None,
     coordinator: Address | str | None = None,
 ) -> World:
-    """Say who this process is; arguments go before the environment (the process's own by default).
+    """Return the world of this process; arguments override the environment (os.environ by default).
 
-    Needs no other rank and does not block, but for half a second at most on Compute Engine.
-    Raises `WorldError` or `ArgumentError` where sources disagree, are incomplete or make no sense.
+    Needs no other rank. Blocks at most half a second, on Compute Engine only.
+    Raises `WorldError` or `ArgumentError` if sources disagree, are incomplete or invalid.
     """
     source = os.environ if env is None else env
     if coordinator is not None:
-        # Nothing then needs to look for an address, nor may it fail because there is none.
+        # Environments then need not find an address, and must not fail without one.
         coordinator = address_argument(coordinator)
         source = {**source, "MASTER_ADDR": coordinator.host, "MASTER_PORT": str(coordinator.port)}
     given = {name for name, value in (("rank", rank), ("world_size", world_size)) if value is not None}
@@ -103,7 +103,7 @@ def identify(
     except AllhandsError as error:
         if len(given) < 2:
             raise
-        ignored = error.diagnosis.what  # the caller knows who it is, so a muddled environment is no obstacle
+        ignored = error.diagnosis.what  # rank and size are given, so errors of the environment do not matter
     if found is None:
         found = _bare(source, given)
     if ignored:
@@ -113,7 +113,7 @@ def identify(
 
 
 def survey(env: Mapping[str, str] | None = None) -> list[Finding]:
-    """Consider every environment, in the order of belief, and say of each why it was recognised or not."""
+    """Return for every environment, in order of precedence, why it was recognised or not."""
     source = os.environ if env is None else env
     return [_consider(environment, source) for environment in ENVIRONMENTS]
 
@@ -140,7 +140,7 @@ def _believed(env: Mapping[str, str], given: Collection[str]) -> Detection | Non
         if not found.innermost:
             around = inner(found, env, given)
             if around:
-                inside = f"; {environment.NAME} only started what started this process"
+                inside = f"; {environment.NAME} started the launcher of this process"
                 continue
         found.reason += inside
         return found
@@ -148,21 +148,21 @@ def _believed(env: Mapping[str, str], given: Collection[str]) -> Detection | Non
 
 
 def _bare(env: Mapping[str, str], given: Collection[str]) -> Detection:
-    """Return what is left where no environment is recognised: an address at most, or a world of one."""
+    """Return the values without a recognised environment: at most an address, or a world of one."""
     hints = [f"{name}={text(env, name)}" for name in _HINTS if text(env, name)]
     if not given and not hints:
         found = Detection("alone", _ALONE, env)
         return found.say("rank", 0, _ALONE).say("world_size", 1, _ALONE).meet()
-    reason = f"{join(hints)} tells of other processes" if hints else "no environment was recognised"
+    reason = f"{join(hints)} indicates other processes" if hints else "no environment was recognised"
     found = Detection(ARGUMENTS, reason, env, remedy="set RANK and WORLD_SIZE, or pass rank= and world_size=")
-    # Half an address is only wrong where it is needed, and it may not be: a file or a store can bring ranks together.
+    # An incomplete address is no error here: ranks may meet at a file or a store.
     if text(env, "MASTER_ADDR") and text(env, "MASTER_PORT"):
         found.meet()
     return found
 
 
 def _named(found: Detection, env: Mapping[str, str]) -> Detection:
-    """Let the user's own ALLHANDS_JOB go before the name that the environment gives."""
+    """Replace the environment's job name by ALLHANDS_JOB, if set."""
     read = settings.read(env)
     if read.job and found.source != launcher.NAME:
         found.call(f"{read.job}-{read.attempt}", "ALLHANDS_JOB and ALLHANDS_ATTEMPT")

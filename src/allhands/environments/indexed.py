@@ -1,4 +1,4 @@
-"""A Kubernetes Indexed Job: the index is the pod's, and the number of pods is not told."""
+"""A Kubernetes Indexed Job: the index is the pod's, and the number of pods is not given."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     found = Detection(NAME, "JOB_COMPLETION_INDEX is set by Kubernetes for an Indexed Job", env, late_names=True)
     found.take("rank", "JOB_COMPLETION_INDEX").take("world_size", "WORLD_SIZE")
     found.take("node_rank", "JOB_COMPLETION_INDEX")
-    found.remedy = "set WORLD_SIZE in the pod's env to the Job's spec.completions: Kubernetes does not tell it"
+    found.remedy = "set WORLD_SIZE in the pod's env to the Job's spec.completions: Kubernetes does not give it"
     match = re.fullmatch(rf"(.+)-{re.escape(index)}", text(env, "HOSTNAME"))
     job = match[1] if match else "<job>"
     if match:
         found.call(f"indexed-{job}", f"HOSTNAME={text(env, 'HOSTNAME')}")
-    # The headless service's name is not told either, and the host name alone does not resolve without it.
-    found.reasons["coordinator"] = f"Kubernetes does not tell; set MASTER_ADDR={job}-0.<headless service>"
+    # The name of the headless service is not given; without it the host name does not resolve.
+    found.reasons["coordinator"] = f"Kubernetes gives no address; set MASTER_ADDR={job}-0.<headless service>"
     return found.meet(number=DEFAULT_PORT, why="the default")

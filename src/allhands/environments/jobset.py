@@ -1,4 +1,4 @@
-"""A JobSet on Kubernetes. Its controller sets no variable, so the manifest must, through the downward API.
+"""A JobSet on Kubernetes. Its controller sets no variables; the manifest must, through the downward API.
 
 The names are those that JobSet manifests commonly use for the annotations `jobset.sigs.k8s.io/jobset-name`
 (JOBSET_NAME), `…/replicatedjob-name` (REPLICATED_JOB_NAME) and `…/job-index` (JOB_INDEX); PROCESSES_IN_JOB is

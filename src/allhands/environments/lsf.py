@@ -20,7 +20,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     found = Detection(NAME, "LSB_JOBID and JSM_NAMESPACE_RANK are set by jsrun", env)
     found.take("rank", "JSM_NAMESPACE_RANK").take("world_size", "JSM_NAMESPACE_SIZE")
     found.take("local_rank", "JSM_NAMESPACE_LOCAL_RANK").take("local_world_size", "JSM_NAMESPACE_LOCAL_SIZE")
-    # Several jsruns may share a job; PMIx names each of them, where it is there.
+    # Several jsruns may share a job; PMIx, if present, names each of them.
     part = text(env, "PMIX_NAMESPACE")
     found.call(f"lsf-{job}-{part}" if part else f"lsf-{job}", f"LSB_JOBID={job}" + (f" and {part}" if part else ""))
     return found.meet(lambda: _host(env)) if text(env, "LSB_DJOB_RANKFILE") else found.meet()

@@ -1,4 +1,4 @@
-"""MPICH and Intel MPI (the Hydra launcher), and whatever else speaks PMI and stands in no scheduler we know."""
+"""MPICH and Intel MPI (the Hydra launcher), and any other PMI launcher outside a known scheduler."""
 
 from __future__ import annotations
 

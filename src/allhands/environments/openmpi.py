@@ -24,7 +24,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
 
 
 def number(found: Detection) -> Detection:
-    """Read rank and sizes. The node's number is not told: OMPI_COMM_WORLD_NODE_RANK is one more local rank."""
+    """Read rank and sizes. The node's number is not given: OMPI_COMM_WORLD_NODE_RANK is one more local rank."""
     found.take("rank", MARK).take("world_size", "OMPI_COMM_WORLD_SIZE")
     return found.take("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK").take("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
 

@@ -1,4 +1,4 @@
-"""PBS, with or without PALS: MPI numbers the processes, PBS knows the hosts."""
+"""PBS, with or without PALS: MPI numbers the processes, PBS gives the hosts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     elif rank == mvapich.MARK:
         mvapich.number(found)
     else:
-        # PALS itself tells no size; Cray's PMI beside it does.
+        # PALS gives no size; Cray's PMI does.
         mpich.number(found)
         found.take("rank", "PALS_RANKID", mpich.MARK)
         found.remedy = "load the MPI module that sets PMI_SIZE, or pass world_size="
     found.take("local_rank", "PALS_LOCAL_RANKID").take("local_world_size", "PALS_LOCAL_SIZE")
     found.take("node_rank", "PALS_NODEID")
-    # One PBS job may run several mpiexecs: PALS and Open MPI tell which one this is.
+    # One PBS job may run several mpiexecs: PALS and Open MPI identify this one.
     part = text(env, "PALS_APID") or text(env, "PMIX_NAMESPACE")
     found.call(f"pbs-{job}-{part}" if part else f"pbs-{job}", f"PBS_JOBID={job}" + (f" and {part}" if part else ""))
     return found.meet(lambda: _host(env))

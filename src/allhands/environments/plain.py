@@ -13,7 +13,7 @@ MARK = "RANK and WORLD_SIZE"
 
 
 def detect(env: Mapping[str, str]) -> Detection | None:
-    """Recognise torch's variables, also where only some of them are set (which is then said)."""
+    """Recognise torch's variables, also if only some of them are set, which is then an error."""
     there = [name for name in ("RANK", "WORLD_SIZE") if text(env, name)]
     if not there:
         return None

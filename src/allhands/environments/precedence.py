@@ -1,4 +1,4 @@
-"""Whether two sources that both number this process agree, and if not, which one is inside the other."""
+"""Which source is used: arguments override environments, and of two that differ the inner one, if it can be inner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .world import Address
 
 __all__ = ["ARGUMENTS", "Claim", "address_argument", "apply_arguments", "claims", "inner"]
 
-# source -> the variables of its rank and of its size. Only sources that can stand inside another one.
+# source -> the variables of its rank and size; only sources that can be inside another one.
 _VARIABLES: dict[str, tuple[str, str]] = {
     "lsf": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
@@ -23,12 +23,12 @@ _VARIABLES: dict[str, tuple[str, str]] = {
     "plain": ("RANK", "WORLD_SIZE"),
 }
 _ORDER = ("slurm", *_VARIABLES)
-# Where the other environments stand in that order: MPI may contradict those that use it; in a cloud, only RANK can.
-_STANDS_AS = {"pbs": "flux", "azureml": "flux"}
+# The position of other environments in that order: MPI may contradict those that use it; in a cloud only RANK can.
+_POSITION_OF = {"pbs": "flux", "azureml": "flux"}
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What one pair of variables says about this process; None for the one that is not set."""
+    """The rank and size that one pair of variables gives; None if not set."""
 
     source: str
     rank: int | None
@@ -36,19 +36,19 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def claims(env: Mapping[str, str]) -> list[Claim]:
-    """Return every claim that the variables make, in the order of precedence."""
+    """Return the claim of each pair of variables, in order of precedence."""
     made = [Claim(source, integer(env, rank), integer(env, size)) for source, (rank, size) in _VARIABLES.items()]
     return [claim for claim in made if claim.rank is not None or claim.size is not None]
 
 
 def inner(outer: Detection, env: Mapping[str, str], given: Collection[str] = ()) -> str:
-    """Return the source that stands inside ``outer`` and is to be believed, or "" where there is none.
+    """Return the source inside ``outer`` that must be used, "" if there is none.
 
-    ``given`` names the values (rank, world_size) that the caller gives, which need no agreement.
-    Raises `launcher-mismatch` where two sources differ and neither can be inside the other.
+    ``given`` names the values (rank, world_size) that the caller gives; they are not compared.
+    Raises `launcher-mismatch` if two sources differ and neither can be inside the other.
     """
-    stands = outer.source if outer.source in _ORDER else _STANDS_AS.get(outer.source, "hydra")
-    start = _ORDER.index(stands) + 1
+    position = outer.source if outer.source in _ORDER else _POSITION_OF.get(outer.source, "hydra")
+    start = _ORDER.index(position) + 1
     for claim in claims(env):
         if claim.source not in _ORDER[start:]:
             continue
@@ -105,7 +105,7 @@ _LOCAL = ("local_rank", "local_world_size", "node_rank")
 
 
 def address_argument(given: Address | str) -> Address:
-    """Return the coordinator's address that the caller gave, also as "HOST:PORT"."""
+    """Return the caller's address, which may be "HOST:PORT"."""
     return parse_address(given, f"coordinator={given!r}") if isinstance(given, str) else given
 
 
@@ -115,7 +115,7 @@ def apply_arguments(
     world_size: int | None,
     coordinator: Address | None,
 ) -> Detection:
-    """Lay the caller's arguments over what was ``found``, and return it."""
+    """Override ``found`` by the caller's arguments, and return it."""
     changed = False
     for name, value in (("rank", rank), ("world_size", world_size)):
         if value is None:
@@ -123,7 +123,7 @@ def apply_arguments(
         changed |= getattr(found, name) not in (None, _whole(name, value))
         found.say(name, value, f"the argument {name}={value}")
     if changed:
-        # What the environment says about this node speaks of its own processes, which are other ones.
+        # The environment's local values count other processes.
         for name in _LOCAL:
             if getattr(found, name) is not None:
                 found.say(name, None, f"{found.source} numbers other processes than the arguments")
@@ -139,7 +139,7 @@ def apply_arguments(
 
 
 def _whole(name: str, value: object) -> int:
-    # bool is an int to Python, but rank=True is a slip of the pen.
+    # bool is a subclass of int, but rank=True is a mistake.
     if isinstance(value, bool) or not isinstance(value, int):
         raise fail(
             "invalid-argument",

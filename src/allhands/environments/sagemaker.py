@@ -16,7 +16,7 @@ MARK = "SM_HOSTS and SM_CURRENT_HOST"
 
 
 def detect(env: Mapping[str, str]) -> Detection | None:
-    """Recognise a host of a SageMaker training job; one process per host, unless a launcher says more."""
+    """Recognise a host of a SageMaker training job; one process per host, unless a launcher starts more."""
     listed, here = text(env, "SM_HOSTS"), text(env, "SM_CURRENT_HOST")
     if not listed or not here:
         return None
@@ -34,7 +34,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     if several(env) and not text(env, "LOCAL_RANK"):
         raise node_not_process(f"SM_CURRENT_HOST={here}", several(env), "SageMaker numbers hosts")
     found = Detection(NAME, "SM_HOSTS and SM_CURRENT_HOST are set by SageMaker", env)
-    # The names of the other hosts come into DNS some time after this container has started.
+    # The other hosts' names appear in DNS some time after this container has started.
     found.late_names = True
     place = f"SM_CURRENT_HOST={here} in SM_HOSTS"
     found.say("rank", node, place).say("node_rank", node, place)

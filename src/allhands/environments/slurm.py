@@ -1,4 +1,4 @@
-"""A task that srun started (a Slurm step)."""
+"""Slurm: a task that srun started (a step), and Slurm's host lists and counts per node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MARK", "MOST", "NAME", "counts", "detect", "expand", "head", "in_ste
 NAME = "slurm"
 MARK = "SLURM_STEP_NODELIST and SLURM_PROCID, as srun sets them"
 
-# The batch script and the shell of an interactive job are steps too, but not ones that srun's tasks are in.
+# The batch script and the shell of an interactive job are steps too, but srun did not start them.
 # SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP of Slurm's headers, unsigned and signed.
 _NOT_LAUNCHED = {"4294967291", "4294967290", "-5", "-6"}
 
@@ -24,7 +24,7 @@ def _first(env: Mapping[str, str], *names: str) -> str:
 
 
 def in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process, rather than sbatch, salloc or nobody."""
+    """Return whether srun started this process."""
     step = _first(env, "SLURM_STEP_ID", "SLURM_STEPID")
     return bool(text(env, "SLURM_STEP_NODELIST") and text(env, "SLURM_PROCID")) and step not in _NOT_LAUNCHED
 
@@ -67,7 +67,7 @@ def _local_size(found: Detection) -> None:
 def _host(env: Mapping[str, str]) -> tuple[str, str]:
     """Return where rank 0 is. Not SLURM_LAUNCH_NODE_IPADDR: that is where srun was typed."""
     if text(env, "SLURM_DISTRIBUTION").startswith("arbitrary"):
-        # The node list is sorted then; the tasks follow the order that the user wrote.
+        # The node list is sorted, but the tasks follow the user's order.
         listed = text(env, "SLURM_ARBITRARY_NODELIST")
         if text(env, "SLURM_HOSTFILE"):
             fix = "put the file where every node can read it, or set MASTER_ADDR to its first host"
@@ -75,7 +75,7 @@ def _host(env: Mapping[str, str]) -> tuple[str, str]:
             return next(iter(expand(listed)), ""), "the first host of SLURM_HOSTFILE"
         if listed:
             return expand(listed)[0], "the first host of SLURM_ARBITRARY_NODELIST"
-        # srun -m arbitrary -w n2,n1 sets neither: where rank 0 is, the task is not told.
+        # srun -m arbitrary -w n2,n1 sets neither: the task cannot know rank 0's host.
         return "", ""
     hosts = expand(text(env, "SLURM_STEP_NODELIST"))
     return next(iter(hosts), ""), "the first host of SLURM_STEP_NODELIST"
@@ -107,10 +107,10 @@ def split(written: str) -> list[str]:
 
 
 def expand(written: str) -> list[str]:
-    """Return every host of a list, in order; raises `invalid-argument` for what is not a host list."""
+    """Return every host of a list, in order; raises `invalid-argument` if it is malformed."""
     hosts: list[str] = []
     for item in split(written):
-        # Odd pieces are what stood in brackets; the last bracket's numbers go round fastest, as in Slurm.
+        # Odd pieces were in brackets; the last bracket varies fastest, as in Slurm.
         pieces = re.split(r"[\[\]]", item)
         choices = [_numbers(written, piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
         total = len(hosts)
@@ -135,7 +135,7 @@ def counts(written: str) -> list[int]:
 
 
 def _numbers(written: str, inside: str) -> list[str]:
-    """Return what stands for one bracket; leading zeros of a range's start fix the width."""
+    """Return the values of one bracket; leading zeros of a range's start set the width."""
     found: list[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part.strip())

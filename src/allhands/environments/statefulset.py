@@ -1,4 +1,4 @@
-"""A Kubernetes StatefulSet: the host name ends in the pod's ordinal, and the number of replicas is not told."""
+"""A Kubernetes StatefulSet: the host name ends in the pod's ordinal, and the number of replicas is not given."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MARK = "KUBERNETES_SERVICE_HOST, WORLD_SIZE without RANK, and a HOSTNAME that en
 
 
 def detect(env: Mapping[str, str]) -> Detection | None:
-    """Recognise a pod of a StatefulSet whose manifest tells the number of replicas as WORLD_SIZE.
+    """Recognise a pod of a StatefulSet whose manifest sets WORLD_SIZE to the number of replicas.
 
-    Without WORLD_SIZE it is not recognised: notebooks run in pods with such names too, each for itself.
+    Without WORLD_SIZE it is not recognised: notebooks run in pods with such names too.
     """
     name = text(env, "HOSTNAME")
     match = re.fullmatch(r"(.+)-([0-9]+)", name)
@@ -29,5 +29,5 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     found.say("rank", int(match[2]), f"HOSTNAME={name}").say("node_rank", int(match[2]), f"HOSTNAME={name}")
     found.take("world_size", "WORLD_SIZE").call(f"statefulset-{match[1]}", f"HOSTNAME={name}")
     found.late_names = True
-    found.reasons["coordinator"] = f"Kubernetes does not tell; set MASTER_ADDR={match[1]}-0.<service>"
+    found.reasons["coordinator"] = f"Kubernetes gives no address; set MASTER_ADDR={match[1]}-0.<service>"
     return found.meet(number=DEFAULT_PORT, why="the default")

@@ -23,7 +23,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     found.take("local_rank", "LOCAL_RANK").take("local_world_size", "LOCAL_WORLD_SIZE")
     found.take("node_rank", "GROUP_RANK")
     if run == "none":
-        # torchrun's default id: every such job has it, so the address must tell them apart.
+        # torchrun's default id: every such job has it, so the address must distinguish them.
         run = f"none-{text(env, 'MASTER_ADDR')}:{text(env, 'MASTER_PORT')}"
     attempt = text(env, "TORCHELASTIC_RESTART_COUNT") or "0"
     found.call(f"torchrun-{run}-{attempt}", f"{MARK} and TORCHELASTIC_RESTART_COUNT={attempt}")

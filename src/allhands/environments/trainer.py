@@ -24,7 +24,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
             "not-launched",
             f"PET_NPROC_PER_NODE={wanted} leaves the number of processes to a launcher that was not used",
             who=me(),
-            why="Kubeflow Trainer tells a pod its own index only; a launcher in the pod counts and numbers processes",
+            why="Kubeflow Trainer gives a pod only its own index; a launcher in the pod numbers the processes",
             fix="start the script with torchrun, or set numProcPerNode: 1 in the TrainJob",
         )
     if several(env):

@@ -13,7 +13,7 @@ __all__ = ["MARK", "NAME", "detect"]
 
 NAME = "vertex"
 MARK = "CLOUD_ML_JOB_ID and CLUSTER_SPEC (unset for one replica)"
-# The chief and its workers; the pools after them hold servers and evaluators, which are no ranks.
+# The chief and its workers; the pools after them hold servers and evaluators, which are not ranks.
 _POOLS = ("workerpool0", "workerpool1")
 
 
@@ -27,7 +27,7 @@ def detect(env: Mapping[str, str]) -> Detection | None:
     node = index if pool == _POOLS[0] else index + len(pools[_POOLS[0]])
     local = integer(env, "LOCAL_RANK")
     evidence = several(env) or (f"LOCAL_RANK={local}" if local else "")
-    # Another WORLD_SIZE was set by a launcher that numbers processes; whether it fits is seen when they are compared.
+    # Another WORLD_SIZE was set by a launcher that numbers processes; the comparison of sources checks it.
     if evidence and integer(env, "WORLD_SIZE") in (None, machines):
         raise node_not_process(f"RANK={node}", evidence, "on Vertex AI, RANK and WORLD_SIZE count machines")
     found = Detection(NAME, "CLOUD_ML_JOB_ID and CLUSTER_SPEC are set by Vertex AI", env, late_names=True)
@@ -47,7 +47,7 @@ def _read(spec: str) -> tuple[dict[str, list[str]], str, int]:
         pool, index = str(task["type"]), int(task["index"])
         inside = bool(pools[_POOLS[0]]) and index in range(len(pools[pool]))
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _strange(spec, f"it does not say cluster and task as Vertex AI does ({error!r})") from error
+        raise _strange(spec, f"it has no cluster and task as Vertex AI writes them ({error!r})") from error
     if not inside:
         raise _strange(spec, "the task is not in its own cluster")
     if pool not in _POOLS:
@@ -58,7 +58,7 @@ def _read(spec: str) -> tuple[dict[str, list[str]], str, int]:
 def _strange(spec: str, why: str) -> AllhandsError:
     return fail(
         "incomplete-environment",
-        f"CLUSTER_SPEC={spec[:120]!r} does not tell this machine's rank",
+        f"CLUSTER_SPEC={spec[:120]!r} does not give this machine's rank",
         who=me(),
         why=why,
         fix="pass rank= and world_size=, or unset CLUSTER_SPEC",

@@ -1,4 +1,4 @@
-"""Who this process is and why, as data and as text for a terminal: what `allhands whoami` prints."""
+"""`allhands whoami`: rank, world size and address of this process with their sources, as data and as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .world import World
 
 __all__ = ["render", "report"]
 
-# In the order in which a person asks.
 _VALUES = (
     "rank",
     "world_size",
@@ -29,21 +28,20 @@ _VALUES = (
     "hosted",
     "socket",
 )
-_UNTOLD = "not told"
+_NOT_GIVEN = "not given"
 
 
 def report(env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Say who this process is, each value with its reason, and what became of every environment; never raises.
+    """Return each value with its source, and the result of every environment; never raises.
 
-    The result is plain data for JSON. `exit_code` is 1 where it cannot be said who this process is, and `error`
-    is the diagnosis then.
+    The result is plain data for JSON. `exit_code` is 1 if the world cannot be determined, and `error` is the diagnosis.
     """
     source = os.environ if env is None else env
     try:
         world = identify(source)
     except AllhandsError as error:
         return {"exit_code": 1, "source": None, "world": {}, "error": _error(error), "survey": _survey(source, "")}
-    reasons = {name: {"value": _plain(world, name), "reason": world.reasons.get(name, _UNTOLD)} for name in _VALUES}
+    reasons = {name: {"value": _plain(world, name), "reason": world.reasons.get(name, _NOT_GIVEN)} for name in _VALUES}
     return {
         "exit_code": 0,
         "source": world.source,
@@ -54,13 +52,13 @@ def report(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Put a report into aligned lines of plain text."""
+    """Return a report as aligned lines of text."""
     error = report["error"]
     if error is not None:
         lines = [msgspec.convert(error, Diagnosis).render(title(error["slug"]))]
     else:
         lines = _table([("source", str(report["source"]), ""), *_rows(report["world"])])
-    lines += ["", "environments, in the order in which they are believed:"]
+    lines += ["", "environments, in order of precedence:"]
     states = [
         (found["name"], "believed" if found["believed"] else "yes" if found["recognised"] else "no", found["reason"])
         for found in report["survey"]
@@ -69,11 +67,11 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _rows(world: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    # What is neither known nor explained only makes the rest harder to read.
+    # Values without value and reason are left out.
     return [
         (name, "-" if told["value"] is None else str(told["value"]), told["reason"])
         for name, told in world.items()
-        if told["reason"] != _UNTOLD
+        if told["reason"] != _NOT_GIVEN
     ]
 
 

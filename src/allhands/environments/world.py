@@ -1,4 +1,4 @@
-"""Who am I: this process's place in the job, and where each part of that knowledge came from."""
+"""`World`: rank, world size and address of this process, each with the place where it was read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Address", "World"]
 
 
 class Address(NamedTuple):
-    """Where a coordinator listens: a host name or IP address, and a port."""
+    """The address of a coordinator: a host name or IP address, and a port."""
 
     host: str
     port: int
@@ -20,11 +20,11 @@ class Address(NamedTuple):
 
 
 class World(NamedTuple):
-    """One process's place among all.
+    """The identity of one process in its job.
 
-    ``source`` names the environment that was believed, ``reasons`` says for each value where it was
-    read. Values that the environment does not tell are None, never guessed. ``coordinator`` is None
-    where the environment gives no address: on one host none is needed.
+    ``source`` is the environment that was used, ``reasons`` the place where each value was read. Values that the
+    environment does not give are None, never guessed. ``coordinator`` may be None on one host, where no address is
+    needed.
     """
 
     rank: int
@@ -35,11 +35,11 @@ class World(NamedTuple):
     coordinator: Address | None = None
     source: str = "arguments"
     reasons: Mapping[str, str] = MappingProxyType({})
-    # A name that all processes of this job and of no other have (a scheduler's job and step), or "".
+    # The job's unique name (a scheduler's job and step), or "".
     job: str = ""
-    # Host names in this environment may appear only after a while (Kubernetes, SageMaker).
+    # Host names may not resolve at first (Kubernetes, SageMaker).
     late_names: bool = False
-    # The coordinator's port is already held by the launcher's own key-value store (torchrun's agent).
+    # The launcher's own key-value store has the coordinator's port (torchrun's agent).
     agent_store: bool = False
     # The launcher runs a coordinator at that address: rank 0 must not start one.
     hosted: bool = False
@@ -48,5 +48,5 @@ class World(NamedTuple):
 
     @property
     def one_host(self) -> bool:
-        """Whether every rank is known to be on this host (False where it is not known)."""
+        """Whether every rank is known to be on this host."""
         return self.world_size == 1 or self.local_world_size == self.world_size

@@ -22,7 +22,7 @@ def test_report_gives_every_value_its_reason() -> None:
     assert (made["exit_code"], made["source"], made["error"]) == (0, "slurm", None)
     assert made["world"]["rank"] == {"value": 3, "reason": "SLURM_PROCID=3"}
     assert made["world"]["coordinator"]["value"].startswith("n1:")
-    assert made["world"]["local_rank"] == {"value": None, "reason": "not told"}
+    assert made["world"]["local_rank"] == {"value": None, "reason": "not given"}
     assert [found["name"] for found in made["survey"]] == [environment.NAME for environment in ENVIRONMENTS]
     assert [found["name"] for found in made["survey"] if found["believed"]] == ["slurm"]
 
@@ -78,9 +78,9 @@ def test_what_is_known_has_a_reason(env: dict[str, str]) -> None:
     assert world
     for name, told in world.items():
         known = told["value"] is not None and told["value"] is not False and told["value"] != ""
-        assert not known or told["reason"] != "not told", name
+        assert not known or told["reason"] != "not given", name
 
 
 def test_render_alone() -> None:
     """A process alone is told so."""
-    assert "nothing in the environment tells of other processes" in render(report({}))
+    assert "nothing in the environment indicates other processes" in render(report({}))
