@@ -44,11 +44,11 @@ dist.destroy_process_group()
     assert "waiting for" in results[1].stderr
 
 
-# Whoever is there is told at every tick, and not each 10 s.
+# Print the waiting line at every tick, not each 10 s.
 WAITING = """
 import allhands as dist, os
 from allhands.control import waiting_line
-progress._QUIET_S = progress._LOG_EVERY_S = 0.0
+waiting_line._QUIET_S = waiting_line._LOG_EVERY_S = 0.0
 say(ready=True)
 say(failed=attempt(dist.init_process_group, "gloo", os.environ["WHERE"] or None, rank=rank, world_size=3,
     timeout=float(os.environ["WITHIN"])))
