@@ -29,27 +29,12 @@ __all__ = [
     "reduction_code",
 ]
 
-DTYPES: dict[torch.dtype, int] = {
-    torch.uint8: 1,
-    torch.int8: 2,
-    torch.uint16: 3,
-    torch.int16: 4,
-    torch.uint32: 5,
-    torch.int32: 6,
-    torch.uint64: 7,
-    torch.int64: 8,
-    torch.bool: 9,
-    torch.float16: 10,
-    torch.bfloat16: 11,
-    torch.float32: 12,
-    torch.float64: 13,
-}
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _core.DTYPES.items()}
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 
-# Types that the core only moves: numbers above this one, which it compares.
-_BYTES = 14
+# Types that the core compares and copies, but cannot reduce.
 _MOVED = {
-    dtype: _BYTES + 1 + index
+    dtype: _core.RAW + 1 + index
     for index, dtype in enumerate(
         getattr(torch, name)
         for name in (
@@ -67,39 +52,17 @@ _MOVED = {
 }
 
 # Added to the number of a real type: a complex tensor with such parts. The core reduces the parts as real numbers.
-COMPLEX = 0x100
+COMPLEX = _core.COMPLEX
 
-REDUCTIONS = {
-    ReduceOp.SUM: 1,
-    ReduceOp.AVG: 2,
-    ReduceOp.PRODUCT: 3,
-    ReduceOp.MIN: 4,
-    ReduceOp.MAX: 5,
-    ReduceOp.BAND: 6,
-    ReduceOp.BOR: 7,
-    ReduceOp.BXOR: 8,
-}
-# Not in the table: each PREMUL_SUM is an object of its own, with its factor.
-PREMUL_SUM = 9
-REDUCTION_NAMES = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+# Each PREMUL_SUM is an object of its own, with its factor, so it is not in the table.
+PREMUL_SUM = _core.REDUCTIONS["PREMUL_SUM"]
+REDUCTIONS = {getattr(ReduceOp, name): code for name, code in _core.REDUCTIONS.items() if code != PREMUL_SUM}
+REDUCTION_NAMES = ("", *_core.REDUCTIONS)
 
 # Reductions that apply to the real and imaginary parts of complex numbers separately.
-LINEAR = frozenset({1, 2, PREMUL_SUM})
+LINEAR = frozenset({_core.REDUCTIONS["SUM"], _core.REDUCTIONS["AVG"], PREMUL_SUM})
 
-OPERATIONS = (
-    "",
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "send",
-    "recv",
-)
+OPERATIONS = ("", *_core.OPERATIONS)
 # Added to an operation: compared by the engine, then performed by Gloo. No operation of the core has such a number.
 DELEGATED = 64
 # The operation by which ranks agree that a CUDA call follows, once before the first on a device.
@@ -108,7 +71,7 @@ CUDA_CALL = 128
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the core's number for ``dtype``; types without one are bytes to it."""
-    return DTYPES.get(dtype) or _MOVED.get(dtype, _BYTES)
+    return DTYPES.get(dtype) or _MOVED.get(dtype, _core.RAW)
 
 
 def dtype_of(code: int) -> torch.dtype | None:

@@ -16,7 +16,8 @@ import pytest
 from allhands import _core
 from threads import place, segments, together
 
-F32, F64, I64, SUM, AVG, MAX = 12, 13, 8, 1, 2, 5
+F32, F64, I64 = (_core.DTYPES[name] for name in ("float32", "float64", "int64"))
+SUM, AVG, MAX = (_core.REDUCTIONS[name] for name in ("SUM", "AVG", "MAX"))
 LIMIT_NS = 20_000_000_000
 
 # What a slot of a hand holds, and so where parts begin.

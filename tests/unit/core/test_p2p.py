@@ -18,8 +18,10 @@ from allhands import _core
 from threads import place, segments, together
 
 LIMIT_NS = 20_000_000_000
-U1, F4 = 1, 12
-OK, TIMEOUT, DEAD, ABORTED, MISMATCH, BROKEN = range(6)
+U1, F4 = _core.DTYPES["uint8"], _core.DTYPES["float32"]
+OK, TIMEOUT, DEAD, ABORTED, MISMATCH, INVALID = (
+    _core.OUTCOMES[name] for name in ("ok", "timeout", "dead", "aborted", "mismatch", "invalid")
+)
 UNDER_WAY = -1
 EAGER = 4096
 
@@ -394,9 +396,9 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     """A rank outside the group is a code; what is no Segment, no request or another's request raises."""
     data = np.zeros(8, "u1")
     with mails(2) as (one, two):
-        assert one.send(*place(data), U1, 2, 0, LIMIT_NS) % 256 == BROKEN
-        assert one.send(*place(data), U1, -1, 0, LIMIT_NS) % 256 == BROKEN
-        assert one.recv(*place(data), U1, 2, 0, LIMIT_NS) % 256 == BROKEN
+        assert one.send(*place(data), U1, 2, 0, LIMIT_NS) % 256 == INVALID
+        assert one.send(*place(data), U1, -1, 0, LIMIT_NS) % 256 == INVALID
+        assert one.recv(*place(data), U1, 2, 0, LIMIT_NS) % 256 == INVALID
         request = one.post_recv(*place(data), U1, 1, 0, LIMIT_NS, 1)
         with pytest.raises(ValueError, match="another P2P object"):
             two.wait(request, 0)

@@ -28,7 +28,7 @@ from unit.core.test_segment import (
 )
 
 AVG = 2
-BOOL, BF16 = 9, 11
+BOOL, BF16 = _core.DTYPES["bool"], _core.DTYPES["bfloat16"]
 # numpy has no bfloat16: its bits are taken as uint16, its values as float32.
 KINDS = {**DTYPES, "?": BOOL, "bf16": BF16}
 REDUCTIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)

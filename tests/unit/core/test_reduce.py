@@ -10,7 +10,7 @@ from allhands.engines.dtypes import DTYPES
 
 _core = pytest.importorskip("allhands._core", reason="the C core is built on Linux only")
 
-SUM, AVG = 1, 2
+SUM, AVG = _core.REDUCTIONS["SUM"], _core.REDUCTIONS["AVG"]
 
 # Nothing, less than a vector, more than a block, and several blocks with a rest.
 SIZES = [0, 1, 7, 4099, 12301]

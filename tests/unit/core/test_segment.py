@@ -19,8 +19,12 @@ SLOT = 64 * 1024
 
 # The core's numbers.
 DTYPES = {"u1": 1, "i1": 2, "u2": 3, "i2": 4, "u4": 5, "i4": 6, "u8": 7, "i8": 8, "f2": 10, "f4": 12, "f8": 13}
-SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = 1, 3, 4, 5, 6, 7, 8
-TIMEOUT, ABORTED, MISMATCH, BROKEN, DEPARTED = 1, 3, 4, 5, 7
+SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = (
+    _core.REDUCTIONS[name] for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+)
+TIMEOUT, ABORTED, MISMATCH, INVALID, LEFT = (
+    _core.OUTCOMES[name] for name in ("timeout", "aborted", "mismatch", "invalid", "left")
+)
 MODELS: dict[int, Callable[..., Any]] = {
     SUM: np.add,
     PRODUCT: np.multiply,
@@ -122,7 +126,7 @@ def test_every_reduction(kind: str) -> None:
         for reduction, model in MODELS.items():
             if reduction in {BAND, BOR, BXOR} and not integer:
                 assert not _core.reducible(DTYPES[kind], reduction)
-                assert views[0].all_reduce(*place(everyone[0].copy()), DTYPES[kind], reduction, LIMIT_NS) == BROKEN
+                assert views[0].all_reduce(*place(everyone[0].copy()), DTYPES[kind], reduction, LIMIT_NS) == INVALID
                 continue
             if kind == "f2" and reduction == PRODUCT:
                 continue  # numpy rounds after each product, the core once
@@ -235,7 +239,7 @@ def test_who_departs_keeps_nobody_waiting() -> None:
     with segments(2, SLOT) as views:
         together(2, lambda rank: bool(views[rank].barrier(LIMIT_NS)))
         views[1].leave()
-        assert views[0].barrier(LIMIT_NS) == DEPARTED
+        assert views[0].barrier(LIMIT_NS) == LEFT
         assert views[0].culprit() == 1
     with segments(2, SLOT) as views:
         data = [np.full(20_000, rank, "f4") for rank in range(2)]

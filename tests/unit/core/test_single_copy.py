@@ -12,7 +12,7 @@ from threads import place, places, segments, together
 
 LIMIT_NS = 20_000_000_000
 SLOT = 1024 * 1024
-U1 = 1
+U1 = _core.DTYPES["uint8"]
 
 # What is read at the owner's, and what goes through the slots because it is too large for that.
 READ, STAGED = 256 * 1024, 17 * 1024 * 1024

@@ -43,14 +43,14 @@ MAX_RANKS = _core.MAX_RANKS
 
 # How a call of the core ends, by its return code.
 _FAILURES: dict[int, type[EngineFailure]] = {
-    1: EngineTimeout,
-    2: PeerDead,
-    3: EngineAborted,
-    5: TransportFailure,
-    6: EngineAborted,
-    7: PeerLeft,
+    _core.OUTCOMES["timeout"]: EngineTimeout,
+    _core.OUTCOMES["dead"]: PeerDead,
+    _core.OUTCOMES["aborted"]: EngineAborted,
+    _core.OUTCOMES["invalid"]: TransportFailure,
+    _core.OUTCOMES["interrupted"]: EngineAborted,
+    _core.OUTCOMES["left"]: PeerLeft,
 }
-_MISMATCH = 4
+_MISMATCH = _core.OUTCOMES["mismatch"]
 
 # A forked child has its parent's segments and must not be taken for it: its fast path is disabled there. The slow path
 # checks the process.
