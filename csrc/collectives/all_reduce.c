@@ -396,7 +396,8 @@ int ah_all_reduce_list(struct ah_group *group, struct ah_tensor_list tensors, ui
     struct ah_call call = {.kind = AH_ALL_REDUCE,
                            .reduce = (uint16_t)reduction,
                            .dtype = (uint16_t)dtype,
-                           .root = ah_tensor_list_digest(&tensors)};
+                           .root = -1,
+                           .list_digest = ah_tensor_list_digest(&tensors)};
 
     return run(group, &call, tensors, 1, timeout_ns);
 }

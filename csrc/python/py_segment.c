@@ -161,7 +161,7 @@ static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
     return PyLong_FromUnsignedLong(self->group.culprit);
 }
 
-/* (sequence, kind, reduction, dtype, bytes, root) of the last call of a rank. */
+/* (sequence, kind, reduction, dtype, bytes, root, list digest) of the last call of a rank. */
 static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     const struct ah_member *member;
@@ -185,9 +185,9 @@ static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t
         theirs.sequence = UINT64_MAX;
     if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
         theirs.count = fingerprint->bytes != AH_NO_PAYLOAD ? fingerprint->bytes : atomic_load(&member->largest[(after - 1) % AH_CALL_DEPTH]);
-    return Py_BuildValue("(KkkkKi)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
+    return Py_BuildValue("(KkkkKiK)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
                          (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
-                         (int)theirs.root);
+                         (int)theirs.root, (unsigned long long)theirs.list_digest);
 }
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -274,7 +274,7 @@ static PyMethodDef METHODS[] = {
     {"sequence", ah_call_lock_sequence, METH_NOARGS, "sequence() -> number of the next call"},
     {"__enter__", (PyCFunction)(void (*)(void))ah_call_lock_enter, METH_NOARGS, "Wait for our turn."},
     {"__exit__", (PyCFunction)(void (*)(void))ah_call_lock_exit, METH_FASTCALL, "Let the next one have it."},
-    METHOD(call, "call(rank) -> (sequence, kind, reduction, dtype, bytes, root)"),
+    METHOD(call, "call(rank) -> (sequence, operation, reduction, dtype, bytes, root, list_digest)"),
     {"leave", (PyCFunction)(void (*)(void))leave, METH_NOARGS, "leave(): this rank makes no further call"},
     {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
     {NULL, NULL, 0, NULL},

@@ -24,7 +24,8 @@ static int compare(struct ah_group *group, uint32_t rank, uint32_t sequence)
     const struct ah_call *theirs = &fingerprint_at(group, rank, sequence)->call;
 
     if (theirs->sequence == mine->sequence && theirs->kind == mine->kind && theirs->reduce == mine->reduce &&
-        theirs->dtype == mine->dtype && theirs->count == mine->count && theirs->root == mine->root)
+        theirs->dtype == mine->dtype && theirs->count == mine->count && theirs->root == mine->root &&
+        theirs->list_digest == mine->list_digest)
         return AH_OK;
     /* Whoever writes the sentence asks about this call. */
     group->call = *mine;

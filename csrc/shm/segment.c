@@ -11,7 +11,7 @@
 #define SECOND_LEVEL ((size_t)1 << 20)
 
 static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
-static const uint32_t VERSION = 5;
+static const uint32_t VERSION = 6;
 
 static size_t pages(size_t bytes)
 {

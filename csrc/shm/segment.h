@@ -47,10 +47,11 @@ struct ah_call {
     uint16_t reduce; /* which reduction, 0 for none */
     uint16_t dtype;
     int16_t root; /* -1 for none */
+    uint64_t list_digest; /* of the sizes of a tensor list; 0 for a single tensor */
 };
 
 /* Data this inline_payload stands on the fingerprint, so that who reads the call has fetched the data, most of it in the same line. */
-#define AH_INLINE_BYTES 80
+#define AH_INLINE_BYTES 72
 
 /* Up to this it stands on the fingerprint's sheet: copying a page costs less than what else a call through the slots does. */
 #define AH_PAYLOAD_BYTES ((size_t)4096)

@@ -55,16 +55,16 @@ int ah_tensor_list_is_disjoint(const struct ah_tensor_list *tensors)
     return apart;
 }
 
-int16_t ah_tensor_list_digest(const struct ah_tensor_list *tensors)
+uint64_t ah_tensor_list_digest(const struct ah_tensor_list *tensors)
 {
-    uint64_t mixed = 0;
+    uint64_t digest = 0;
 
     if (tensors->number == 1)
-        return -1;
-    /* An odd factor with bits all over, so that each size reaches the upper bits, which are consumed. */
+        return 0;
+    /* Fibonacci hashing: the factor is odd and its bits are spread evenly. */
     for (size_t index = 0; index < tensors->number; index++)
-        mixed = (mixed ^ tensors->parts[index].bytes) * 0x9e3779b97f4a7c15;
-    return (int16_t)(-2 - (int)(mixed >> 50));
+        digest = (digest ^ tensors->parts[index].bytes) * 0x9e3779b97f4a7c15 + 1;
+    return digest;
 }
 
 size_t ah_tensor_list_find(const struct ah_tensor_list *tensors, size_t at)

@@ -19,8 +19,8 @@ void ah_tensor_list_set_ends(struct ah_tensor_list *tensors);
 /* Whether no two tensors share memory. Those that do must be consumed one after the other. */
 int ah_tensor_list_is_disjoint(const struct ah_tensor_list *tensors);
 
-/* What ranks compare of the sizes beside their sum, in the place of a call's root: -1 for a single tensor, else less. */
-int16_t ah_tensor_list_digest(const struct ah_tensor_list *tensors);
+/* Return a digest of the sizes, which ranks compare beside their sum; 0 for a single tensor. */
+uint64_t ah_tensor_list_digest(const struct ah_tensor_list *tensors);
 
 /* The number of the tensor that has the byte `at`, which must be there. */
 size_t ah_tensor_list_find(const struct ah_tensor_list *tensors, size_t at);

@@ -294,10 +294,12 @@ class Segment:
     def enable_single_copy(self, pids: tuple[int, ...], /) -> None:
         """Let large tensors be read from the process of each rank. Every rank says this once, before its first call."""
 
-    def call(self, rank: int, /) -> tuple[int, int, int, int, int, int]:
-        """Return (sequence, kind, reduction, dtype, bytes, root) of what ``rank`` calls beside our last call.
+    def call(self, rank: int, /) -> tuple[int, int, int, int, int, int, int]:
+        """Return (sequence, operation, reduction, dtype, bytes, root, list_digest) of a rank.
 
-        The sequence is the largest number there is where it has not come to that call yet.
+        It is the call that the rank makes where we made our last.
+
+        The sequence is the maximum of 64 bits if the rank has not begun that call. ``list_digest`` is 0 for one tensor.
         """
 
     # Calls that wait for their turn, and whether the short way is shut.

@@ -467,7 +467,7 @@ def _same_calls(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
 
 def _compared(call: tuple[int, ...]) -> object:
     """Return what must be the same on every rank: operation, reduction, dtype, root, and the size where it must."""
-    return (*call[1:4], call[5], 0 if call[1] in _UNEVEN else call[4])
+    return (*call[1:4], *call[5:], 0 if call[1] in _UNEVEN else call[4])
 
 
 def _sets(calls: dict[int, tuple[int, ...]], key: Callable[[tuple[int, ...]], object]) -> list[list[int]]:
@@ -498,7 +498,7 @@ def _shape_and_site(group: HostGroup, index: int, sequence: int) -> str:
 
 
 def _call_text(call: tuple[int, ...]) -> str:
-    _, operation, reduction, dtype, nbytes, root = call
+    _, operation, reduction, dtype, nbytes, root, list_digest = call
     parts = [operation_name(operation)]
     kind = dtype_of(dtype)
     if dtype:
@@ -509,9 +509,9 @@ def _call_text(call: tuple[int, ...]) -> str:
         parts.append(f"by {REDUCTION_NAMES[reduction]}")
     if root >= 0:
         parts.append(f"with root {root}")
-    elif root < -1:
-        # The core's digest of the sizes of a tensor list: where nothing else differs, this does.
-        parts.append(f"of several tensors (digest of their sizes: {-root})")
+    if list_digest:
+        # Two lists may have the same number of bytes in all; then only the digest differs.
+        parts.append(f"of several tensors (digest of their sizes: {list_digest:016x})")
     return " ".join(parts)
 
 
