@@ -94,10 +94,25 @@ static void begin_transfer(struct ah_p2p *p2p, const struct ah_envelope_header *
     }
 }
 
+/* Whether a header that another process wrote is safe to use: its source, and its sizes as lengths and indexes. */
+static int is_valid(const struct ah_p2p *p2p, const struct ah_envelope_header *header)
+{
+    if (header->source >= p2p->group->ranks)
+        return 0;
+    if (header->kind == AH_CTS)
+        return header->bytes >= 1 && header->bytes <= AH_BLOCKS && header->tag <= AH_BLOCKS - header->bytes;
+    return header->kind == AH_RTS || (header->kind == AH_EAGER && header->bytes <= AH_EAGER_BYTES);
+}
+
 static int receive_envelope(struct ah_p2p *p2p, const struct ah_envelope_header *header, const void *payload)
 {
     struct ah_request *one, *any;
 
+    if (!is_valid(p2p, header)) {
+        ah_group_end(p2p->group, AH_INVALID, p2p->group->rank);
+        ah_mailbox_wake_all(p2p->group);
+        return 1;
+    }
     if (header->kind == AH_CTS) {
         begin_transfer(p2p, header);
         return 1;
@@ -115,11 +130,15 @@ static int receive_envelope(struct ah_p2p *p2p, const struct ah_envelope_header 
 /* Empty our mailbox, whoever may want what is in it: what is wanted may stand behind it. */
 static size_t drain_mailbox(struct ah_p2p *p2p)
 {
-    const struct ah_envelope *header;
+    const struct ah_envelope *envelope;
     size_t taken = 0;
 
-    while ((header = ah_mailbox_peek(p2p->group, p2p->head)) != NULL &&
-           receive_envelope(p2p, &header->header, header->payload)) {
+    while ((envelope = ah_mailbox_peek(p2p->group, p2p->head)) != NULL) {
+        /* A copy: another process can change the original after it was checked. */
+        const struct ah_envelope_header header = envelope->header;
+
+        if (!receive_envelope(p2p, &header, envelope->payload))
+            break;
         ah_mailbox_release(p2p->group, p2p->head++);
         taken++;
     }

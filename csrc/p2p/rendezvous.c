@@ -94,7 +94,8 @@ size_t ah_p2p_copy_out(struct ah_p2p *p2p)
         struct ah_channel *channel = &p2p->mailbox->channels[request->channel];
         size_t room = request->blocks * AH_BLOCK_BYTES, at = request->moved % room;
         size_t there = atomic_load_explicit(&channel->filled, memory_order_acquire) - request->moved;
-        size_t bytes = ah_min(ah_min(there, room - at), chunk_of(request->message.bytes));
+        size_t left = request->message.bytes - request->moved; /* the sender's process writes `there` */
+        size_t bytes = ah_min(ah_min(ah_min(there, left), room - at), chunk_of(request->message.bytes));
 
         next = request->next;
         if (bytes == 0)

@@ -1,5 +1,5 @@
-/* The p2p of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at
- * once while a server moves on what nobody waits for. Prints "ok" and ends with 0, or says what is wrong. */
+/* Messages of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at once
+ * while a progress thread completes posted requests. Prints "ok" and exits with 0, or prints what is wrong. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "p2p/mailbox.h"
 #include "p2p/matching.h"
 
 #define RANKS 3
@@ -93,6 +94,19 @@ static void *work(void *context)
     return NULL;
 }
 
+/* A CTS whose blocks are not in the mailbox ends the group, and no memory outside it is written. */
+static void refuse_invalid_envelope(struct rank *ranks)
+{
+    const struct ah_envelope_header header = {.source = 0, .kind = AH_CTS, .tag = 1000, .bytes = 7};
+    unsigned char byte;
+    const struct ah_message receive = {.data = &byte, .bytes = 1, .dtype = 1, .tag = 9, .peer = 0};
+
+    if (!ah_mailbox_put(&ranks[0].group, 1, &header, NULL))
+        fail("no room for an envelope");
+    if (ah_p2p_run(ranks[1].p2p, &receive, 5000000000, NULL).code != AH_INVALID)
+        fail("an invalid envelope was accepted");
+}
+
 int main(void)
 {
     static struct rank ranks[RANKS];
@@ -123,6 +137,7 @@ int main(void)
         for (int number = 0; number < WORKERS; number++)
             pthread_join(threads[rank][number], NULL);
     }
+    refuse_invalid_envelope(ranks);
     for (int rank = 0; rank < RANKS; rank++) {
         ah_p2p_stop(ranks[rank].p2p);
         pthread_join(servers[rank], NULL);
