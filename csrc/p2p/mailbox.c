@@ -15,7 +15,7 @@ static size_t pages(size_t bytes)
     return (bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-/* A page more than the blocks take, against power-of-two aliasing between ranks. */
+/* One page more than the blocks need, against power-of-two aliasing between ranks. */
 static size_t stride(void)
 {
     return pages(sizeof(struct ah_mailbox)) + AH_BLOCKS * AH_BLOCK_BYTES + PAGE;
@@ -41,7 +41,7 @@ unsigned char *ah_block_of(const struct ah_group *group, uint32_t rank, uint32_t
     return (unsigned char *)ah_mailbox_of(group, rank) + pages(sizeof(struct ah_mailbox)) + block * AH_BLOCK_BYTES;
 }
 
-/* Take the next free place of a ring: many ranks may do so at once. */
+/* Claim the next free position; several ranks may do so concurrently. */
 static struct ah_envelope *claim(struct ah_mailbox *mailbox, uint64_t *lap)
 {
     uint64_t place = atomic_load_explicit(&mailbox->tail, memory_order_relaxed);
@@ -56,7 +56,7 @@ static struct ah_envelope *claim(struct ah_mailbox *mailbox, uint64_t *lap)
                                                       memory_order_relaxed))
                 return envelope;
         } else if ((int64_t)(lap_state - 2 * *lap) < 0) {
-            return NULL; /* still holds what was written a lap ago */
+            return NULL; /* not read since the last lap */
         } else {
             place = atomic_load_explicit(&mailbox->tail, memory_order_relaxed);
         }
@@ -71,7 +71,7 @@ int ah_mailbox_put(const struct ah_group *group, uint32_t to, const struct ah_en
 
     place = claim(mailbox, &lap);
     if (!place) {
-        /* Whoever reads after this keep_unexpected rings; whoever read before it has made room by now. */
+        /* A reader that releases a position after this store wakes us; one that did so before has made room. */
         atomic_store(&mailbox->senders_waiting, 1);
         atomic_thread_fence(memory_order_seq_cst);
         place = claim(mailbox, &lap);
@@ -104,7 +104,7 @@ void ah_mailbox_release(const struct ah_group *group, uint64_t head)
 static void wake(struct ah_mailbox *mailbox)
 {
     atomic_fetch_add(&mailbox->wake_count, 1);
-    /* Not FUTEX_PRIVATE: whoever sleeps is another process. */
+    /* Not FUTEX_PRIVATE: the sleeper is in another process. */
     syscall(SYS_futex, &mailbox->wake_count, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
@@ -112,7 +112,7 @@ void ah_mailbox_wake(const struct ah_group *group, uint32_t rank)
 {
     struct ah_mailbox *mailbox = ah_mailbox_of(group, rank);
 
-    /* Whoever began to sleep before our change is seen by the load below; whoever begins after it sees the change. */
+    /* Store-load fence: a sleeper that registered before our change is seen below, a later one sees the change. */
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&mailbox->sleeping, memory_order_relaxed) != 0)
         wake(mailbox);

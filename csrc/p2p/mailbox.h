@@ -1,34 +1,34 @@
-/* What the p2p of a group pollfds like in shared memory: each rank has a mailbox that everyone else puts envelopes into.
+/* Mailboxes in shared memory: each rank has one, into which every other rank puts envelopes.
  *
- *   found | mailbox of rank 0, blocks of rank 0 | … | mailbox of rank n-1, blocks of rank n-1
+ *   message mismatch | mailbox of rank 0, blocks of rank 0 | … | mailbox of rank n-1, blocks of rank n-1
  *
- * A mailbox is a bounded ring with many writers and one reader, its owner. Small messages stand in their envelope. Of a
- * large one only the envelope (an send_envelope) goes into the ring; once the owner has a buffer for it, it lends a channel (a run
- * of its blocks) to the sender by an envelope (a grant), and the sender streams through that channel. So a message that
- * nobody wants yet never holds a block, and nothing here grows with the square of the ranks. */
+ * A mailbox is a bounded ring with many writers and one reader, its owner. An eager message is in its envelope. Of a
+ * large message only an RTS (ready to send) is put into the ring; when the receive is posted, the owner allocates a
+ * channel (a run of its blocks) and sends a CTS (clear to send), and the sender copies through that channel. So an
+ * unexpected large message holds no block, and the memory grows linearly with the ranks. */
 #ifndef ALLHANDS_INBOX_H
 #define ALLHANDS_INBOX_H
 
 #include "shm/segment.h"
 
-/* Messages up to this stand in their envelope: a page is copied in about the time that an send_envelope and a grant take. */
+/* Largest eager message: copying a page takes about as long as an RTS and a CTS. */
 #define AH_EAGER_BYTES ((size_t)4096)
 
-/* Envelopes in a ring: a quarter of a megabyte of small messages may stand before a rank that is busy elsewhere. */
+/* Envelopes in a ring: 256 KiB of small messages can wait for a rank that is busy elsewhere. */
 #define AH_ENVELOPES 64
 
-/* A channel is one or more blocks: 2 MiB a rank in all, so that sixteen senders can stream to one rank, and what is under facts stays in
- * the caches, though not in the second-level cache of who read it. */
+/* A channel is one or more blocks. 2 MiB per rank: sixteen senders can transfer to one rank, and the data stays in
+ * L3. */
 #define AH_BLOCKS 16
 #define AH_BLOCK_BYTES ((size_t)128 << 10)
 
 enum ah_envelope_kind {
-    AH_EAGER = 1, /* a message with all its bytes */
-    AH_RTS,     /* a message whose bytes come when a channel is begin_transfer; `id` is the sender's */
-    AH_CTS,     /* the answer: `tag` is the first block of the channel, `bytes` the number of blocks */
+    AH_EAGER = 1, /* a message with its payload */
+    AH_RTS,     /* RTS of a large message; `id` is the sender's */
+    AH_CTS,     /* CTS: `tag` is the first block of the channel, `bytes` the number of blocks */
 };
 
-/* What stands on an envelope. */
+/* Header of an envelope. */
 struct ah_envelope_header {
     uint64_t tag;
     uint64_t bytes;
@@ -39,13 +39,13 @@ struct ah_envelope_header {
 };
 
 struct ah_envelope {
-    /* 2 * lap where it may be written, one more where it may be read: fresh, zeroed memory is ready. */
+    /* 2 * lap: free; 2 * lap + 1: written. Zeroed memory is free in lap 0. */
     alignas(64) _Atomic uint64_t lap_state;
     struct ah_envelope_header header;
     unsigned char payload[AH_EAGER_BYTES];
 };
 
-/* Bytes that went in and out of a channel since it was begin_transfer. Two writers, so two lines. */
+/* Bytes that were written to and read from a channel. Two writers, so two lines. */
 struct ah_channel {
     alignas(AH_ALIGN) _Atomic uint64_t filled;
     alignas(AH_ALIGN) _Atomic uint64_t drained;
@@ -53,18 +53,18 @@ struct ah_channel {
 
 struct ah_mailbox {
     alignas(AH_ALIGN) _Atomic uint64_t tail; /* the next place to write; the reader keeps its own */
-    /* Seldom written, read by everyone who has put something in. */
-    alignas(AH_ALIGN) _Atomic uint32_t sleeping; /* threads of the owner that sleep on the wake_count */
+    /* Seldom written, read by every sender. */
+    alignas(AH_ALIGN) _Atomic uint32_t sleeping; /* threads of the owner that sleep */
     _Atomic uint32_t wake_count;
-    _Atomic uint32_t senders_waiting; /* someone found the ring full */
-    struct ah_channel channels[AH_BLOCKS]; /* a channel goes by its first block */
+    _Atomic uint32_t senders_waiting; /* a sender found the ring full */
+    struct ah_channel channels[AH_BLOCKS]; /* indexed by the first block */
     struct ah_envelope ring[AH_ENVELOPES];
 };
 
-/* A message that did not fit its receive. The first one of a group stands. */
+/* A message that did not fit its receive; only the first one of a group is kept. */
 struct ah_message_mismatch {
     _Atomic uint32_t claimed;
-    _Atomic uint32_t whole; /* written last */
+    _Atomic uint32_t whole; /* set after the other fields */
     uint32_t source;
     uint32_t target;
     uint64_t tag;
@@ -83,23 +83,24 @@ struct ah_mailbox *ah_mailbox_of(const struct ah_group *group, uint32_t rank);
 
 unsigned char *ah_block_of(const struct ah_group *group, uint32_t rank, uint32_t block);
 
-/* Put an envelope into the mailbox of `to`, with `header->bytes` of `payload` if it is whole; 0 where there is no room. */
+/* Put an envelope into the mailbox of `to`, with `header->bytes` of `payload` if it is eager. Returns 0 if the ring
+ * is full. */
 int ah_mailbox_put(const struct ah_group *group, uint32_t to, const struct ah_envelope_header *header, const void *payload);
 
-/* The envelope at place `head` of our own mailbox, NULL where none has come. */
+/* The envelope at position `head` of our mailbox, NULL if none has arrived. */
 const struct ah_envelope *ah_mailbox_peek(const struct ah_group *group, uint64_t head);
 
-/* Give the place of a read envelope back. */
+/* Release the position of an envelope that was read. */
 void ah_mailbox_release(const struct ah_group *group, uint64_t head);
 
-/* Wake `rank` if it sleeps, after something was changed for it. */
+/* Wake `rank` if it sleeps, after a change that it waits for. */
 void ah_mailbox_wake(const struct ah_group *group, uint32_t rank);
 
-/* Wake everyone who sleeps. */
+/* Wake all ranks that sleep. */
 void ah_mailbox_wake_all(const struct ah_group *group);
 
-/* Sleep until our wake_count rings, at most `limit_ns`. `wake_count` was read, and nothing found to do after it, with the wake_count's
- * `sleeping` raised. Returns not 0 where a signal header. */
+/* Sleep until our mailbox is woken, at most `limit_ns`. The caller has incremented `sleeping`, then read
+ * `wake_count`, then found nothing to do. Returns nonzero if a signal arrived. */
 int ah_mailbox_sleep(struct ah_mailbox *mailbox, uint32_t wake_count, int64_t limit_ns);
 
 #endif

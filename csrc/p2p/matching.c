@@ -1,4 +1,4 @@
-/* Matching messages and posted_receives, and one pass complete all that is under facts. */
+/* Matching of messages and receives, and one poll of all requests. */
 #define _GNU_SOURCE
 #include "p2p/matching.h"
 
@@ -11,7 +11,7 @@
 
 /* Receiving ----------------------------------------------------------------------------------------------- */
 
-/* End the group because a message does not fit its receive, and entry both for whoever writes the sentence. */
+/* End the group because a message does not fit its receive, and record both. */
 static void mismatch(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header)
 {
     struct ah_message_mismatch *found = ah_message_mismatch_of(p2p->group);
@@ -32,7 +32,7 @@ static void mismatch(struct ah_p2p *p2p, struct ah_request *request, const struc
     ah_mailbox_wake_all(p2p->group);
 }
 
-/* A receive has met its message. */
+/* A receive matched a message. */
 static void match(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header, const void *payload)
 {
     if (header->bytes != request->message.bytes || header->dtype != request->message.dtype) {
@@ -60,7 +60,7 @@ static struct ah_request *find_tag(const struct ah_request_list *list, uint64_t 
     return request;
 }
 
-/* Keep a message that nobody has asked for yet. */
+/* Keep an unexpected message. */
 static int keep_unexpected(struct ah_p2p *p2p, const struct ah_envelope_header *header, const void *payload)
 {
     size_t bytes = header->kind == AH_EAGER ? header->bytes : 0;
@@ -80,7 +80,7 @@ static int keep_unexpected(struct ah_p2p *p2p, const struct ah_envelope_header *
     return 1;
 }
 
-/* A grant header: stream. */
+/* A CTS arrived: begin the transfer. */
 static void begin_transfer(struct ah_p2p *p2p, const struct ah_envelope_header *header)
 {
     for (struct ah_request *request = p2p->awaiting_cts.first; request; request = request->next) {
@@ -127,7 +127,7 @@ static int receive_envelope(struct ah_p2p *p2p, const struct ah_envelope_header 
     return 1;
 }
 
-/* Empty our mailbox, whoever may want what is in it: what is wanted may stand behind it. */
+/* Read all envelopes, also those without a posted receive: the one that is waited for may be behind them. */
 static size_t drain_mailbox(struct ah_p2p *p2p)
 {
     const struct ah_envelope *envelope;
@@ -143,7 +143,7 @@ static size_t drain_mailbox(struct ah_p2p *p2p)
         taken++;
     }
     if (taken != 0) {
-        /* Pairs with the fence of whoever found the ring full. */
+        /* Pairs with the fence of a sender that found the ring full. */
         atomic_thread_fence(memory_order_seq_cst);
         if (atomic_load_explicit(&p2p->mailbox->senders_waiting, memory_order_relaxed) != 0) {
             atomic_store(&p2p->mailbox->senders_waiting, 0);
@@ -153,7 +153,7 @@ static size_t drain_mailbox(struct ah_p2p *p2p)
     return taken;
 }
 
-/* The unexpected that a new receive takes, NULL where none fits. */
+/* The oldest unexpected message that matches a new receive, NULL if none does. */
 static struct ah_request *find_unexpected(const struct ah_p2p *p2p, const struct ah_message *message)
 {
     struct ah_request *best = NULL;
@@ -192,7 +192,7 @@ static void add_receive(struct ah_p2p *p2p, struct ah_request *request)
 
 /* Sending ------------------------------------------------------------------------------------------------- */
 
-/* Put the envelope of a send into the target's mailbox; 0 where there is no room. */
+/* Put the envelope of a send into the target's mailbox; 0 if the ring is full. */
 static int send_envelope(struct ah_p2p *p2p, struct ah_request *request)
 {
     const struct ah_message *message = &request->message;
@@ -233,7 +233,7 @@ static size_t retry_sends(struct ah_p2p *p2p)
         struct ah_request *request;
 
         while ((request = p2p->unsent[rank].first) != NULL) {
-            /* What `send_envelope` does with it takes it out of the list; it is counted there only while it waits. */
+            /* send_envelope may move it to another list; `waiting_sends` counts only this one. */
             ah_request_unlink(request);
             p2p->waiting_sends--;
             if (!send_envelope(p2p, request)) {

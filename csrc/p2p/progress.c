@@ -11,7 +11,7 @@
 
 /* Failures ------------------------------------------------------------------------------------------------- */
 
-/* How often to look at processes and signals while bells ring or things move. */
+/* Interval between polls of pidfds and signals while messages move. */
 #define CHECK_NS 10000000L
 
 void ah_p2p_complete_all(struct ah_p2p *p2p, int code, uint32_t culprit)
@@ -40,7 +40,7 @@ static void expire_requests(struct ah_p2p *p2p, int64_t now)
 
 /* Deaths -------------------------------------------------------------------------------------------------- */
 
-/* Look at the processes that letters wait for; how many of them are gone. */
+/* Poll the processes that requests wait for; returns how many have ended. */
 static int poll_peers(struct ah_p2p *p2p)
 {
     const struct ah_group *group = p2p->group;
@@ -59,7 +59,7 @@ static int poll_peers(struct ah_p2p *p2p)
     return poll(p2p->pollfds, group->ranks, 0);
 }
 
-/* A receive from anyone waits in vain only where everyone else is gone: a rank may leave in good order. */
+/* A receive from any source fails only when all peers are gone: one may leave in good order. */
 static int all_peers_dead(const struct ah_p2p *p2p)
 {
     for (uint32_t rank = 0; rank < p2p->group->ranks; rank++) {
@@ -73,7 +73,7 @@ static void fail_dead_peers(struct ah_p2p *p2p)
 {
     int core_is_free = all_peers_dead(p2p);
 
-    /* What they had sent before they went still counts. */
+    /* Messages that they sent before they ended still count. */
     while (ah_p2p_poll(p2p) != 0)
         continue;
     for (struct ah_request *request = p2p->last_active, *next; request; request = next) {
@@ -90,7 +90,7 @@ static void fail_dead_peers(struct ah_p2p *p2p)
     }
 }
 
-/* Look at all that may end letters from outside. */
+/* Complete requests that a deadline, a dead peer or the end of the group ends. */
 void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now)
 {
     uint32_t culprit;
@@ -114,19 +114,17 @@ void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now)
 
 /* Waiting -------------------------------------------------------------------------------------------------- */
 
-/* A pass stands for this many pollfds at a counter of a collective: it costs a few of them, and where the other rank
- * shares our core after all, every look of ours is time that it does not have (4 us in all, against the 0.3 us that a
- * small message takes between two cores). */
+/* A poll counts as this many spins of a collective. Where both ranks share a core, polling delays the peer: 4 us in
+ * all, against 0.3 us for a small message between two cores. */
 #define POLL_SPINS 16
 
-/* How often to look for a small message before letting go of what the caller holds: some microseconds, within which an
- * answer that is on its facts comes. */
+/* Polls for a small message before the GIL is released: a few microseconds, enough for a reply that is on its way. */
 #define SHORT_POLLS 60
 
-/* Giving the core away takes so long only where someone takes it. */
+/* sched_yield takes longer than this only if another thread ran. */
 #define TAKEN_NS 1000
 
-/* Give the core to whoever wants it, and entry whether someone did: where ranks outnumber the cores, most of them may sleep. */
+/* Yield the core, and note whether another thread ran: where ranks outnumber cores, most may sleep. */
 static void yield_core(struct ah_p2p *p2p)
 {
     int64_t before = ah_clock_ns();
@@ -135,7 +133,7 @@ static void yield_core(struct ah_p2p *p2p)
     atomic_store_explicit(&p2p->core_is_free, ah_clock_ns() - before < TAKEN_NS, memory_order_relaxed);
 }
 
-/* How often to look before giving the core away. */
+/* Spins before yielding. */
 static uint32_t spin_limit(const struct ah_p2p *p2p)
 {
     if (p2p->group->spins != 0)
@@ -143,7 +141,7 @@ static uint32_t spin_limit(const struct ah_p2p *p2p)
     return atomic_load_explicit(&p2p->core_is_free, memory_order_relaxed) ? SHORT_POLLS : 0;
 }
 
-/* Sleep until something may have changed. Returns not 0 where a signal header. */
+/* Sleep until a peer wakes us. Returns nonzero if a signal arrived. */
 int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns)
 {
     struct ah_mailbox *mailbox = p2p->mailbox;
@@ -165,7 +163,7 @@ int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_n
     return signalled;
 }
 
-/* Move things on until `request` is complete, or `until_ns` is past; not 0 where the interrupt interrupted something. */
+/* Poll until `request` is complete or `until_ns` has passed; nonzero if the interrupt check ended the wait. */
 static int wait_for(struct ah_p2p *p2p, struct ah_request *request, int64_t until_ns, const struct ah_interrupt *interrupt)
 {
     const uint32_t spins = spin_limit(p2p), spins_and_yields = spins + p2p->group->yields;
@@ -221,7 +219,7 @@ static void begin_wait(struct ah_p2p *p2p)
     p2p->wait_count++;
 }
 
-/* With the lock held. What is left goes to the server. */
+/* Called with the lock held. The progress thread continues what is left. */
 static void end_wait(struct ah_p2p *p2p)
 {
     atomic_fetch_sub(&p2p->waiting_threads, 1);
@@ -229,7 +227,7 @@ static void end_wait(struct ah_p2p *p2p)
         ah_p2p_wake_progress_thread(p2p);
 }
 
-/* With the lock held: why nothing can be sent or received at all. */
+/* Called with the lock held. Whether nothing can be sent or received, with the outcome. */
 static int refused(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
     outcome->code = ah_p2p_group_status(p2p, &outcome->peer);
@@ -248,14 +246,14 @@ static void init_request(struct ah_request *request, const struct ah_message *me
     request->deadline_ns = INT64_MAX;
 }
 
-/* Its time begins to run. */
+/* Start the timeout if it has not started. */
 static void start_timeout(struct ah_request *request)
 {
     if (request->timeout_ns >= 0 && request->deadline_ns == INT64_MAX)
         request->deadline_ns = ah_clock_ns() + request->timeout_ns;
 }
 
-/* Forget a request whose memory goes. */
+/* Remove a request whose memory is about to be freed. */
 static void cancel(struct ah_p2p *p2p, struct ah_request *request)
 {
     if (!ah_request_is_complete(request)) {
@@ -301,7 +299,7 @@ struct ah_outcome ah_p2p_run(struct ah_p2p *p2p, const struct ah_message *messag
     return request.outcome;
 }
 
-/* With the lock held: put a small message into the target's mailbox if there is room now. */
+/* Called with the lock held. Send an eager message if the ring has room. */
 static int try_send(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
     struct ah_envelope_header header = {.tag = message->tag,
@@ -316,7 +314,7 @@ static int try_send(struct ah_p2p *p2p, const struct ah_message *message, struct
     return 1;
 }
 
-/* With the lock held: take a small message that is there, or comes at once. */
+/* Called with the lock held. Receive an eager message that has arrived or arrives at once. */
 static int try_receive(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
     uint32_t pollfds = spin_limit(p2p) != 0 ? SHORT_POLLS : 1;
@@ -331,7 +329,7 @@ static int try_receive(struct ah_p2p *p2p, const struct ah_message *message, str
     *outcome = request.outcome;
     if (ah_request_is_complete(&request))
         return 1;
-    /* Nobody else knows of it. */
+    /* It was never visible to a peer. */
     ah_request_remove(p2p, &request);
     return 0;
 }
@@ -385,7 +383,7 @@ struct ah_outcome ah_p2p_post(struct ah_p2p *p2p, const struct ah_message *messa
     return outcome;
 }
 
-/* With the lock held: whoever asked for its end need not be told by the server. */
+/* Called with the lock held. The caller has the outcome, so the progress thread does not report it. */
 static struct ah_outcome outcome_of(struct ah_p2p *p2p, struct ah_request *request)
 {
     if (!ah_request_is_complete(request))
@@ -404,7 +402,7 @@ struct ah_outcome ah_p2p_wait(struct ah_p2p *p2p, struct ah_request *request, in
     if (!ah_request_is_complete(request)) {
         begin_wait(p2p);
         request->waiters++;
-        /* A limit of the caller's own is not the group's. */
+        /* The caller's own limit does not end the group. */
         if (limit_ns < 0)
             start_timeout(request);
         pthread_mutex_unlock(&p2p->lock);
@@ -455,14 +453,14 @@ void ah_p2p_free_request(struct ah_p2p *p2p, struct ah_request *request)
 
 /* The progress thread -------------------------------------------------------------------------------------- */
 
-/* The server leaves letters to a thread that waits, and takes them up when none did for this long. A caller that
- * issues several operations and then waits for them is not disturbed, and the server need not be woken for each. */
+/* The progress thread waits this long while other threads poll, so that a caller that posts several requests and then
+ * waits for them is not disturbed, and need not wake it for each. */
 #define TICK_NS 200000L
 
-/* Ticks after which it tells of what is complete, even where a thread waits for something else: that may be long. */
+/* Ticks after which completions are reported although a thread waits for another request. */
 #define LATE_TICKS 5
 
-/* Ticks without anything to do after which the server sleeps until it is told. */
+/* Idle ticks after which the progress thread sleeps until it is woken. */
 #define WARM_TICKS 50
 
 void ah_p2p_wake_progress_thread(struct ah_p2p *p2p)
@@ -484,7 +482,7 @@ static size_t collect_keys(struct ah_p2p *p2p, uint64_t *keys, size_t most)
     return number;
 }
 
-/* Wait until there may be work: until told, or for a tick where there was some lately. */
+/* Wait until woken, or for a tick if there was work lately. */
 static void wait_for_work(struct ah_p2p *p2p)
 {
     if (p2p->progress_sleeps) {
@@ -504,7 +502,7 @@ size_t ah_p2p_progress(struct ah_p2p *p2p, uint64_t *keys, size_t most)
     size_t number = 0;
 
     pthread_mutex_lock(&p2p->lock);
-    wait_count = p2p->wait_count - 1; /* one tick at least, for callers that wait at once */
+    wait_count = p2p->wait_count - 1; /* at least one tick, for callers that wait at once */
     while (!p2p->stopped) {
         int busy = atomic_load(&p2p->waiting_threads) != 0 || wait_count != p2p->wait_count;
 
@@ -515,7 +513,7 @@ size_t ah_p2p_progress(struct ah_p2p *p2p, uint64_t *keys, size_t most)
         }
         if (busy || (p2p->posted == 0 && !p2p->finished.first)) {
             pollfds = 0;
-            /* Also while one thread waits for long: it says when it leaves something behind. */
+            /* Also during another thread's long wait: end_wait wakes this one. */
             p2p->progress_sleeps = idle > WARM_TICKS && !p2p->finished.first;
             wait_for_work(p2p);
             idle = wait_count == p2p->wait_count ? idle + 1 : 0;

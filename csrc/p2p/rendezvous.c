@@ -1,22 +1,20 @@
-/* Large messages through channels: the receiver lends one, the sender puts chunks in, the receiver takes them out, both
- * at the same time. */
+/* Large messages: the receiver allocates a channel, the sender copies chunks in and the receiver copies them out,
+ * concurrently. */
 #include "collectives/collective.h"
 #include "shm/copy.h"
 #include "p2p/request.h"
 
-/* Bytes that go into a channel at a time, so that sender and receiver copy at the same time: a quarter of a message, but
- * not less than the passing of a line between two cores is worth, and no more than the first cache holds; of a message
- * that fills no cache, a quarter of the channel. */
+/* Chunk size: a quarter of the message, so that sender and receiver overlap, at least enough to pay for passing a
+ * line between two cores, at most what L1 holds. Messages beyond the caches: one block. */
 #define CHUNK_BYTES ((size_t)32 << 10)
 #define LARGE_CHUNK_BYTES (AH_BLOCK_BYTES)
 #define LEAST_CHUNK_BYTES ((size_t)8 << 10)
 
-/* Whoever sleeps is woken when half a channel is there for it, and not by each chunk: where there is no core for both, each
- * waking takes the core from the one that copies. Nobody stops before half: a sender stops at a full channel or at its end,
- * a receiver at an empty channel. */
+/* A sleeper is woken when half of the channel is ready for it, not for each chunk: without a core for both, each
+ * wake-up stops the one that copies. A sender stops only at a full channel or its end, a receiver at an empty one. */
 
-/* Blocks that one message may have at most, so that others find some. Swift ones are faster in a longer channel (4 MiB: 225 to 263
- * against 380 us), others in a shorter (1 MiB: 114 against 140). */
+/* Most blocks of one message, so that others find some. With a victim L3 a longer channel is faster (4 MiB: 225 to
+ * 263 against 380 us), otherwise a shorter one (1 MiB: 114 against 140). */
 #define MOST_BLOCKS 4
 #define MOST_SWIFT_BLOCKS 8
 
@@ -30,8 +28,8 @@ static size_t chunk_of(size_t bytes)
     return chunk;
 }
 
-/* Find a run of free blocks for a message; 0 where all are lent. Those that were lent longest ago come first: what is still in our
- * cache takes the sender three to five times as long to write. */
+/* Allocate a run of free blocks; 0 if there is none. Least recently used first: writing blocks that are still in our
+ * L2 takes the sender three to five times as long. */
 static int allocate_channel(struct ah_p2p *p2p, struct ah_request *request)
 {
     uint32_t most = p2p->group->victim_l3 ? MOST_SWIFT_BLOCKS : MOST_BLOCKS;
@@ -55,7 +53,7 @@ static int allocate_channel(struct ah_p2p *p2p, struct ah_request *request)
     return 0;
 }
 
-/* Lend channels to those who wait for one, in their order, and tell the senders. */
+/* Allocate channels for matched receives, in order, and send each CTS. */
 size_t ah_p2p_grant(struct ah_p2p *p2p)
 {
     size_t moved = 0;
@@ -85,7 +83,7 @@ size_t ah_p2p_grant(struct ah_p2p *p2p)
     return moved;
 }
 
-/* Take the next chunk of each message that streams in. */
+/* Copy the next chunk out of each incoming channel. */
 size_t ah_p2p_copy_out(struct ah_p2p *p2p)
 {
     size_t moved = 0;
@@ -100,13 +98,13 @@ size_t ah_p2p_copy_out(struct ah_p2p *p2p)
         next = request->next;
         if (bytes == 0)
             continue;
-        /* Not past the caches: what is received is used next (16 MiB there and back: 1.5 against 2.1 ms). */
+        /* Through the caches: received data is used next (16 MiB there and back: 1.5 against 2.1 ms). */
         ah_copy(request->message.data + request->moved, ah_block_of(p2p->group, p2p->group->rank, request->channel) + at,
                 bytes, 0);
         request->moved += bytes;
         moved++;
         if (request->moved == request->message.bytes) {
-            /* The sender has nothing more to put in, so it does not ask for room. */
+            /* The sender has nothing left to write, so it waits for no room. */
             p2p->blocks &= ~(((1u << request->blocks) - 1) << request->channel);
             ah_request_complete(p2p, request, AH_OK, request->message.peer);
             continue;
@@ -118,7 +116,7 @@ size_t ah_p2p_copy_out(struct ah_p2p *p2p)
     return moved;
 }
 
-/* Give the next chunk of each message that streams out. */
+/* Copy the next chunk into each outgoing channel. */
 size_t ah_p2p_copy_in(struct ah_p2p *p2p)
 {
     size_t moved = 0;
@@ -133,7 +131,7 @@ size_t ah_p2p_copy_in(struct ah_p2p *p2p)
         next = request->next;
         if (bytes == 0)
             continue;
-        ah_nt_store_copy(&p2p->keep_unexpected, ah_block_of(p2p->group, message->peer, request->channel) + at, message->data + request->moved, bytes);
+        ah_nt_store_copy(&p2p->nt_store, ah_block_of(p2p->group, message->peer, request->channel) + at, message->data + request->moved, bytes);
         request->moved += bytes;
         atomic_store_explicit(&channel->filled, request->moved, memory_order_release);
         if (request->moved == message->bytes || empty - bytes <= room / 2)

@@ -1,4 +1,4 @@
-/* The lists that letters are in, and how a request ends. */
+/* Lists of requests, and completion. */
 #include "p2p/request.h"
 
 void ah_request_append(struct ah_request_list *list, struct ah_request *request)
@@ -68,6 +68,6 @@ void ah_request_complete(struct ah_p2p *p2p, struct ah_request *request, int cod
             ah_request_report(p2p, request);
     }
     atomic_store_explicit(&request->complete, 1, memory_order_release);
-    /* A thread of our own may sleep until this one is complete. */
+    /* Another thread of this process may sleep until this request is complete. */
     ah_mailbox_wake(p2p->group, p2p->group->rank);
 }

@@ -1,7 +1,6 @@
-/* The state of one process's p2p, shared by the files that move it on (p2p.c, stream.c), look after it (tend.c) and
- * wait for it (courier.c, server.c). */
-#ifndef ALLHANDS_LETTER_H
-#define ALLHANDS_LETTER_H
+/* The state of one process's messages: shared by matching.c, rendezvous.c and progress.c. */
+#ifndef ALLHANDS_REQUEST_H
+#define ALLHANDS_REQUEST_H
 
 #include <poll.h>
 #include <pthread.h>
@@ -10,122 +9,121 @@
 #include "p2p/matching.h"
 
 enum ah_request_state {
-    AH_POSTED,    /* a receive that nothing fits yet; a send for which the target's mailbox has no room yet */
-    AH_RTS_SENT,  /* a large send: the target knows of it */
-    AH_MATCHED,  /* a large receive: its message was awaiting_cts, it has no channel yet */
-    AH_CTS_UNSENT,  /* it has a channel, the sender does not know it yet */
-    AH_TRANSFERRING,  /* bytes go through the channel */
+    AH_POSTED,       /* a receive without a match; a send whose target mailbox has no room yet */
+    AH_RTS_SENT,     /* a large send that waits for its CTS */
+    AH_MATCHED,      /* a large receive whose RTS has arrived and that has no channel yet */
+    AH_CTS_UNSENT,   /* a large receive with a channel, whose CTS is not sent yet */
+    AH_TRANSFERRING, /* bytes move through the channel */
     AH_COMPLETE,
 };
 
-/* A list through letters; a request is in one at a time. */
+/* A doubly linked list; a request is in at most one. */
 struct ah_request_list {
     struct ah_request *first;
     struct ah_request *last;
 };
 
-/* A message under facts, as its own rank sees it; or one that header before anyone asked for it (then `payload`). */
+/* A send or receive of this rank, or an unexpected message: one that arrived before its receive was posted. */
 struct ah_request {
     struct ah_request *next, *previous;
     struct ah_request_list *list;
-    /* All that are under facts, for their deadlines. */
-    struct ah_request *next_active, *previous_active;
+    struct ah_request *next_active, *previous_active; /* all that are not complete, for deadlines */
     struct ah_message message;
     enum ah_request_state state;
-    size_t moved;
-    int64_t timeout_ns; /* of a posted one, from the first wait for it */
+    size_t moved;       /* bytes copied so far */
+    int64_t timeout_ns; /* of a posted request: it starts with the first wait */
     int64_t deadline_ns;
-    uint64_t order; /* of posting, or of arrival */
+    uint64_t order; /* of posting or arrival */
     uint64_t key;
-    uint32_t kind;   /* of a unexpected: an ah_envelope_kind */
-    uint32_t id;     /* the sender's */
-    uint32_t channel;   /* first block */
-    uint32_t blocks; /* how many */
-    int posted;      /* its end is to be told by `ah_p2p_progress` … */
-    int waiters;     /* … but where threads wait for it */
+    uint32_t kind;    /* of an unexpected message: enum ah_envelope_kind */
+    uint32_t id;      /* the sender's */
+    uint32_t channel; /* first block */
+    uint32_t blocks;  /* number of blocks */
+    int posted;       /* ah_p2p_progress reports its completion, unless threads wait for it */
+    int waiters;      /* number of those threads */
     struct ah_outcome outcome;
-    _Atomic int complete; /* `outcome` is whole */
-    unsigned char payload[];
+    _Atomic int complete;    /* set after `outcome` */
+    unsigned char payload[]; /* of an unexpected eager message */
 };
 
 struct ah_p2p {
     struct ah_group *group;
-    struct ah_mailbox *mailbox;
+    struct ah_mailbox *mailbox; /* our own */
     pthread_mutex_t lock;
-    uint64_t head; /* of our mailbox */
+    uint64_t head; /* next position of our mailbox to read */
     uint64_t order;
     uint32_t id;
-    uint32_t blocks; /* a bit for each of our blocks that is lent */
-    uint32_t after;  /* the block after the last one that was lent */
-    struct ah_nt_store keep_unexpected; /* to the blocks of others */
-    struct ah_request *last_active; /* of all that are under facts */
-    struct ah_request_list *posted_receives; /* for each source, and after them those from anyone */
-    struct ah_request_list *unexpected;   /* for each source: header before anyone asked */
-    struct ah_request_list *unsent;   /* for each target */
-    size_t waiting_sends;     /* in `unsent` */
+    uint32_t blocks;                         /* bitmap of our blocks that are in use */
+    uint32_t after;                          /* the block after the one allocated last */
+    struct ah_nt_store nt_store;             /* for copies to other ranks' blocks */
+    struct ah_request *last_active;          /* newest request that is not complete */
+    struct ah_request_list *posted_receives; /* per source, and one more for AH_ANY_SOURCE */
+    struct ah_request_list *unexpected;      /* per source */
+    struct ah_request_list *unsent;          /* per target */
+    size_t waiting_sends;                    /* length of all `unsent` */
     struct ah_request_list awaiting_cts;
-    struct ah_request_list matched; /* and those begin_transfer */
+    struct ah_request_list matched; /* AH_MATCHED and AH_CTS_UNSENT */
     struct ah_request_list outgoing;
     struct ah_request_list incoming;
-    struct ah_request_list finished; /* posted, complete, not yet told */
+    struct ah_request_list finished; /* posted, complete, not reported yet */
     size_t posted_sends;
     size_t posted;
-    /* Waiting. */
-    _Atomic uint32_t waiting_threads; /* threads that wait, and so move things on */
-    _Atomic int core_is_free;        /* when one last gave its core away, nobody wanted it */
-    uint64_t wait_count;          /* how often one began */
-    pthread_cond_t work;      /* for the server */
-    int progress_sleeps;                 /* it sleeps until told */
+    _Atomic uint32_t waiting_threads; /* they poll all requests */
+    _Atomic int core_is_free;         /* the last sched_yield returned at once */
+    uint64_t wait_count;              /* how many waits have begun */
+    pthread_cond_t work;              /* wakes the progress thread */
+    int progress_sleeps;              /* the progress thread sleeps until it is woken */
     int stopped;
-    int64_t checked_ns;
+    int64_t checked_ns; /* when peers were last polled */
     struct pollfd *pollfds;
 };
 
-/* Everything below is called with the lock held. */
+/* The functions below are called with the lock held. */
 
-/* Add a request and take its first step. */
+/* Add a request: match it or send its envelope if that is possible now. */
 void ah_request_start(struct ah_p2p *p2p, struct ah_request *request);
 
-/* Take it out of whatever it is in. */
+/* Remove it from all lists. */
 void ah_request_remove(struct ah_p2p *p2p, struct ah_request *request);
 
-/* The server is to tell of a posted request that is complete. */
+/* Let the progress thread report a complete posted request. */
 void ah_request_report(struct ah_p2p *p2p, struct ah_request *request);
 
-/* It is complete. */
+/* Complete it with an outcome and wake the threads that wait for it. */
 void ah_request_complete(struct ah_p2p *p2p, struct ah_request *request, int code, uint32_t peer);
 
 void ah_request_append(struct ah_request_list *list, struct ah_request *request);
 
-/* Nothing where it is in none. */
+/* Does nothing if it is in no list. */
 void ah_request_unlink(struct ah_request *request);
 
-/* From whatever list it is in to the end of another. */
+/* Move it to the end of another list. */
 void ah_request_move(struct ah_request_list *list, struct ah_request *request);
 
-/* Lend channels to posted_receives that wait for one, take and give the next chunk of all that streams; how many moved. */
+/* Allocate channels and send CTS; copy the next chunk of each transfer out and in. Each returns how many requests
+ * moved. */
 size_t ah_p2p_grant(struct ah_p2p *p2p);
 size_t ah_p2p_copy_out(struct ah_p2p *p2p);
 size_t ah_p2p_copy_in(struct ah_p2p *p2p);
 
-/* End what deadlines, deaths and the end of the group end. */
+/* Complete the requests that deadlines, dead peers or the end of the group end. */
 void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now);
 
-/* End all that is under facts. */
+/* Complete all requests with one outcome. */
 void ah_p2p_complete_all(struct ah_p2p *p2p, int code, uint32_t culprit);
 
-/* One pass complete the mailbox and complete all that is under facts; how many things moved. */
+/* Poll the mailbox and all requests once; returns how many moved. */
 size_t ah_p2p_poll(struct ah_p2p *p2p);
 
-/* There is something for the server to do. */
+/* Wake the progress thread. */
 void ah_p2p_wake_progress_thread(struct ah_p2p *p2p);
 
-/* And this without it ------------------------------------------------------------------------------------- */
+/* Called without the lock ---------------------------------------------------------------------------------- */
 
-/* How long to sleep before looking again: a dead peer is noticed within this. */
+/* Longest sleep between two checks: bounds the detection of dead peers. */
 #define AH_SLEEP_NS 50000000L
 
-/* Sleep until something may have changed, or `request` (or NULL) is complete. Returns not 0 where a signal header. */
+/* Sleep until a peer wakes us or `request` (may be NULL) is complete. Returns nonzero if a signal arrived. */
 int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns);
 
 static inline int ah_request_is_complete(struct ah_request *request)
@@ -133,13 +131,13 @@ static inline int ah_request_is_complete(struct ah_request *request)
     return atomic_load_explicit(&request->complete, memory_order_acquire);
 }
 
-/* Whether nobody but us knows of a request: it may then go without a trace. */
+/* Whether no peer knows of a request, so that it can be dropped silently. */
 static inline int ah_request_is_local(const struct ah_request *request)
 {
     return request->state == AH_POSTED;
 }
 
-/* The code that the group ended with, AH_OK while it lives. */
+/* The outcome of the group, AH_OK while it is alive. */
 static inline int ah_p2p_group_status(const struct ah_p2p *p2p, uint32_t *culprit)
 {
     uint32_t code = atomic_load_explicit(&p2p->group->head->ended, memory_order_acquire);

@@ -1,5 +1,5 @@
-/* The recorder: what this process is doing in its groups, and the last things it did, in memory of its own that
- * other processes can read while it hangs. One thread at a time writes (the interpreter's lock sees to that). */
+/* The flight recorder: the current and last calls of this process in its groups, in memory that other processes can
+ * read while it hangs. One thread writes at a time (the GIL ensures that). */
 #ifndef ALLHANDS_BOARD_H
 #define ALLHANDS_BOARD_H
 
@@ -8,10 +8,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A rank that overlaps many operations still has the last few done ones beside those under facts. */
+/* Enough for many overlapping calls and the last complete ones. */
 #define AH_RECORDER_ENTRIES 32
 
-/* Dimensions that are noted; tensors with more are rare, and their first ones tell them apart. */
+/* Recorded dimensions; tensors with more are rare. */
 #define AH_ENTRY_DIMS 6
 
 enum ah_entry_state { AH_ENTRY_FREE, AH_ENTRY_WAITING, AH_ENTRY_RUNNING, AH_ENTRY_DONE, AH_ENTRY_FAILED };
@@ -49,17 +49,17 @@ size_t ah_flight_recorder_bytes(void);
 /* Make `memory`, `ah_flight_recorder_bytes` of zeros, the recorder of this process. */
 void ah_flight_recorder_format(struct ah_flight_recorder *recorder, void *memory, int64_t pid);
 
-/* Take a free place, or the one that was done longest ago, or if all are under facts the oldest. The caller fills
- * in the entry and then calls `ah_entry_set_state`. */
+/* Take a free entry, else the one that ended longest ago, else the oldest. The caller fills it in and calls
+ * `ah_entry_set_state`. */
 struct ah_entry *ah_entry_begin(struct ah_flight_recorder *recorder);
 
-/* Show the entry in `state`, with the time of that. */
+/* Set the state of an entry, with the time. */
 void ah_entry_set_state(struct ah_entry *entry, enum ah_entry_state state);
 
-/* The entry `number` if it still stands on the recorder, else NULL. */
+/* The entry `number` if it is still recorded, else NULL. */
 struct ah_entry *ah_entry_find(struct ah_flight_recorder *recorder, uint64_t number);
 
-/* Copy `text` into a field of `size`, cut at the front: the end of a path and its line tell more. */
+/* Copy `text` into a field of `size`, cut at the front: the end of a path and its line identify more. */
 void ah_entry_text(char *field, size_t size, const char *text);
 
 #endif

@@ -1,25 +1,26 @@
-/* The beginning and the end of a call: each rank writes what it calls on a fingerprint, and whoever waits for another compares
- * the two before it touches data. Small data stands on the fingerprint, or on the sheet that belongs to it.
+/* Begin and end of a call. Each rank publishes the fingerprint of its call, and compares it with a peer's before it
+ * touches the peer's data. Small data is in the fingerprint, or in the page of payload that belongs to it.
  *
- * Each rank has a ring of fingerprints, one for each of its last AH_CALL_DEPTH calls. Most operations wait for everyone's fingerprint
- * (ah_call_compare_all). Where a rank needs nothing from others, it leaves its fingerprint and goes on (ah_call_end_uncompared); it compares that call with
- * theirs later: before and while it next waits for everyone, or when its ring is full. A fingerprint is written again once everyone has said
- * (`checked`) that it needs it no more, so nobody is more than AH_CALL_DEPTH ahead of anyone.
+ * Each rank has a ring of fingerprints, for its last AH_CALL_DEPTH calls. Most operations wait for all fingerprints
+ * (ah_call_compare_all). A rank that needs nothing from others publishes and returns (ah_call_end_uncompared); it
+ * compares that call later: before and during its next call that waits for all ranks, or when the ring is full. A
+ * fingerprint is reused once every rank has set `checked` beyond it, so no rank is more than AH_CALL_DEPTH calls
+ * ahead.
  *
- * That is enough to find every difference: a rank compares its call at least with that of the root it named, and whoever
- * takes itself for the root compares with all, before anyone gets through the next call that has no root. */
+ * This finds every mismatch: a rank compares its call at least with that of its root, and a rank that is a root
+ * compares with all ranks before any rank completes the next call without a root. */
 #ifndef ALLHANDS_CARD_H
 #define ALLHANDS_CARD_H
 
 #include "shm/segment.h"
 
-/* The fingerprint of `rank` for the call that runs. */
+/* The fingerprint of `rank` for the current call. */
 static inline struct ah_fingerprint *ah_fingerprint_of(const struct ah_group *group, uint32_t rank)
 {
     return &group->members[rank].fingerprints[group->call.sequence % AH_CALL_DEPTH];
 }
 
-/* Where `rank` has `bytes` of data beside the call that runs; at most AH_PAYLOAD_BYTES. */
+/* The payload of `rank` for the current call; `bytes` is at most AH_PAYLOAD_BYTES. */
 static inline unsigned char *ah_payload_of(const struct ah_group *group, uint32_t rank, size_t bytes)
 {
     size_t sheet = (size_t)rank * AH_CALL_DEPTH + group->call.sequence % AH_CALL_DEPTH;
@@ -27,30 +28,31 @@ static inline unsigned char *ah_payload_of(const struct ah_group *group, uint32_
     return bytes <= AH_INLINE_BYTES ? ah_fingerprint_of(group, rank)->inline_payload : group->payloads + sheet * AH_PAYLOAD_BYTES;
 }
 
-/* Begin a call and write our fingerprint, once there is reusable for it; the caller adds the data and publishes it. Where ranks may differ
- * in the size of their parts, `bytes` is that of one (AH_NO_PAYLOAD: it goes through the slots) and `largest` that of our largest;
- * else both are 0. They stand there also where the group has ended, for whoever asks then what each rank called. */
+/* Begin a call: write our fingerprint once its place is free; the caller adds the payload and publishes it. Where
+ * ranks may differ in the size of their parts, `bytes` is the size of one (AH_NO_PAYLOAD: data goes through the
+ * slots) and `largest` that of our largest; else both are 0. They are written even if the group has ended, for
+ * reports. */
 int ah_call_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest, int64_t timeout_ns);
 
-/* Show our fingerprint to others: it and all data beside it are written. */
+/* Publish our fingerprint; it and its payload are written. */
 void ah_call_publish(struct ah_group *group);
 
-/* Wait for everyone's fingerprint and compare. AH_MISMATCH ends the group. */
+/* Wait for all fingerprints and compare. AH_MISMATCH ends the group. */
 int ah_call_compare_all(struct ah_group *group);
 
-/* Wait for the fingerprint of `rank` alone and compare. */
+/* Wait for the fingerprint of `rank` only and compare. */
 int ah_call_compare_one(struct ah_group *group, uint32_t rank);
 
-/* End a call that waited for all it had to compare with. */
+/* End a call that was compared with all ranks that it depends on. */
 void ah_call_end(struct ah_group *group);
 
-/* End a call that did not; it is compared later. */
+/* End a call that was not compared yet. */
 void ah_call_end_uncompared(struct ah_group *group);
 
-/* End a call whose chunks took the tickets up to `ticket`: all our counters stand there. */
+/* End a call that used the tickets below `ticket`: sets all counters to it. */
 void ah_call_end_chunks(struct ah_group *group, uint32_t ticket);
 
-/* The group is over because what `rank` calls does not fit. Returns AH_MISMATCH. */
+/* End the group because the call of `rank` differs. Returns AH_MISMATCH. */
 int ah_call_mismatch(struct ah_group *group, uint32_t rank);
 
 #endif

@@ -1,42 +1,42 @@
-/* Sizes that only their sender knows: each rank states its largest when it begins, so that everyone takes the
- * same number of chunks, and writes what each other rank is to get at the head of its first slot, so that who
- * expects something else finds out before it copies. Beside the size stands where it is, for who can read it there. */
+/* Sizes that only the sender knows. Each rank publishes its largest part, so that all ranks use the same number of
+ * chunks, and writes a table of the sizes for each rank at the head of its first slot, so that a receiver that
+ * expects another size finds out before it copies. The table also has addresses, for single copy. */
 #ifndef ALLHANDS_SIZES_H
 #define ALLHANDS_SIZES_H
 
 #include "collectives/collective.h"
 
-/* Bytes before what stands in a slot for a size and an address for each rank. */
+/* Bytes of the table at the head of a slot: a size and an address for each rank. */
 size_t ah_part_table_bytes(const struct ah_group *group);
 
-/* Where what `rank` has for the others stands, after its table: at most AH_CHUNK_BYTES. */
+/* The data of `rank` after its table: at most AH_CHUNK_BYTES. */
 unsigned char *ah_slot_after_table(const struct ah_group *group, uint32_t rank, uint32_t ticket);
 
-/* The bytes of the largest part: one for each rank, or with NULL `same` for all. */
+/* Size of the largest part; with NULL all parts are `same`. */
 size_t ah_largest_part(const struct ah_group *group, const struct ah_part *parts, struct ah_part same);
 
-/* State these parts of the call that runs. Before arriving. */
+/* Write the table of the current call, before `arrived` is set. */
 void ah_write_part_table(struct ah_group *group, uint32_t first, const struct ah_part *parts, struct ah_part same);
 
-/* After the meeting: where `rank` has what it part_entry for us. */
+/* After the comparison: the address that `rank` published for us. */
 uint64_t ah_part_address(const struct ah_group *group, uint32_t first, uint32_t rank);
 
-/* After the meeting: the largest size that any rank part_entry. */
+/* After the comparison: the largest size that any rank published. */
 size_t ah_largest_of_all(const struct ah_group *group);
 
-/* After the meeting: whether some rank part_entry a size that is read where it stands, and so has copied nothing in. */
+/* After the comparison: whether a rank's part is read by single copy, so that it was not copied in. */
 int ah_any_single_copy(const struct ah_group *group);
 
-/* After the meeting: whether some rank has what it moves beside the call; whether some has not. Where ranks differ in it,
- * all goes through the slots. */
+/* After the comparison: whether a rank has its data in its payload; whether one has not. If ranks differ, all data
+ * goes through the slots. */
 int ah_any_payload(const struct ah_group *group);
 int ah_any_without_payload(const struct ah_group *group);
 
-/* After the meeting: AH_MISMATCH (which ends the group) unless every rank has the bytes of its part for us. */
+/* After the comparison: AH_MISMATCH (which ends the group) unless every rank's part for us has the expected size. */
 int ah_compare_part_sizes(struct ah_group *group, uint32_t first, const struct ah_part *parts);
 
-/* After the meeting of an operation with a root: AH_MISMATCH unless what the root part_entry for each rank is what that
- * rank part_entry. Everyone looks at all of it, so that everyone finds out. `own` is what this rank has for itself. */
+/* After the comparison of an operation with a root: AH_MISMATCH unless the root's size for each rank is the one that
+ * the rank published. Every rank checks all of them, so all ranks find it. `own` is the size of this rank's part. */
 int ah_compare_root_sizes(struct ah_group *group, uint32_t first, uint32_t root, size_t own);
 
 #endif

@@ -1,11 +1,11 @@
-/* A tensors: tensors of one type that an operation takes as one, as if they lay side by side. */
+/* Tensor lists: tensors of one type that an operation handles as if they were contiguous. */
 #ifndef ALLHANDS_BUNDLE_H
 #define ALLHANDS_BUNDLE_H
 
 #include "collectives/collective.h"
 #include "shm/copy.h"
 
-/* A tensor's bytes from which on a copy may go past the caches. */
+/* Smallest copy that may bypass the caches: each such copy costs a fence. */
 #define AH_BYPASS_LEAST_BYTES ((size_t)4 << 10)
 
 /* Make reusable for `number` tensors, whose parts the caller writes and then counts. 0, or -1 where there is no memory. */
@@ -13,21 +13,21 @@ int ah_tensor_list_alloc(struct ah_tensor_list *tensors, size_t number);
 
 void ah_tensor_list_free(struct ah_tensor_list *tensors);
 
-/* Note where each tensor ends. */
+/* Compute the end of each tensor. */
 void ah_tensor_list_set_ends(struct ah_tensor_list *tensors);
 
-/* Whether no two tensors share memory. Those that do must be consumed one after the other. */
+/* Whether no two tensors overlap. Those that do must be reduced one after the other. */
 int ah_tensor_list_is_disjoint(const struct ah_tensor_list *tensors);
 
 /* Return a digest of the sizes, which ranks compare beside their sum; 0 for a single tensor. */
 uint64_t ah_tensor_list_digest(const struct ah_tensor_list *tensors);
 
-/* The number of the tensor that has the byte `at`, which must be there. */
+/* Index of the tensor with byte `at`, which must exist. */
 size_t ah_tensor_list_find(const struct ah_tensor_list *tensors, size_t at);
 
-/* Here, so that a tensor alone, the usual case, costs nothing more than its address. */
+/* Inline, so that a single tensor, the usual case, costs no more than its address. */
 
-/* Where the byte `at` lies, which must be there; `span` is set to how many bytes lie there side by side. */
+/* The address of byte `at`; `span` is set to the number of contiguous bytes there. */
 static inline unsigned char *ah_tensor_list_at(const struct ah_tensor_list *tensors, size_t at, size_t *span)
 {
     size_t index = tensors->number == 1 ? 0 : ah_tensor_list_find(tensors, at);
@@ -36,7 +36,7 @@ static inline unsigned char *ah_tensor_list_at(const struct ah_tensor_list *tens
     return tensors->parts[index].data + (tensors->parts[index].bytes - *span);
 }
 
-/* Copy `bytes` from `at` on to memory in one piece that others read. */
+/* Copy `bytes` from position `at` to contiguous memory that other ranks read. */
 static inline void ah_tensor_list_copy_in(const struct ah_tensor_list *tensors, size_t at, struct ah_nt_store *store, unsigned char *to, size_t bytes)
 {
     for (size_t some, span; bytes > 0; at += some, to += some, bytes -= some) {
@@ -47,7 +47,8 @@ static inline void ah_tensor_list_copy_in(const struct ah_tensor_list *tensors, 
     }
 }
 
-/* Copy them from there; with `stream` past the caches, but for short ones, which cost a fence each. */
+/* Copy from contiguous memory to position `at`; with `bypass` past the caches, except short ones, which cost a fence
+ * each. */
 static inline void ah_tensor_list_copy_out(const struct ah_tensor_list *tensors, size_t at, const unsigned char *from, size_t bytes, int stream)
 {
     for (size_t some, span; bytes > 0; at += some, from += some, bytes -= some) {

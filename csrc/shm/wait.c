@@ -39,7 +39,7 @@ static _Atomic uint32_t *counter_of(struct ah_member *member, enum ah_counter co
 static void wake(struct ah_member *member)
 {
     atomic_fetch_add(&member->wake_count, 1);
-    /* Not FUTEX_PRIVATE: whoever sleeps is another process. */
+    /* Not FUTEX_PRIVATE: the sleeper is in another process. */
     syscall(SYS_futex, &member->wake_count, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 

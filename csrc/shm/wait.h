@@ -1,5 +1,5 @@
-/* Waiting for another rank, and telling others how far this one is. Every wait has a deadline and looks at
- * the group's end and at whether the process it waits for is alive. */
+/* Waiting for other ranks, and publishing this rank's progress. Every wait has a deadline and checks the group's end,
+ * the peer's liveness and pending signals. */
 #ifndef ALLHANDS_WAIT_H
 #define ALLHANDS_WAIT_H
 
@@ -7,11 +7,11 @@
 
 enum ah_counter { AH_ARRIVED, AH_REDUCED, AH_CONSUMED };
 
-/* Set one of our own counters and wake whoever sleeps on it. */
+/* Set one of our counters and wake the ranks that sleep on it. */
 void ah_counter_set(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
-/* The same, but whoever sleeps is woken when we wait next, or end the call. For inline_payload chunks: looking whether someone sleeps
- * waits until all that was stored before is seen by others (all_reduce of 1 MiB: 3% with 2 ranks, 5% with 4). */
+/* Set a counter; sleepers are woken at our next wait or at the end of the call. For small chunks: checking for
+ * sleepers needs a full fence (all_reduce of 1 MiB: 3% with 2 ranks, 5% with 4). */
 void ah_counter_set_lazy(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
 /* Wait until `counter` of `rank` has single_copy_calls `ticket`. */
@@ -20,22 +20,22 @@ int ah_wait_counter(struct ah_group *group, uint32_t rank, enum ah_counter count
 /* Wait until `counter` of every rank has single_copy_calls `ticket`. */
 int ah_wait_all(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
-/* Wait until our slot for chunk `ticket` may be written: everyone has consumed what stood there. */
+/* Wait until our slot for chunk `ticket` may be written: all ranks have consumed its previous chunk. */
 int ah_wait_slot(struct ah_group *group, uint32_t ticket);
 
-/* Wait until `word`, which `rank` writes, has single_copy_calls `want`. */
+/* Wait until `word`, which `rank` writes, has reached `want`. */
 int ah_wait_word(struct ah_group *group, uint32_t rank, _Atomic uint32_t *word, uint32_t want);
 
-/* Wake whoever sleeps until we publish something, if we did since we last looked. */
+/* Wake the ranks that sleep on our counters, if we have set one since the last check. */
 void ah_wake_waiters(struct ah_group *group);
 
-/* Numbers go round: the one that is less than half a turn ahead is the later one. */
+/* Serial number arithmetic: the number less than half of the range ahead is the later one. */
 static inline int ah_has_reached(uint32_t have, uint32_t want)
 {
     return (int32_t)(have - want) >= 0;
 }
 
-/* Between two looks at the same place: leaves the core's other half and the bus to others. */
+/* Pause between two polls: leaves the core's resources to its hyperthread. */
 static inline void ah_relax(void)
 {
 #if defined(__x86_64__)
@@ -48,13 +48,13 @@ static inline void ah_relax(void)
 /* On CLOCK_MONOTONIC. */
 int64_t ah_clock_ns(void);
 
-/* Say that this rank makes no further call. Whoever waits for what it has not done is told; what it has done stays. */
+/* Publish that this rank makes no further call. Peers that wait for one end with AH_LEFT; published data stays. */
 void ah_group_leave(struct ah_group *group);
 
-/* How the group ended, AH_OK while it has not. */
+/* The outcome of the group, AH_OK while it is alive. */
 int ah_group_status(struct ah_group *group);
 
-/* Note that the group is over because of `rank`; the first reason stands. Wakes everyone. */
+/* End the group because of `rank`; the first reason is kept. Wakes all ranks. */
 void ah_group_end(struct ah_group *group, enum ah_outcome_code code, uint32_t rank);
 
 #endif
