@@ -110,7 +110,7 @@ test-sanitize: setup
 # Data races of the C core: threads as ranks on one mapping, with every folder but python/, which alone includes Python.h.
 # -Wno-tsan: gcc warns that it does not model fences; the core's fences order wake-ups, not data.
 BUILD := build/threads
-PLAIN = $(filter-out csrc/python/% csrc/mpi/harbour.c csrc/mpi/port.c,$(wildcard csrc/*/*.c))
+PLAIN = $(filter-out csrc/python/%,$(wildcard csrc/*/*.c))
 test-threads: $(CORE) $(wildcard tests/native/*.c)
 	@mkdir -p $(BUILD)
 	@set -e; for program in cico_slot collectives_stress p2p_stress; do \

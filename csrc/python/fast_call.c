@@ -95,36 +95,6 @@ int ah_fast_call_finish(struct ah_fast_call *call, int code, uint32_t culprit, i
     return RAISED;
 }
 
-/* MPI may still write to or read from the tensors of a call that it was left in the middle of: they stay for ever. */
-static void keep(struct ah_fast_call *call)
-{
-    static const enum role ROLES_KEPT[] = {OUT, IN};
-    PyObject *kind, *value, *trace;
-
-    PyErr_Fetch(&kind, &value, &trace);
-    for (size_t index = 0; index < sizeof ROLES_KEPT / sizeof *ROLES_KEPT; index++) {
-        PyObject *given = call->given[ROLES_KEPT[index]];
-
-        if (given && !(PyList_Check(given) ? PyList_AsTuple(given) : Py_NewRef(given)))
-            PyErr_Clear();
-    }
-    PyErr_Restore(kind, value, trace);
-}
-
-/* Tell the group that a signal's handler raised in the middle: the others would wait for this rank. */
-static void tell_interrupted(struct ah_fast_call *call)
-{
-    PyObject *kind, *value, *trace, *told;
-
-    PyErr_Fetch(&kind, &value, &trace);
-    PyErr_NormalizeException(&kind, &value, &trace);
-    told = PyObject_CallMethod(call->group, "interrupted", "O", value ? value : Py_None);
-    if (!told)
-        PyErr_Clear();
-    Py_XDECREF(told);
-    PyErr_Restore(kind, value, trace);
-}
-
 int ah_fast_call_run(struct ah_fast_call *call, const struct ah_tensor *shown, int32_t root, struct ah_operation *move)
 {
     struct ah_call_lock *lock = &call->locked->lock;
@@ -147,11 +117,6 @@ int ah_fast_call_run(struct ah_fast_call *call, const struct ah_tensor *shown, i
     move->entry = call->entry;
     code = lock->move(call->locked, move);
     culprit = call->segment ? call->segment->group.culprit : 0;
-    if (code != AH_OK && !call->segment) {
-        keep(call);
-        if (code == AH_INTERRUPTED)
-            tell_interrupted(call);
-    }
     ah_call_lock_release(lock);
     return ah_fast_call_finish(call, code, culprit, -1);
 }

@@ -13,7 +13,7 @@ enum outcome { DONE = 0, SLOW_PATH = 1, RAISED = -1 };
 struct ah_fast_call {
     struct ah_torch_facts *facts;
     struct ah_locked *locked;     /* what moves the data of the group */
-    struct ah_segment *segment; /* the same; NULL where that is MPI */
+    struct ah_segment *segment; /* the same */
     PyObject *group;
     PyObject *given[ROLES]; /* borrowed; NULL where not given */
     const char *name; /* a whole field of a entry */

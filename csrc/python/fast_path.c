@@ -1,5 +1,5 @@
 /* The Python type allhands._core.FastPath: a function of torch.distributed for callers who wait anyway. Plain tensors of
- * a group in shared memory or over MPI go straight to the core; whatever is not that simple goes the slow_path facts, as it
+ * a group in shared memory go straight to the core; whatever is not that simple goes the slow_path facts, as it
  * was given. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -9,11 +9,8 @@
 #include "python/args.h"
 #include "shm/tensor_list.h"
 #include "python/py_segment.h"
-#include "mpi/harbour.h"
 #include "python/grad_hook.h"
-#include "mpi/wall.h"
 #include "python/py_flight_recorder.h"
-#include "mpi/port.h"
 #include "python/py_p2p.h"
 #include "python/process.h"
 #include "python/fast_path.h"
@@ -67,15 +64,6 @@ static PyObject *disjoint(PyObject *Py_UNUSED(module), PyObject *tensors)
     return PyBool_FromLong(found);
 }
 
-static PyObject *wall_bytes(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned int ranks;
-
-    if (!PyArg_ParseTuple(args, "I:wall_bytes", &ranks))
-        return NULL;
-    return PyLong_FromSize_t(ah_wall_bytes(ranks));
-}
-
 static PyMethodDef methods[] = {
     {"set_parent_death_signal", set_parent_death_signal, METH_VARARGS,
      "set_parent_death_signal($module, signal, /)\n--\n\n"
@@ -89,9 +77,6 @@ static PyMethodDef methods[] = {
     {"segment_bytes", ah_py_segment_bytes, METH_VARARGS,
      "segment_bytes($module, ranks, slot_bytes, hands=0, /)\n--\n\n"
      "Return how large the segment of a group is."},
-    {"wall_bytes", wall_bytes, METH_VARARGS,
-     "wall_bytes($module, ranks, /)\n--\n\n"
-     "Return how large the wall of a group over MPI is."},
     {"reducible", ah_py_reducible, METH_VARARGS,
      "reducible($module, dtype, reduction, /)\n--\n\n"
      "Tell whether a reduction is defined on a dtype."},
@@ -151,8 +136,8 @@ static int fill(PyObject *module)
 {
     if (add(module, "Segment", ah_segment_type()) != 0 || add(module, "FlightRecorder", ah_recorder_type()) != 0 ||
         add(module, "TorchFacts", ah_torch_facts_type()) != 0 || add(module, "FastPath", ah_fast_path_type()) != 0 ||
-        add(module, "Window", ah_window_type()) != 0 || add(module, "Port", ah_port_type()) != 0 ||
-        add(module, "Ferry", ah_harbour_type()) != 0 || add(module, "P2P", ah_p2p_type(module)) != 0 ||
+        add(module, "Window", ah_window_type()) != 0 ||
+        add(module, "P2P", ah_p2p_type(module)) != 0 ||
         add(module, "GradHook", ah_grad_hook_type()) != 0)
         return -1;
     for (const struct number *each = CONSTANTS; each->name; each++) {

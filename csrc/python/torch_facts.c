@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "mpi/harbour.h"
 #include "shm/reduce.h"
 
 static const char *const NAMES[AH_NAMES] = {
@@ -235,7 +234,7 @@ struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, Py
     *segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
     if (*segment && !facts->segment_type)
         facts->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
-    locked = *segment || ah_as_harbour(object) ? (struct ah_locked *)object : NULL;
+    locked = *segment ? (struct ah_locked *)object : NULL;
     if (!locked || !locked->lock.recorder || locked->lock.fast_path_closed || locked->lock.queued || locked->lock.size > AH_MAX_RANKS) {
         Py_DECREF(object);
         Py_DECREF(group);

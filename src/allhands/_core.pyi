@@ -38,9 +38,6 @@ def segment_format(
     Raises OSError where there is not enough: found out here, and not by a signal in the middle of a copy.
     """
 
-def wall_bytes(ranks: int, /) -> int:
-    """Return how large the wall of a group over MPI is, where all its ranks are on one host."""
-
 def reducible(dtype: int, reduction: int, /) -> bool:
     """Tell whether a reduction is defined on a dtype."""
 
@@ -100,82 +97,6 @@ class Window:
 
     def __new__(cls, segment: Segment, fd: int, stride: int, /) -> Self: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
-
-class Port:
-    """The MPI library of this process, by the addresses of its functions; ``none`` is its MPI_REQUEST_NULL.
-
-    As a context it is held by whoever calls MPI by other means, where the library wants to be ``alone`` with a call.
-    """
-
-    def __new__(cls, family: str, addresses: tuple[int, ...], none: int, alone: bool, /) -> Self: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
-
-class Ferry:
-    """One rank's end of a group over MPI. One call at a time; the interpreter runs on meanwhile.
-
-    Calls are those of a Segment and end as they do: 1 timeout, 3 aborted (`end`), 4 mismatch (`records`, `tables`), 5
-    broken (`problem`). After a bad end no further call is taken.
-    """
-
-    def __new__(
-        cls, port: Port, comm: int, byte: int, rank: int, ranks: int, spins: int, burst: int, wall: int, /
-    ) -> Self:
-        """``wall`` is the descriptor of `wall_bytes` shared zeros where records are told, -1 where MPI carries them."""
-
-    def barrier(self, timeout_ns: int, /) -> int: ...
-    def agree(self, kind: int, reduction: int, dtype: int, size: int, root: int, flags: int, timeout_ns: int, /) -> int:
-        """A barrier that compares a call which is then done by other means, or refused."""
-
-    def all_reduce(self, address: int, size: int, dtype: int, reduction: int, timeout_ns: int, /) -> int: ...
-    def reduce(self, address: int, size: int, dtype: int, reduction: int, root: int, timeout_ns: int, /) -> int: ...
-    def broadcast(self, address: int, size: int, dtype: int, root: int, timeout_ns: int, /) -> int: ...
-    def all_gather(self, address: int, size: int, out: tuple[int, ...], dtype: int, timeout_ns: int, /) -> int: ...
-    def gather(
-        self, address: int, size: int, out: tuple[int, ...] | None, dtype: int, root: int, timeout_ns: int, /
-    ) -> int: ...
-    def scatter(
-        self, given: tuple[int, ...] | None, address: int, size: int, dtype: int, root: int, timeout_ns: int, /
-    ) -> int: ...
-    def reduce_scatter(
-        self, given: tuple[int, ...], address: int, size: int, dtype: int, reduction: int, timeout_ns: int, /
-    ) -> int: ...
-    def all_to_all(self, given: tuple[int, ...], out: tuple[int, ...], dtype: int, timeout_ns: int, /) -> int: ...
-    def say(self, shape: str, site: str, refused: str, /) -> None:
-        """Say the words of the next call."""
-
-    def records(self) -> list[bytes]:
-        """Return everyone's records of the last call, as `engines.fingerprint` unpacks them."""
-
-    def tables(self) -> list[int]:
-        """Return, for each rank, what it gives to and takes from each rank; [] where all parts were alike."""
-
-    def problem(self) -> str:
-        """Return what MPI said of the last call, "" for nothing."""
-
-    def sequence(self) -> int:
-        """Return the number of the last call."""
-
-    def end(self) -> None:
-        """The group is over: whoever waits stops."""
-
-    def close(self) -> None:
-        """Make no further call, and let go of what MPI has for this group."""
-
-    # As those of a Segment.
-    queued: int
-    fast_path_closed: int
-    # Whether a call is not over, or ended badly; whether MPI may still use what it was given.
-    under_way: int
-    left: int
-
-    def configure_fast_path(
-        self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: FlightRecorder, /
-    ) -> None:
-        """Say what the short way has to know, as a Segment is told."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
 
 class TorchFacts:
     """What the short way knows of torch; see csrc/way.h."""

@@ -129,7 +129,7 @@ class Engine(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     # What the C fast path calls without coming by here, with the lock that all calls hold; None: no fast path.
-    fast_path: _core.Segment | _core.Ferry | None = None
+    fast_path: _core.Segment | None = None
 
     # Messages between two ranks, and the way to share further memory; None where the engine has none.
     p2p: _core.P2P | None = None

@@ -163,7 +163,7 @@ class CallQueue:
     the order.
     """
 
-    def __init__(self, name: str, call_lock: _core.Segment | _core.Ferry | None = None) -> None:
+    def __init__(self, name: str, call_lock: _core.Segment | None = None) -> None:
         """Create a queue whose calls hold ``call_lock``; its fast path is told how many are queued."""
         self._name = name
         self._counted = call_lock
