@@ -98,7 +98,7 @@ class Engines:
             found = {**names, "dist": torch_dist, "gloo": self._gloo}
             # A first argument stands before the group everywhere but in barrier().
             made["gloo"] = self._call(what.torch, found, ", group=gloo" if what.buffers else "group=gloo")
-        if self._mpi is not None:
+        if "mpi" in self._plan.peers:
             made["mpi"] = self._call(what.mpi, self._mpi_names(names), "")
         if self._plan.floor and size:
             text, found = self._copy(copied(size))

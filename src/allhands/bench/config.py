@@ -42,6 +42,11 @@ class Plan(msgspec.Struct, frozen=True):
     # Which engine of ours is measured: one of `ENGINES`.
     engine: str = "shm"
 
+    @property
+    def needs_mpirun(self) -> bool:
+        """Whether MPI's launcher has to start the ranks."""
+        return "mpi" in {self.engine, *self.peers}
+
     def host(self, rank: int) -> int:
         """Return the host that ``rank`` is on: as many ranks on each as can be, in their order."""
         return rank * self.hosts // self.ranks
@@ -74,7 +79,7 @@ def plan(
     check_memory(made)
     if device == "cuda":
         _check_gpu(made)
-    if "mpi" in {engine, *made.peers}:
+    if made.needs_mpirun:
         _check_mpi()
     if plot:
         _check_plot(plot)
@@ -187,7 +192,7 @@ def _check_hosts(asked: Plan) -> None:
     wrong = ""
     if asked.hosts > asked.ranks:
         wrong = f"{asked.ranks} ranks cannot be on {asked.hosts} hosts"
-    elif "mpi" in asked.peers:
+    elif asked.needs_mpirun:
         wrong = "mpirun starts its ranks on this host only"
     elif asked.floor:
         wrong = "the floor is that of shared memory"

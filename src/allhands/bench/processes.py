@@ -70,7 +70,7 @@ class Crew:
         self._program = program
         self._silence_s = silence_s
         # MPI's shared memory goes into this folder too, so it must be memory: and goes with it, however mpirun ends.
-        memory = str(_MEMORY) if "mpi" in plan.peers and os.access(_MEMORY, os.W_OK) else None
+        memory = str(_MEMORY) if _needs_mpirun(plan) and os.access(_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pids: dict[int, int] = {}
@@ -119,7 +119,7 @@ class Crew:
             order,
         ]
         environment = _environment(self._folder.name)
-        if "mpi" in self._plan.peers:
+        if _needs_mpirun(self._plan):
             # The folder of its session, and the memory that its ranks share (Open MPI 4 and 5 call it differently).
             environment["TMPDIR"] = str(self._folder)
             if self._folder.is_relative_to(_MEMORY):
@@ -225,10 +225,10 @@ class Crew:
             while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
                 time.sleep(0.02)
         ends = [f"rank {number} {_ending(process)}" for number, process in enumerate(self._processes)]
-        if "mpi" in self._plan.peers:
+        if _needs_mpirun(self._plan):
             ends = [f"mpirun {_ending(self._processes[0])}"]
         printed = {path.name: path.read_text(errors="replace") for path in self._papers()}
-        if "mpi" in self._plan.peers and not self._ranks and "mpi4py" in "".join(printed.values()):
+        if _needs_mpirun(self._plan) and not self._ranks and "mpi4py" in "".join(printed.values()):
             return missing_mpi(_tail("".join(printed.values()), 1))
         tails = [
             f"--- {name if name == 'mpirun' else f'rank {name}'} printed:\n{_tail(text, _LINES)}"
@@ -249,7 +249,7 @@ class Crew:
     def _end(self) -> None:
         orderly = len(self._done) == self._plan.ranks
         deadline = time.monotonic() + _END_S
-        mpi = "mpi" in self._plan.peers
+        mpi = _needs_mpirun(self._plan)
         for process in self._processes:
             # mpirun ends its ranks; those that are done end by themselves.
             if mpi and not orderly:
@@ -281,6 +281,10 @@ def _environment(job: str) -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith(_STRANGERS) and name not in _OTHER_JOB
     }
     return {**kept, "OMP_NUM_THREADS": "1", "ALLHANDS_JOB": job}
+
+
+def _needs_mpirun(plan: Plan | Course) -> bool:
+    return isinstance(plan, Plan) and plan.needs_mpirun
 
 
 def _mpirun(ranks: int, environment: dict[str, str]) -> list[str]:
