@@ -53,7 +53,7 @@ def check_parameters_of_rank_0_are_broadcast():
     ddp = DDP(net())
     assert alike(ddp.parameters())
 
-def check_buckets_in_shared_memory_take_the_fast_path():
+def check_buckets_in_the_segment_take_the_fast_path():
     ddp = DDP(nn.Sequential(*(nn.Linear(200, 200) for _ in range(3))), gradient_as_bucket_view=True)
     before = torch_dist.group.WORLD.segment.window_calls
     ddp(torch.randn(2, 200)).sum().backward()
@@ -332,6 +332,7 @@ def check_evaluation_in_between():
 
 dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=60)
 for name, check in [(name, value) for name, value in globals().items() if name.startswith("check_")]:
+    # Only our own backend has a segment.
     if BACKEND == "allhands" or "segment" not in name:
         torch.manual_seed(1)
         say(begins=name)
@@ -345,7 +346,7 @@ dist.destroy_process_group()
 def test_features_beyond_torchs_class(backend: str, cores: int) -> None:
     """Unfreezing, second passes, hidden outputs, unwrapped models and the rest, on our backend and on torch's own.
 
-    With more cores than ranks buckets go while backward runs, otherwise when it is over.
+    With more cores than ranks buckets are reduced during backward, otherwise after it.
     """
     results = harness.launch(f"BACKEND, CORES = {backend!r}, {cores}\n" + OURS, 2, timeout=60)
     for result in results:
