@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import util
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def on_gpu(
 def on_mpi(source: str, ranks: int, env: Mapping[str, str], **kw: Any) -> harness.Job:
     """Start ranks by mpirun of Open MPI."""
     kw["timeout"] = max(90.0, kw.get("timeout", 0.0))
-    return mpirun.start("openmpi", source, ranks, {"MPI4PY_MPIABI": "openmpi", **env}, **kw)
+    return mpirun.start("openmpi", source, ranks, env, **kw)
 
 
 ENGINES = {
@@ -101,8 +100,8 @@ CPU = ["shm", "gloo", "hierarchical", "mpi"]
 
 def available(name: str) -> OnEngine:
     """Return an engine; skip the test where this machine has not what it needs."""
-    if name == "mpi" and (shutil.which("mpirun.openmpi") is None or util.find_spec("mpi4py") is None):
-        pytest.skip("mpirun of Open MPI or mpi4py is not installed")
+    if name == "mpi":
+        mpirun.require("openmpi")
     if name == "cuda_ipc" and not torch.cuda.is_available():
         pytest.skip("torch.cuda finds no GPU on this machine")
     return ENGINES[name]

@@ -1,6 +1,3 @@
-"""What moves tensors. One file per engine; none of them knows who is in the group.
-
-Imports none of them: most need torch, and what asks after an MPI (`mpi.library`) is used without it too.
-"""
+"""Engines move and reduce tensors; base.py is the interface. This package imports none of them: most need torch."""
 
 __all__: list[str] = []
