@@ -85,7 +85,7 @@ for step in range(250):
     for expected, found in zip(want, got, strict=True):
         assert torch.equal(expected, found), (step, name, kind, shape, root)
 x = torch.ones(1)
-say(engine=dist.group.WORLD._via([x]).engine.name)
+say(engine=dist.group.WORLD._route([x]).engine.name)
 dist.destroy_process_group()
 """,
         ranks,

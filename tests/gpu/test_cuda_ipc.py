@@ -73,7 +73,7 @@ for count in (5_000_011, 300, 40_000_003, 2_000_000):
     came = torch.empty(sum(rows[i][rank] for i in range(size)))
     dist.all_to_all_single(came, given, [rows[i][rank] for i in range(size)], rows[rank])
     assert torch.equal(came, torch.cat([torch.full((rows[i][rank],), 10.0 * i + rank) for i in range(size)]))
-say(way=dist.group.WORLD._via([x]).engine.name)
+say(way=dist.group.WORLD._route([x]).engine.name)
 dist.destroy_process_group()
 """,
         3,

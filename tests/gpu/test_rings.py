@@ -54,7 +54,7 @@ for kind in (torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.bool
 work = dist.all_reduce(torch.ones(5), async_op=True)
 work.wait()
 torch.cuda.synchronize()
-say(way=dist.group.WORLD._via([x]).engine.name, done=work.is_completed())
+say(way=dist.group.WORLD._route([x]).engine.name, done=work.is_completed())
 z = torch.ones(3, device="cpu")
 dist.all_reduce(z)
 dist.destroy_process_group()
