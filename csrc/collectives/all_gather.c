@@ -1,5 +1,5 @@
-/* all_gather and gather: a rank copies in its own, whoever has_result it copies everyone's out; or uses_single_copy it where it is. What
- * payload_bytes from_payloads the call stands there. */
+/* all_gather and gather: each rank copies its part into slots, and the receivers copy all parts out; or they read
+ * them by single copy. Small parts are in the payloads. */
 #include "shm/fingerprint.h"
 #include "shm/copy.h"
 #include "shm/single_copy.h"
@@ -11,12 +11,12 @@ struct task {
     struct ah_part in;
     const struct ah_part *out; /* NULL where this rank takes nothing */
     int32_t root;
-    int staged; /* all goes through the slots, whatever its size */
+    int staged; /* all data goes through the slots, whatever its size */
     uint32_t first;
     size_t chunk;
 };
 
-/* What we state for each rank; NULL: our part, for all. */
+/* The parts whose sizes we publish; NULL: our part, for all ranks. */
 static const struct ah_part *stated(const struct task *task)
 {
     return task->root >= 0 ? task->out : NULL;
@@ -62,7 +62,7 @@ static int copy_out(const struct task *task, size_t index)
     return AH_OK;
 }
 
-/* Read everyone's where it is. */
+/* Read all parts by single copy. */
 static int single_copy(const struct task *task)
 {
     struct ah_group *group = task->group;
@@ -80,7 +80,7 @@ static int single_copy(const struct task *task)
     return code;
 }
 
-/* Whether all that this rank knows of payload_bytes from_payloads a call. */
+/* Whether all parts that this rank knows of fit into a payload. */
 static int payload_bytes(const struct task *task)
 {
     for (uint32_t rank = 0; task->out && rank < task->group->ranks; rank++) {
@@ -90,7 +90,7 @@ static int payload_bytes(const struct task *task)
     return task->in.bytes <= AH_PAYLOAD_BYTES;
 }
 
-/* Everyone's is from_payloads the call. */
+/* All parts are in the payloads. */
 static int from_payloads(const struct task *task)
 {
     struct ah_group *group = task->group;
@@ -109,7 +109,7 @@ static int from_payloads(const struct task *task)
     return AH_OK;
 }
 
-/* Everyone has compared, and the first chunk of all stands in the slots. */
+/* All fingerprints are compared, and the first chunk of each rank is in its slot. */
 static int through_slots(struct task *task)
 {
     struct ah_group *group = task->group;
@@ -121,7 +121,7 @@ static int through_slots(struct task *task)
         return code;
     chunks = ah_chunk_count(ah_largest_of_all(group), task->chunk);
     if (ah_any_single_copy(group)) {
-        /* Where another's part is too large for it, all goes through the slots. */
+        /* If another part is too large for single copy, all data goes through the slots. */
         code = ah_uses_single_copy(group, ah_largest_of_all(group)) ? ah_single_copy_finish(group, task->first, single_copy(task)) : AH_NOT_READ;
         task->first++;
         task->staged = 1;
@@ -151,7 +151,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
 
     if (slot <= table)
         return AH_INVALID;
-    /* The same on every rank whatever its size: the size of a chunk must not depend on who asks. */
+    /* The chunk size must be the same on every rank, whatever its part's size. */
     task.chunk = ah_min(slot - table, AH_CHUNK_BYTES / 2);
     if ((code = ah_call_begin(group, call, small ? (uint32_t)in.bytes : AH_NO_PAYLOAD, largest, timeout_ns)) != AH_OK)
         return code;

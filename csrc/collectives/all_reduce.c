@@ -1,11 +1,10 @@
-/* all_reduce and reduce. Each chunk is part_begin into one slice for each rank: a rank copies in all slices but its own,
- * reduces its own from everyone's slots, and copies the others' results out. Up to three chunks are under facts at
- * once. A small tensor goes in one piece instead: everyone uses_single_copy everyone, with a single meeting; what payload_bytes from_payloads the call
- * takes no slot. A tensor that lives in a window on every rank is reduced where it is. Large ones are shared between the
- * hands of each rank, where it has some. All of this is done with a tensors: one tensor, or several that are reduced as one.
+/* all_reduce and reduce. Each chunk is cut into one slice per rank: a rank copies in all slices but its own, reduces
+ * its own slice from all slots, and copies the other results out; up to three chunks are in flight. A small tensor
+ * takes one step: every rank reads all slots, or all payloads if it fits there. A tensor in a window on every rank is
+ * reduced in place. Large ones are split between helper threads. All of this works on tensor lists.
  *
- * Copies to tensors go bypass the caches where these do not hold all ranks' tensors, so that a line that was read is gone when its
- * result comes; writing round a cached line takes longer. Those to slots may (store.h). */
+ * Copies to tensors bypass the caches where these do not hold all ranks' tensors, so that a line that was read is
+ * evicted when its result arrives. Copies to slots may bypass them too (nt_store.h). */
 #include <stdalign.h>
 #include <string.h>
 
@@ -24,7 +23,7 @@
 /* Slices begin on lines of their own. */
 #define SLICE_BYTES 64
 
-/* From so many ranks on, all that payload_bytes into a slot goes in one piece. */
+/* From so many ranks on, all that fits into a slot is one chunk. */
 #define MANY_RANKS 5
 
 /* What is reduced at a time: it stays in the first-level cache until it is stored same_window. */
@@ -43,11 +42,11 @@ struct task {
     uint32_t first; /* ticket of the first chunk */
     size_t chunk;
     int has_result; /* whether this rank gets the result */
-    int store_twice;  /* whether a result is stored in store_twice places at once, if they are near */
-    int bypass;  /* whether what is copied out goes bypass the caches */
+    int store_twice;  /* whether a result is stored to tensor and slot at once */
+    int bypass;  /* whether copies to tensors bypass the caches */
 };
 
-/* After the meeting: whether anyone announced a window, so that this ticket carries no data of its own. */
+/* After the comparison: whether a rank announced a window, so that this ticket carries no data. */
 static int any_window(const struct ah_group *group)
 {
     for (uint32_t rank = 0; group->windows_made && rank < group->ranks; rank++) {
@@ -57,7 +56,7 @@ static int any_window(const struct ah_group *group)
     return 0;
 }
 
-/* After the meeting: whether everyone announced the same slot_of. */
+/* After the comparison: whether all ranks announced the same place. */
 static int same_window(const struct ah_group *group)
 {
     const struct ah_fingerprint *mine = ah_fingerprint_of(group, group->rank);
@@ -80,13 +79,13 @@ static size_t slice(const struct task *task, uint32_t rank, size_t bytes)
     return ah_min(rank * each, bytes);
 }
 
-/* What goes in one piece: more meetings would cost more than they gain. */
+/* Largest single chunk: more synchronisations would cost more than they gain. */
 static size_t single_chunk_limit(const struct ah_group *group)
 {
     return group->ranks >= MANY_RANKS ? group->slot_bytes : ah_min(group->slot_bytes, AH_CHUNK_BYTES);
 }
 
-/* How many hands of each rank share `bytes`. */
+/* Number of threads of each rank that share `bytes`. */
 static uint32_t part_count_of(const struct ah_group *group, size_t bytes)
 {
     return bytes <= single_chunk_limit(group) ? 1 : ah_part_count(group, bytes);
@@ -102,7 +101,7 @@ static size_t chunk_of(const struct ah_group *group, size_t bytes)
     return ah_min(group->slot_bytes, part_count_of(group, bytes) > 1 ? AH_HELPER_SLOT_BYTES : AH_CHUNK_BYTES);
 }
 
-/* Where the chunk of `rank` stands. */
+/* The slot of `rank` for a ticket. */
 static unsigned char *slot_of(const struct task *task, uint32_t rank, uint32_t ticket)
 {
     size_t bytes = ah_min(task->chunk, task->bytes);
@@ -127,9 +126,9 @@ static int copy_in(const struct task *task, size_t index)
     return AH_OK;
 }
 
-/* Reduce `bytes` of everyone's, which are at `given`, NULL for those of this rank that are still in the tensors. The result goes
- * to the tensors from `at` on, if this rank gets one, and to `result`, if that is a slot_of: to store_twice at once where slots are victim_l3 (2 ranks,
- * 256 MiB: 26.7 ms, against 29.7), else from one to the other (Intel's, 64 MiB: 12.3 ms, against 14.1). */
+/* Reduce `bytes` of all ranks' data at `given`; NULL: this rank's data, still in its tensors. The result is stored to
+ * the tensors at `at`, if this rank gets one, and to `result`, if not NULL: to both at once with a victim L3 (2
+ * ranks, 256 MiB: 26.7 ms against 29.7), else by a copy (Intel, 64 MiB: 12.3 ms against 14.1). */
 static void reduce_blocks(const struct task *task, size_t at, const unsigned char *const *given, unsigned char *result,
                         size_t bytes)
 {
@@ -179,7 +178,7 @@ static int copy_out(const struct task *task, size_t index)
     uint32_t ticket = task->first + (uint32_t)index;
     size_t at = task->at + index * task->chunk, bytes = ah_chunk_bytes(task->bytes, task->chunk, index);
 
-    /* Beginning with the next rank spreads who uses_single_copy from whom. */
+    /* Start with the next rank, so that ranks read from different slots. */
     for (uint32_t step = 1; task->has_result && step < group->ranks; step++) {
         uint32_t rank = (group->rank + step) % group->ranks;
         size_t own = slice(task, rank, bytes), next = slice(task, rank + 1, bytes);
@@ -218,7 +217,7 @@ static size_t part_begin(size_t bytes, uint32_t part, uint32_t parts, size_t uni
     return ah_min(part * each * unit, bytes);
 }
 
-/* The chunks of one hand, see ah_part_work. Those of the caller have begun. */
+/* The chunks of one thread, see ah_part_work. Part 0 has copied in its first chunk. */
 static int chunks_of_part(struct ah_group *view, const void *job, uint32_t part, uint32_t parts)
 {
     struct task task = *(const struct task *)job;
@@ -238,9 +237,9 @@ static int chunks_of_part(struct ah_group *view, const void *job, uint32_t part,
     return code;
 }
 
-/* Copy in the first chunk and compare_once. Whoever comes last tells those who sleep before it copies, because their cores are idle until they
- * run (4 ranks on 2 cores, 2.4 MiB after a backward pass: 0.97 ms, against 1.05). What begins again because others announced a window
- * starts one ticket later. */
+/* Copy in the first chunk and compare. Sleepers are woken before the copy, because their cores idle until they run (4
+ * ranks on 2 cores, 2.4 MiB after a backward pass: 0.97 ms against 1.05). A call that restarts because others
+ * announced a window begins one ticket later. */
 static int in_chunks(struct task *task, int compared)
 {
     int code;
@@ -284,7 +283,7 @@ static int in_one_shot(const struct task *task)
     return AH_OK;
 }
 
-/* The same from_payloads the call. Who gets no result waits for nobody. */
+/* The same with payloads. A rank without a result does not wait. */
 static int from_payloads(const struct task *task)
 {
     struct ah_group *group = task->group;
@@ -306,7 +305,7 @@ static int from_payloads(const struct task *task)
     return AH_OK;
 }
 
-/* What one hand reduces of our slice of everyone's tensors, a block at a time, and stores to all of them. */
+/* The part of one thread of our slice: reduce it block by block and store it to all ranks' tensors. */
 static int blocks_of_part(struct ah_group *view, const void *job, uint32_t part, uint32_t parts)
 {
     const struct task *task = job;
@@ -334,7 +333,7 @@ static int blocks_of_part(struct ah_group *view, const void *job, uint32_t part,
     return AH_OK;
 }
 
-/* Everyone's tensor is at the same slot_of of the same window: reduce our slice of all of them where they are. */
+/* All tensors are at the same place of the same window: reduce our slice of them in place. */
 static int in_window(struct task *task)
 {
     struct ah_group *group = task->group;

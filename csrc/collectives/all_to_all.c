@@ -1,5 +1,5 @@
-/* all_to_all and scatter: a slot is part_begin into one piece for each rank, which that rank copies out; or it uses_single_copy its part
- * where it is. Equal parts that fit from_payloads the call stand there; the root of a scatter leaves them and waits for nobody. */
+/* all_to_all and scatter: a slot has one piece for each rank, which that rank copies out, or reads by single copy.
+ * Small equal parts are in the payloads; the root of a scatter does not wait then. */
 #include "shm/fingerprint.h"
 #include "shm/copy.h"
 #include "shm/single_copy.h"
@@ -9,10 +9,10 @@
 struct task {
     struct ah_group *group;
     const struct ah_part *in;  /* NULL where this rank gives nothing */
-    const struct ah_part *out; /* from each rank; NULL with a root: `only` comes from it */
+    const struct ah_part *out; /* from each rank; NULL with a root, which sends `only` */
     struct ah_part only;
     int32_t root;
-    int staged; /* all goes through the slots, whatever its size */
+    int staged; /* all data goes through the slots, whatever its size */
     uint32_t first;
     size_t piece;
 };
@@ -97,7 +97,7 @@ static int single_copy(const struct task *task)
     return code;
 }
 
-/* The bytes of each part where all are equal and fit from_payloads a call, else AH_NO_PAYLOAD. */
+/* Size of each part if all are equal and fit into a payload, else AH_NO_PAYLOAD. */
 static uint32_t payload_bytes(const struct task *task)
 {
     size_t bytes = task->root < 0 ? task->out[0].bytes : task->only.bytes;
@@ -123,7 +123,7 @@ static void copy_in_payload(const struct task *task, size_t bytes)
     }
 }
 
-/* Copy our part out of what `rank` has from_payloads the call. */
+/* Copy our part out of the payload of `rank`. */
 static void copy_out_payload(const struct task *task, uint32_t rank, struct ah_part out)
 {
     struct ah_group *group = task->group;
@@ -134,7 +134,7 @@ static void copy_out_payload(const struct task *task, uint32_t rank, struct ah_p
         ah_copy(out.data, task->in[rank].data, out.bytes, 0);
 }
 
-/* Everyone's is from_payloads the call. */
+/* All parts are in the payloads. */
 static int exchange(const struct task *task)
 {
     struct ah_group *group = task->group;
@@ -153,7 +153,7 @@ static int exchange(const struct task *task)
     return AH_OK;
 }
 
-/* The root's is from_payloads the call, or the root says that it is not: AH_NO_PAYLOAD in `bytes`. */
+/* The root's parts are in its payload, or `bytes` is set to AH_NO_PAYLOAD. */
 static int copy_out_scattered(const struct task *task, uint32_t *bytes)
 {
     struct ah_group *group = task->group;
@@ -177,7 +177,7 @@ static int copy_out_scattered(const struct task *task, uint32_t *bytes)
     return AH_OK;
 }
 
-/* Everyone has compared, and the first chunk of all stands in the slots. */
+/* All fingerprints are compared, and the first chunk of each rank is in its slot. */
 static int through_slots(struct task *task)
 {
     struct ah_group *group = task->group;
@@ -189,7 +189,7 @@ static int through_slots(struct task *task)
         return code;
     chunks = ah_chunk_count(ah_largest_of_all(group), task->piece);
     if (ah_any_single_copy(group)) {
-        /* Where another's part is too large for it, all goes through the slots. */
+        /* If another part is too large for single copy, all data goes through the slots. */
         code = ah_uses_single_copy(group, ah_largest_of_all(group)) ? ah_single_copy_finish(group, task->first, single_copy(task)) : AH_NOT_READ;
         task->first++;
         task->staged = 1;

@@ -1,5 +1,5 @@
-/* broadcast: the root copies in chunk after chunk, everyone else copies out; of two ranks, the other uses_single_copy it where it is. What
- * payload_bytes from_payloads the call is left there by the root, which waits for nobody. */
+/* broadcast: the root copies in chunk by chunk, the others copy out; with two ranks the other reads by single copy. A
+ * small tensor is left in the payload, and the root does not wait. */
 #include "shm/fingerprint.h"
 #include "collectives/collective.h"
 #include "shm/copy.h"
@@ -7,8 +7,8 @@
 #include "shm/cico_slot.h"
 #include "shm/wait.h"
 
-/* One reader of so many bytes is faster without slots, unless they are victim_l3 (256 KiB: 19 against 22 us; where they are, 22 against
- * 10). More readers are not, nor is one beyond this: root and readers work at the same time only through slots. */
+/* Sizes for which one reader is faster with single copy, without a victim L3 (256 KiB: 19 against 22 us; with one 22
+ * against 10). Beyond them, and with more readers, slots let root and readers overlap. */
 #define READ_FROM ((size_t)48 << 10)
 #define READ_BELOW ((size_t)1 << 20)
 
@@ -16,7 +16,7 @@ struct task {
     struct ah_group *group;
     struct ah_part data;
     uint32_t root, first;
-    int compared; /* everyone has compared, and what the other was to read goes through the slots after all */
+    int compared; /* all fingerprints are compared, and the data goes through the slots after all */
 };
 
 /* Meet, once. */
@@ -29,7 +29,7 @@ static int compare_once(struct task *task)
     return ah_call_compare_all(task->group);
 }
 
-/* Where the chunk of a ticket stands. */
+/* The root's slot for a ticket. */
 static unsigned char *slot_of(const struct task *task, uint32_t ticket, size_t chunk)
 {
     size_t bytes = ah_min(chunk, task->data.bytes);
@@ -50,7 +50,7 @@ static int copy_in(struct task *task, size_t chunk, size_t chunks)
         ah_nt_store_copy(&group->store, slot_of(task, ticket, chunk), task->data.data + index * chunk, ah_chunk_bytes(task->data.bytes, chunk, index));
         ah_counter_set(group, AH_ARRIVED, ticket + 1);
         code = compare_once(task);
-        /* Nobody gives to the root: it has taken all there is. */
+        /* The root receives nothing, so it has consumed the chunk. */
         ah_counter_set(group, AH_CONSUMED, ticket + 1);
     }
     return code;
@@ -101,7 +101,7 @@ static int uses_single_copy(const struct task *task)
     return group->pids && !group->victim_l3 && group->ranks == 2 && task->data.bytes >= READ_FROM && task->data.bytes < READ_BELOW;
 }
 
-/* The root says where its tensor is; the other uses_single_copy it there. */
+/* The root publishes the address of its tensor; the other rank reads it. */
 static int single_copy(struct task *task)
 {
     struct ah_group *group = task->group;

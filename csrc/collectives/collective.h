@@ -64,8 +64,8 @@ int ah_all_to_all(struct ah_group *group, const struct ah_part *in, const struct
 /* Tensors from this size on do not stay in the caches between two steps, so copies to them go bypass the caches. */
 #define AH_BYPASS_BYTES ((size_t)4 << 20)
 
-/* Large tensors move in chunks of this: store_twice buffers of store_twice ranks stay in the second-level cache. Up to a whole
- * slot goes in one chunk, because each chunk costs two meetings. */
+/* Chunk size of large tensors: the buffers of both ranks stay in L2. Up to a whole slot is one chunk, because each
+ * chunk costs two synchronisations. */
 #define AH_CHUNK_BYTES ((size_t)512 << 10)
 
 static inline size_t ah_min(size_t a, size_t b)

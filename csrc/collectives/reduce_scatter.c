@@ -1,5 +1,5 @@
-/* reduce_scatter: a slot is part_begin into one piece for each rank, which that rank reduces from everyone's slots.
- * What payload_bytes from_payloads the call stands there in the same order. */
+/* reduce_scatter: a slot has one piece for each rank, which that rank reduces from all slots. Small tensors are in
+ * the payloads in the same order. */
 #include "shm/fingerprint.h"
 #include "collectives/collective.h"
 #include "shm/copy.h"
@@ -15,7 +15,7 @@ struct task {
     size_t piece;
 };
 
-/* Where the pieces of `rank` for everyone stand. */
+/* The slot of `rank`, with its pieces for all ranks. */
 static unsigned char *slot_of(const struct task *task, uint32_t rank, uint32_t ticket)
 {
     size_t bytes = task->group->ranks * task->piece;
@@ -97,7 +97,7 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
 
     if (!ah_reducible(task.dtype, reduction) || group->ranks > AH_MAX_RANKS || slot < (size_t)group->ranks * AH_ALIGN)
         return AH_INVALID;
-    /* Up to a whole slot goes in one chunk. */
+    /* Up to a whole slot is one chunk. */
     task.piece = slot / group->ranks / AH_ALIGN * AH_ALIGN;
     if (out.bytes > task.piece && slot > AH_CHUNK_BYTES)
         task.piece = AH_CHUNK_BYTES / group->ranks / AH_ALIGN * AH_ALIGN;

@@ -1,5 +1,5 @@
-/* What the short facts has to know of a group, whatever moves its data: whose turn it is, and what a call is called. A
- * Python object that has a lock begins with it (struct ah_locked). */
+/* The call lock of an engine: one call at a time, and what the fast path needs to know of the group. A Python object
+ * with a call lock begins with struct ah_locked. */
 #ifndef ALLHANDS_GATE_H
 #define ALLHANDS_GATE_H
 
@@ -19,9 +19,9 @@ struct ah_call_lock {
     int (*move)(void *object, struct ah_operation *move);
     PyThreadState *thread;    /* of the call that runs */
     _Atomic uint32_t turn;    /* not 0 while a call runs; see lock.c */
-    unsigned int queued;      /* calls that wait for their turn: whoever comes now comes after them */
-    int fast_path_closed;                 /* not 0: no more calls of the short facts */
-    int64_t limit_ns;         /* of a call of the short facts */
+    unsigned int queued;      /* calls that wait for the lock: later ones queue behind them */
+    int fast_path_closed;                 /* nonzero: the fast path is closed */
+    int64_t limit_ns;         /* of a call on the fast path */
     PyObject *ranks;          /* a tuple of the global rank of each rank; NULL where they are the same */
     struct ah_recorder_object *recorder; /* an owned reference; NULL before the lock is configured */
     char name[AH_GROUP_NAME];
@@ -51,12 +51,12 @@ void ah_call_lock_init(struct ah_call_lock *lock, uint32_t rank, uint32_t size, 
 
 void ah_call_lock_clear(struct ah_call_lock *lock);
 
-/* Whether it is our turn now: nobody had it, and whoever comes waits until it is given back. */
+/* Try to take the lock; nonzero if it was free. */
 int ah_call_lock_try(struct ah_call_lock *lock);
 void ah_call_lock_release(struct ah_call_lock *lock);
 
-/* Python's methods of an object with a lock. `introduce` says what the short facts has to know: the limit of a call, the
- * group's name, the global ranks (None: the same), and the recorder to write on. It is not taken before. */
+/* Methods of Python objects with a call lock. `configure_fast_path` sets the timeout, the group's name, the global
+ * ranks (None: equal to the group ranks) and the flight recorder; the fast path is closed before. */
 PyObject *ah_call_lock_enter(PyObject *object, PyObject *none);
 PyObject *ah_call_lock_exit(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *ah_call_lock_sequence(PyObject *object, PyObject *none);

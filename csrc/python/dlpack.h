@@ -1,5 +1,5 @@
-/* What the core needs of DLPack, the protocol by which array libraries describe tensors to each other: with it, one call into
- * torch tells all about a tensor, and another one makes one. The layout is fixed for a major version; this is version 1. */
+/* The part of DLPack's C exchange API that the core uses: one call into torch describes a tensor. The layout is fixed
+ * per major version; this is version 1. */
 #ifndef ALLHANDS_DLPACK_H
 #define ALLHANDS_DLPACK_H
 
@@ -30,7 +30,7 @@ struct ah_dlpack_tensor {
     uint64_t byte_offset;
 };
 
-/* A tensor that is handed over; whoever has it calls `release` once. */
+/* An owned tensor; the receiver calls `release` once. */
 struct ah_dlpack_managed {
     uint32_t major, minor;
     void *context;
@@ -44,7 +44,7 @@ struct ah_dlpack {
     void *earlier, *allocate, *own;
     /* Make a Python tensor of it; -1 with an exception set. NULL where not supported. */
     int (*wrap)(struct ah_dlpack_managed *managed, void **object);
-    /* Describe a Python tensor, as long as nobody changes it; -1 with an exception set. NULL where not supported. */
+    /* Describe a Python tensor, valid while it is unchanged; -1 with an exception set. NULL where not supported. */
     int (*describe)(void *object, struct ah_dlpack_tensor *tensor);
     void *stream;
 };

@@ -1,4 +1,4 @@
-/* One call on the short facts: what it was given, its entry, its turn and its end. */
+/* One call on the fast path: arguments, flight recorder entry, lock and outcome. */
 #ifndef ALLHANDS_CALL_H
 #define ALLHANDS_CALL_H
 
@@ -7,7 +7,7 @@
 /* What a parameter is for; the Python side knows them by these numbers. */
 enum role { OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER, ROLES };
 
-/* How far a call came on the short facts. */
+/* Result of the fast path; SLOW_PATH: nothing was done. */
 enum outcome { DONE = 0, SLOW_PATH = 1, RAISED = -1 };
 
 struct ah_fast_call {
@@ -21,7 +21,7 @@ struct ah_fast_call {
     uint64_t number;
     int64_t began_ns;
     int whole;
-    long answer; /* the rank that a message came from */
+    long answer; /* the rank that sent the message */
     struct ah_part out[AH_MAX_RANKS], in[AH_MAX_RANKS];
 };
 

@@ -1,5 +1,4 @@
-/* One operation with all that it is given, whoever asks for it and whatever moves its data; and Python's methods of an
- * object with a lock that ask for one. */
+/* One operation with its arguments, and the methods of Python objects with a call lock that perform one. */
 #ifndef ALLHANDS_MOVE_H
 #define ALLHANDS_MOVE_H
 
@@ -16,7 +15,7 @@ struct ah_operation {
     struct ah_tensor_list tensors;        /* in the place of `data`, where it has tensors */
     uint32_t dtype, reduction, root;
     int64_t limit_ns;
-    const struct ah_entry *entry; /* of a call on the short facts, NULL for any other */
+    const struct ah_entry *entry; /* of a call on the fast path, else NULL */
 };
 
 /* An entry in a type's list of methods. */

@@ -1,5 +1,5 @@
-/* What the short facts knows of torch: which tensors are plain, what their types and reductions are called here, which
- * group is meant, and where in the user's code the call stands. The Python type allhands._core.Way. */
+/* What the fast path knows of torch: plain tensors, dtypes, reductions, the default group, and the user's line of a
+ * call. The Python type allhands._core.TorchFacts. */
 #ifndef ALLHANDS_WAY_H
 #define ALLHANDS_WAY_H
 
@@ -45,13 +45,13 @@ struct ah_torch_facts {
     PyObject *world;      /* (dict, name, type, attribute) or None: where that attribute looks, see `ah_engine_of` */
     PyObject *state, *kept; /* what was last found there, and the dict of its attributes; NULL before */
     PyObject *is_neg;     /* torch's method of that name, of some tensor */
-    PyCFunction negated;  /* its C function, which asks any tensor; NULL where it is none that takes nothing else */
+    PyCFunction negated;  /* its C function, which works for any tensor; NULL if it takes arguments */
     PyTypeObject *segment_type; /* once one was seen */
     PyObject *coalescing; /* not empty while torch puts calls off */
     PyObject *call_site;  /* function that finds the place of a call which is not the direct caller's */
     PyObject *foreign;    /* tuple of the beginnings of file names that are not the user's */
     PyObject *capsule;    /* of `describe` */
-    const struct ah_dlpack *dlpack; /* NULL: tensors are asked one thing after the other */
+    const struct ah_dlpack *dlpack; /* NULL: tensors are described attribute by attribute */
     PyObject *names[AH_NAMES];
     struct ah_site sites[AH_SITES];
 };
@@ -67,17 +67,17 @@ struct ah_tensor {
 /* Returns a new reference; NULL with an exception set. */
 PyObject *ah_torch_facts_type(void);
 
-/* The object if it is a facts, else NULL (and no exception). */
+/* The object if it is a TorchFacts, else NULL without an exception. */
 struct ah_torch_facts *ah_as_torch_facts(PyObject *object);
 
 /* Look at a tensor; -1, and no exception, where it is not plain. */
 int ah_describe_tensor(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain);
 
-/* Ours for torch's reduction, 0 for one that has to go torch's facts. */
+/* Our number of torch's reduction, 0 for one that needs the slow path. */
 uint32_t ah_reduction_of(const struct ah_torch_facts *facts, PyObject *given);
 
-/* What moves the data of a group (NULL or None: the default one), where it can be called now, as a new reference; the
- * same as `segment` if it is one. The group comes in `found`. NULL, and no exception, where there is none. */
+/* The engine of a group (NULL or None: the default group) as a new reference, if it can be called now; also as
+ * `segment` if it is one. Sets `found` to the group. NULL, without an exception, if there is none. */
 struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found, struct ah_segment **segment);
 
 /* Put the place of the call into `text`; -1 with an exception set. */
