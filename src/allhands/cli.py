@@ -242,10 +242,10 @@ def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) ->
 
     The coordinator is real and has its own process; the members are simulated, over real sockets.
     """
-    from .bench import render, run
+    from .bench import rollcall_table, run
 
     rows = run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
-    click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
+    click.echo(json.dumps(rows, indent=2) if as_json else rollcall_table(rows))
 
 
 @_bench.command("launch")
@@ -280,12 +280,12 @@ def _ddp(ranks: list[int], models: str, rounds: int, no_memory: bool, as_json: b
     Compares our class on our backend, torch's class on ours, and torch's class on Gloo, in turn in the same processes,
     with a step without any of them.
     """
-    from .bench.course import course
-    from .bench.figures import figures
+    from .bench.config import ddp_config
+    from .bench.tables import ddp_table
     from .bench.training import measure
 
-    rows = [each for number in ranks for each in measure(course(number, models, rounds), memory=not no_memory)]
-    click.echo(json.dumps(rows, indent=2) if as_json else figures(rows))
+    rows = [each for number in ranks for each in measure(ddp_config(number, models, rounds), with_memory=not no_memory)]
+    click.echo(json.dumps(rows, indent=2) if as_json else ddp_table(rows))
 
 
 def _collective(operation: str) -> None:
@@ -328,19 +328,18 @@ def _collective(operation: str) -> None:
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
     @click.option("--plot", default="", metavar="FILE", help="Plot time and bandwidth into FILE (.png, .svg, .pdf).")
     def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
-        from .bench.collective import measure
-        from .bench.config import plan
-        from .bench.progress_bar import bar
-        from .bench.tables import table
+        from .bench.collective import measure, progress_bar
+        from .bench.config import collective_config
+        from .bench.tables import collective_table
 
-        asked = plan(operation, sizes_text=sizes, plot=plot, **asked_for)
-        with bar(asked) as notify:
-            rows = measure(asked, notify)
-        click.echo(json.dumps(rows, indent=2) if as_json else table(asked, rows))
+        config = collective_config(operation, sizes_text=sizes, plot=plot, **asked_for)
+        with progress_bar(config) as notify:
+            rows = measure(config, notify)
+        click.echo(json.dumps(rows, indent=2) if as_json else collective_table(config, rows))
         if plot:
-            from .bench.plot import draw
+            from .bench.tables import plot as draw
 
-            draw(asked, rows, plot)
+            draw(config, rows, plot)
 
 
 # A literal list, so that `allhands --help` does not import the bench; a test compares it with bench.operations.

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import leaks
-from allhands.bench.config import Plan
-from allhands.bench.processes import Crew
+from allhands.bench.config import CollectiveConfig
+from allhands.bench.processes import RankProcesses
 from allhands.errors import AllhandsError
 from ranks.harness import environment, launch
 
@@ -26,7 +26,7 @@ from ranks.harness import environment, launch
 DEADLINE_S = 120.0
 
 # Long enough to be disturbed in the middle.
-LONG = Plan("all_reduce", 2, (4, 1024), 500)
+LONG = CollectiveConfig("all_reduce", 2, (4, 1024), 500)
 
 
 def no_mpi() -> str:
@@ -118,14 +118,14 @@ def test_a_small_bench_of_the_engine_mpi(tmp_path: Path, against: str) -> None:
 
 
 CHECKED = """
-    from allhands.bench.buffers import Buffers
+    from allhands.bench.competitors import Buffers
     from allhands.bench.operations import OPERATIONS
     from allhands.bench.competitors import Engines
-    from allhands.bench.config import Plan
+    from allhands.bench.config import CollectiveConfig
 
     for operation, what in OPERATIONS.items():
         count = what.size(1000, size)
-        engines = Engines(Plan(operation, size, (count,), 1, ("gloo",)), rank, None)
+        engines = Engines(CollectiveConfig(operation, size, (count,), 1, ("gloo",)), rank, None)
         buffers = Buffers(operation, count, rank, size)
         for name, call in engines.calls(buffers, count).items():
             buffers.fill()
@@ -163,10 +163,10 @@ def gone(pids: list[int]) -> bool:
 
 def disturbed(peers: tuple[str, ...], number: signal.Signals, silence_s: float) -> tuple[AllhandsError, list[int]]:
     """Send a signal to rank 1 after the first round; return the error that followed, and the pids of the ranks."""
-    plan = Plan(LONG.operation, LONG.ranks, LONG.sizes, LONG.rounds, peers)
+    plan = CollectiveConfig(LONG.operation, LONG.ranks, LONG.sizes, LONG.rounds, peers)
     pids: list[int] = []
     try:
-        with Crew(plan, silence_s=DEADLINE_S) as crew:
+        with RankProcesses(plan, silence_s=DEADLINE_S) as crew:
             for words in crew.words():
                 if "round" in words and not pids:
                     pids = list(crew.pids.values())
@@ -200,7 +200,7 @@ def test_ranks_that_hang_are_reported(peers: tuple[str, ...]) -> None:
 
 def test_a_rank_that_raises_is_reported() -> None:
     """An exception of a rank is the reason that is given, with its traceback."""
-    with pytest.raises(AllhandsError) as caught, Crew(Plan("nonsense", 2, (4,), 1)) as crew:
+    with pytest.raises(AllhandsError) as caught, RankProcesses(CollectiveConfig("nonsense", 2, (4,), 1)) as crew:
         list(crew.words())
     assert caught.value.slug == "engine-failed"
     assert "KeyError: 'nonsense'" in str(caught.value)

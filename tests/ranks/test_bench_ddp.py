@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allhands.bench.course import Course
-from allhands.bench.training import held
+from allhands.bench.config import DdpConfig
+from allhands.bench.training import memory
 
 pytest.importorskip("allhands._core", reason="the C core is built on Linux only")
 
@@ -15,5 +15,5 @@ _MODEL_BYTES = 2 * 2 * 7 << 20
 
 def test_memory_is_that_of_model_and_gradients() -> None:
     """It is no less than both on all ranks, and what shared memory and imports take is not in it."""
-    found = held(Course(2, ("mlp",), 1), "allhands")
+    found = memory(DdpConfig(2, ("mlp",), 1), "allhands")
     assert _MODEL_BYTES < found["mlp"] < 3 * _MODEL_BYTES

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from allhands.bench import render, run
+from allhands.bench import rollcall_table, run
 from allhands.errors import AllhandsError
 
 
@@ -23,7 +23,7 @@ def test_a_small_roll_call_is_measured(transport: Literal["tcp", "unix"]) -> Non
     assert row["coordinator_rss_after_kib"] >= row["coordinator_rss_before_kib"] > 0
     for phase in ("rollcall", "store", "death", "leave"):
         assert any(line.endswith(f": {phase}") for line in said)
-    assert "40" in render([row])
+    assert "40" in rollcall_table([row])
 
 
 def test_too_few_descriptors_are_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:

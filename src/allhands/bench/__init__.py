@@ -1,6 +1,6 @@
-"""Measuring: what a roll call costs as jobs grow. Needs no torch."""
+"""`allhands bench`: measurements of the roll call, launches, collectives and training. Importing it needs no torch."""
 
-from .report import render
 from .rollcall import run
+from .tables import rollcall_table
 
-__all__ = ["render", "run"]
+__all__ = ["rollcall_table", "run"]

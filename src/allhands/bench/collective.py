@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from .config import Plan
-from .memcpy_floor import COPIES, floor_s, speed
-from .operations import OPERATIONS, bus_bandwidth
-from .processes import Crew, cores
+from .config import CollectiveConfig
+from .operations import COPIES, OPERATIONS, bus_bandwidth, copy_speed, floor_s
+from .processes import RankProcesses, cores
+from .tables import size_text
 
-__all__ = ["measure", "row"]
+__all__ = ["measure", "progress_bar", "row"]
 
 _Notify = Callable[[int, int, int], None]
 
 
-def measure(plan: Plan, notify: _Notify = lambda _size, _round, _done: None) -> list[dict[str, Any]]:
+def measure(plan: CollectiveConfig, notify: _Notify = lambda _size, _round, _done: None) -> list[dict[str, Any]]:
     """Run the ranks of ``plan``, and return a row for each size.
 
     ``notify`` is told the size, the round that was done, and how many rounds are done in all; nothing is measured
@@ -28,7 +30,7 @@ def measure(plan: Plan, notify: _Notify = lambda _size, _round, _done: None) -> 
     done = 0
     # Whoever else works on this machine slows engines that spin most: a reader must know.
     load = os.getloadavg()[0]
-    with Crew(plan) as crew:
+    with RankProcesses(plan) as crew:
         for words in crew.words():
             if "about" in words:
                 about = words["about"]
@@ -41,7 +43,7 @@ def measure(plan: Plan, notify: _Notify = lambda _size, _round, _done: None) -> 
     return rows
 
 
-def row(plan: Plan, size: int, times: dict[str, list[float]], about: dict[str, str]) -> dict[str, Any]:
+def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about: dict[str, str]) -> dict[str, Any]:
     """Return what was measured of one size: for each engine, and the floor where copies were timed.
 
     ``times`` holds the seconds of one call in each round, those of the slowest rank.
@@ -70,10 +72,33 @@ def row(plan: Plan, size: int, times: dict[str, list[float]], about: dict[str, s
         memcpy, stream = (statistics.median(times[name]) for name in ("memcpy", "stream"))
         least = floor_s(plan.operation, plan.ranks, size, stream)
         found["floor"] = {
-            "memcpy_bytes_per_s": speed(size, memcpy),
-            "stream_bytes_per_s": speed(size, stream),
+            "memcpy_bytes_per_s": copy_speed(size, memcpy),
+            "stream_bytes_per_s": copy_speed(size, stream),
             "moved_bytes": OPERATIONS[plan.operation].moved(size, plan.ranks),
             "floor_s": least,
             "ratio": ours / least,
         }
     return found
+
+
+@contextmanager
+def progress_bar(plan: CollectiveConfig) -> Iterator[Callable[[int, int, int], None]]:
+    """Show a bar on standard error for a block; yields what `collective.measure` is to notify."""
+    if not sys.stderr.isatty():
+        yield lambda _size, _round, _done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # It has no thread of its own: that would draw while ranks are measured, on one of their cores.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
+        total = len(plan.sizes) * plan.rounds
+        task = shown.add_task(f"{plan.operation}: starting {plan.ranks} ranks", total=total)
+        shown.refresh()
+
+        def notify(size: int, turn: int, done: int) -> None:
+            words = f"{plan.operation} {size_text(size)}, round {turn} of {plan.rounds}"
+            shown.update(task, description=words, completed=done, refresh=True)
+
+        yield notify

@@ -17,15 +17,95 @@ import torch.distributed as torch_dist
 
 import allhands
 
-from .buffers import Buffers
-from .config import Plan
-from .memcpy_floor import COPIES, copied
-from .operations import OPERATIONS
+from .config import CollectiveConfig
+from .operations import COPIES, OPERATIONS, copied_bytes
 
-__all__ = ["Call", "Engines", "start_mpi"]
+__all__ = ["Buffers", "Call", "Engines", "start_mpi"]
 
 # Ranks come within seconds of each other, and a collective of the bench takes at most seconds: more is a hang.
 _TIMEOUT_S = 60.0
+
+
+class Buffers:
+    """One rank's tensors for one operation and size: float32, zero, so that summing them again changes nothing."""
+
+    def __init__(self, operation: str, size: int, rank: int, ranks: int, device: str = "cpu") -> None:
+        self._operation = operation
+        self._rank = rank
+        self._ranks = ranks
+        what = OPERATIONS[operation]
+        self.tensors: dict[str, Any] = {"whole": None, "other": None, "part": None}
+        for name in what.buffers:
+            if name == "part":
+                self.tensors[name] = torch.zeros(size // 4 // ranks, device=device)
+            elif rank == 0 or not what.rooted:
+                self.tensors[name] = torch.zeros(size // 4, device=device)
+        self._parts = self._cut("whole")
+        self._others = self._cut("other")
+
+    def _cut(self, name: str) -> list[torch.Tensor] | None:
+        whole = self.tensors[name]
+        if whole is None or not OPERATIONS[self._operation].divided:
+            return None
+        return list(whole.chunk(self._ranks))
+
+    def names(self) -> dict[str, Any]:
+        """Return what the text of a call may name."""
+        return {**self.tensors, "parts": self._parts, "others": self._others}
+
+    def fill(self) -> None:
+        """Write what each rank gives, so that `right` can tell whether the others got it."""
+        whole, part, parts = self.tensors["whole"], self.tensors["part"], self._parts or []
+        match self._operation:
+            case "all_reduce" | "reduce":
+                whole.fill_(self._rank + 1)
+            case "broadcast" | "send_recv":
+                whole.fill_(7 if self._rank == 0 else 0)
+            case "all_gather" | "all_gather_into_tensor" | "gather":
+                part.fill_(self._rank + 1)
+            case "scatter":
+                for number, each in enumerate(parts):
+                    each.fill_(number + 1)
+            case "reduce_scatter" | "reduce_scatter_tensor":
+                for number, each in enumerate(parts):
+                    each.fill_((self._rank + 1) * (number + 1))
+            case "all_to_all" | "all_to_all_single":
+                for number, each in enumerate(parts):
+                    each.fill_(self._rank * self._ranks + number + 1)
+
+    def right(self) -> bool:
+        """Tell whether this rank got what the others gave."""
+        whole, part, rank, ranks = self.tensors["whole"], self.tensors["part"], self._rank, self._ranks
+        total = ranks * (ranks + 1) // 2
+        match self._operation:
+            case "all_reduce":
+                return _is(whole, total)
+            case "reduce":
+                return rank != 0 or _is(whole, total)
+            case "broadcast":
+                return _is(whole, 7)
+            case "send_recv":
+                return rank > 1 or _is(whole, 7)
+            case "all_gather" | "all_gather_into_tensor" | "gather":
+                return all(_is(each, number + 1) for number, each in enumerate(self._parts or []))
+            case "scatter":
+                return _is(part, rank + 1)
+            case "reduce_scatter" | "reduce_scatter_tensor":
+                return _is(part, (rank + 1) * total)
+            case "all_to_all" | "all_to_all_single":
+                return all(_is(each, number * ranks + rank + 1) for number, each in enumerate(self._others or []))
+        return True
+
+    def clear(self) -> None:
+        """Write zeros everywhere."""
+        for tensor in self.tensors.values():
+            if tensor is not None:
+                tensor.zero_()
+
+
+def _is(tensor: torch.Tensor, value: float) -> bool:
+    least, greatest = torch.aminmax(tensor)
+    return bool(least == value and greatest == value)
 
 
 class Call:
@@ -58,7 +138,7 @@ def start_mpi(engine: str) -> Any:
 class Engines:
     """The groups that a rank is in. All ranks make it, and call its methods, at the same time."""
 
-    def __init__(self, plan: Plan, rank: int, mpi: Any) -> None:
+    def __init__(self, plan: CollectiveConfig, rank: int, mpi: Any) -> None:
         self._plan = plan
         self._rank = rank
         self._mpi = mpi
@@ -84,7 +164,7 @@ class Engines:
                 os.environ["ALLHANDS_ENGINE"] = before
 
     def _copies(self) -> tuple[Any, Any]:
-        count = copied(max(self._plan.sizes)) // 4 if self._plan.floor else 0
+        count = copied_bytes(max(self._plan.sizes)) // 4 if self._plan.floor else 0
         # Written, not zeros as they come: pages that nobody wrote are all the same page, and that one is cached.
         return torch.ones(count, device=self._plan.device), torch.ones(count, device=self._plan.device)
 
@@ -101,7 +181,7 @@ class Engines:
         if "mpi" in self._plan.peers:
             made["mpi"] = self._call(what.mpi, self._mpi_names(names), "")
         if self._plan.floor and size:
-            text, found = self._copy(copied(size))
+            text, found = self._copy(copied_bytes(size))
             busy = bool(self._text(what.torch))
             for name, everyone in COPIES.items():
                 mine = busy if everyone else self._rank == 0

@@ -12,7 +12,21 @@ import msgspec
 from ..errors import AllhandsError, fail
 from .operations import OPERATIONS
 
-__all__ = ["ENGINES", "PEERS", "Plan", "check_memory", "missing_mpi", "need", "peers", "plan", "sizes"]
+__all__ = [
+    "CONTESTANTS",
+    "ENGINES",
+    "MODELS",
+    "PEERS",
+    "CollectiveConfig",
+    "DdpConfig",
+    "check_memory",
+    "collective_config",
+    "ddp_config",
+    "memory_needed",
+    "missing_mpi",
+    "parse_peers",
+    "parse_sizes",
+]
 
 # Whom we can be measured against, in the order in which they are shown.
 PEERS = ("gloo", "mpi")
@@ -28,7 +42,7 @@ _PROCESS_BYTES = 320 << 20
 _WHO = "allhands bench"
 
 
-class Plan(msgspec.Struct, frozen=True):
+class CollectiveConfig(msgspec.Struct, frozen=True):
     """What the ranks are to measure; sizes in bytes, ``peers`` in the order of `PEERS`."""
 
     operation: str
@@ -52,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True):
         return rank * self.hosts // self.ranks
 
 
-def plan(
+def collective_config(
     operation: str,
     *,
     ranks: int,
@@ -64,7 +78,7 @@ def plan(
     device: str = "cpu",
     hosts: int = 1,
     engine: str = "shm",
-) -> Plan:
+) -> CollectiveConfig:
     """Return the plan that the options ask for.
 
     Raises invalid-argument for what makes no sense (more memory than there is included), mpi-missing where MPI is
@@ -72,8 +86,8 @@ def plan(
     """
     what = OPERATIONS[operation]
     # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
-    wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in sizes(sizes_text)))
-    made = Plan(operation, ranks, wanted, rounds, peers(against), floor, device, hosts, engine)
+    wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in parse_sizes(sizes_text)))
+    made = CollectiveConfig(operation, ranks, wanted, rounds, parse_peers(against), floor, device, hosts, engine)
     if hosts > 1:
         _check_hosts(made)
     check_memory(made)
@@ -86,7 +100,7 @@ def plan(
     return made
 
 
-def sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     """Read ``4:64M`` (each four times the one before) or ``4,1K,1M``, in bytes."""
     try:
         given = [_bytes(part) for part in text.split(":" if ":" in text else ",")]
@@ -115,7 +129,7 @@ def _bytes(text: str) -> int:
     return value
 
 
-def peers(text: str) -> tuple[str, ...]:
+def parse_peers(text: str) -> tuple[str, ...]:
     """Read ``gloo,mpi``; ``none`` means nobody."""
     given = [name.strip().lower() for name in text.split(",")]
     for name in given:
@@ -130,7 +144,7 @@ def peers(text: str) -> tuple[str, ...]:
     return tuple(name for name in PEERS if name in given)
 
 
-def need(asked: Plan) -> int:
+def memory_needed(asked: CollectiveConfig) -> int:
     """Return how many bytes of memory ``asked`` takes in all, roughly and rather too many."""
     largest = max(asked.sizes)
     held = OPERATIONS[asked.operation].held(largest, asked.ranks)
@@ -139,14 +153,14 @@ def need(asked: Plan) -> int:
     return int(asked.ranks * (_PROCESS_BYTES + each))
 
 
-def check_memory(asked: Plan, available: int | None = None) -> None:
+def check_memory(asked: CollectiveConfig, available: int | None = None) -> None:
     """Raise invalid-argument where ``asked`` needs more than ``available`` bytes (by default: what there is)."""
     free = _available() if available is None else available
-    if need(asked) > free:
+    if memory_needed(asked) > free:
         raise fail(
             "invalid-argument",
             f"{asked.operation} of up to {max(asked.sizes):,} bytes on {asked.ranks} ranks needs about "
-            f"{need(asked) / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are available",
+            f"{memory_needed(asked) / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are available",
             who=_WHO,
             fix="give a smaller upper end in --sizes, or fewer --ranks" + (", or no --floor" if asked.floor else ""),
         )
@@ -169,7 +183,7 @@ def _available() -> int:
     return max(0, free)
 
 
-def _check_gpu(asked: Plan) -> None:
+def _check_gpu(asked: CollectiveConfig) -> None:
     if not Path("/proc/driver/nvidia/version").exists():
         raise fail(
             "gpu-missing",
@@ -188,7 +202,7 @@ def _check_gpu(asked: Plan) -> None:
         )
 
 
-def _check_hosts(asked: Plan) -> None:
+def _check_hosts(asked: CollectiveConfig) -> None:
     wrong = ""
     if asked.hosts > asked.ranks:
         wrong = f"{asked.ranks} ranks cannot be on {asked.hosts} hosts"
@@ -242,3 +256,42 @@ def _check_plot(path: str) -> None:
             who=_WHO,
             fix="give a name that ends in .png, .svg or .pdf, in a folder that exists",
         )
+
+
+# Training ---------------------------------------------------------------------------------------------------
+
+# Small enough for two cores and a minute, large enough that gradients fill several buckets. The last is the transformer
+# with 16 tokens in place of 512: as many gradients of the same size come of them, and what computing varies by, which
+# is a share of what it takes, hides less of what they take to move.
+MODELS = ("mlp", "cnn", "transformer", "transformer-16")
+
+# Who trains, in the order in which they are shown: our class on our backend, torch's on ours, torch's on Gloo; the
+# module itself on all ranks at once, with a barrier after each backward pass and nothing else between them, and with
+# nothing at all; and on rank 0 alone while the others sleep.
+CONTESTANTS = ("allhands", "torch", "gloo", "lockstep", "apart", "single")
+
+
+class DdpConfig(msgspec.Struct, frozen=True):
+    """What the ranks are to train. ``who`` limits the contestants, for the measurement of memory."""
+
+    ranks: int
+    models: tuple[str, ...]
+    rounds: int
+    who: tuple[str, ...] = CONTESTANTS
+    operation: str = "ddp"
+    peers: tuple[str, ...] = ()
+
+
+def ddp_config(ranks: int, models: str, rounds: int) -> DdpConfig:
+    """Return what the options ask for; raises invalid-argument for a model that there is not."""
+    names = tuple(name.strip() for name in models.split(","))
+    for name in names:
+        if name not in MODELS:
+            near = get_close_matches(name, MODELS, n=1)
+            raise fail(
+                "invalid-argument",
+                f"--models {models!r}: there is no model {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                who="allhands bench ddp",
+                fix=f"name some of {', '.join(MODELS)}",
+            )
+    return DdpConfig(ranks, names, rounds)

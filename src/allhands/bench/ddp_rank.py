@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import allhands
 
-from .course import Course
-from .models import build
-from .rank import Line, serve
-from .sample import Spell
+from .config import DdpConfig
+from .rank import CommandConnection, serve
+from .training import Sample
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ class _Learner:
     def __init__(self, model: str, who: str, rank: int, gloo: Any) -> None:
         self.works = who != "single" or rank == 0
         self._lockstep = who == "lockstep"
-        self._model, self._batch = build(model)
+        self._model, self._batch = _build(model)
         # Each at its best: torch's with views of its buckets, ours as it comes.
         if who == "allhands":
             self._model = allhands.DistributedDataParallel(self._model)
@@ -65,7 +65,7 @@ class _Learner:
             allhands.barrier()
         self._optimizer.step()
 
-    def spell(self, steps: int, *, first: bool = True) -> Spell:
+    def spell(self, steps: int, *, first: bool = True) -> Sample:
         """Train for ``steps``, with ``first`` one before them that is not timed."""
         cores, ends = 0.0, [0.0] * (steps + 1)
         if first:
@@ -86,15 +86,15 @@ class _Learner:
         # Whoever has nothing to do sleeps here.
         allhands.all_reduce(slowest, op=allhands.ReduceOp.MAX)
         allhands.all_reduce(total)
-        return Spell(float(slowest[-1]), float(slowest[:-1].min()), float(total))
+        return Sample(float(slowest[-1]), float(slowest[:-1].min()), float(total))
 
 
 def main() -> None:
     """Be one rank; see `rank.serve`."""
-    serve(Course, _learn)
+    serve(DdpConfig, _learn)
 
 
-def _learn(asked: Course, rank: int, _: Any, line: Line) -> None:
+def _learn(asked: DdpConfig, rank: int, _: Any, line: CommandConnection) -> None:
     torch.set_num_threads(1)
     allhands.init_process_group("allhands", rank=rank, world_size=asked.ranks, timeout=_TIMEOUT_S)
     gloo = torch_dist.new_group(backend="gloo")
@@ -108,7 +108,7 @@ def _learn(asked: Course, rank: int, _: Any, line: Line) -> None:
     allhands.destroy_process_group()
 
 
-def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
+def _race(model: str, asked: DdpConfig, rank: int, gloo: Any, line: CommandConnection) -> None:
     learners = {who: _Learner(model, who, rank, gloo) for who in asked.who}
     takes = {}
     for who, learner in learners.items():
@@ -120,7 +120,7 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
     # What was imported takes Python's collector 0.1 s to go through, in the middle of somebody's spell.
     gc.collect()
     gc.freeze()
-    spells: dict[str, list[Spell]] = {who: [] for who in learners}
+    spells: dict[str, list[Sample]] = {who: [] for who in learners}
     turns = _LONG_TURNS if long else 1
     for turn in range(asked.rounds * turns):
         # By lot, the same on all ranks: nobody always comes after the same neighbour.
@@ -129,13 +129,13 @@ def _race(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
         if rank == 0:
             line.tell(size=model, round=turn // turns + 1, wait=True)
     if rank == 0:
-        parameters = list(build(model)[0].parameters())
+        parameters = list(_build(model)[0].parameters())
         about = {"bytes": sum(each.nbytes for each in parameters), "tensors": len(parameters)}
         line.tell(size=model, spells=spells, model=about, wait=True)
     gc.unfreeze()
 
 
-def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> None:
+def _remember(model: str, asked: DdpConfig, rank: int, gloo: Any, line: CommandConnection) -> None:
     """Train with one contestant; the command looks at the memory of all ranks before and after."""
     # What is imported when something is first used, and what groups have, is no part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
@@ -152,3 +152,21 @@ def _remember(model: str, asked: Course, rank: int, gloo: Any, line: Line) -> No
         line.tell(size=model, phase="after", wait=True)
     # Nobody lets go of anything before all were looked at: what is shared then would be taken for somebody's own.
     allhands.barrier()
+
+
+def _build(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """Return the model ``name``, the same on every rank, and a batch for it."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+        return nn.Sequential(*layers), torch.randn(64, 784)
+    if name == "cnn":
+        parts: list[nn.Module] = []
+        for before, after in ((3, 32), (32, 64), (64, 128)):
+            parts += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+        head = [nn.Flatten(), nn.Linear(128 * 16, 256), nn.ReLU(), nn.Linear(256, 10)]
+        return nn.Sequential(*parts, *head), torch.randn(16, 3, 32, 32)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    shape = (1, 16) if name == "transformer-16" else (8, 64)
+    return nn.Sequential(nn.Embedding(1000, 256), encoder, nn.Linear(256, 1000)), torch.randint(0, 1000, shape)

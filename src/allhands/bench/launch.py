@@ -148,7 +148,7 @@ def _has_bytecode() -> bool:
     Asked after launches: where they may write it (not with PYTHONDONTWRITEBYTECODE), the first one has.
     """
     # The last that a rank imports, so that its bytecode is the last to be there.
-    source = Path(__file__).parents[1] / "group" / "backend.py"
+    source = Path(__file__).parents[1] / "groups" / "backend.py"
     cache = Path(importlib.util.cache_from_source(str(source)))
     if not cache.exists():
         return False

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["OPERATIONS", "Operation", "bus_bandwidth"]
+__all__ = [
+    "COPIES",
+    "LEAST_JUDGED",
+    "OPERATIONS",
+    "Operation",
+    "bus_bandwidth",
+    "copied_bytes",
+    "copy_speed",
+    "floor_s",
+]
 
 # All ranks' data together: up to this much all_reduce goes in one shot (ONE_SHOT_BYTES in csrc/all_reduce.c).
 _ONE_SHOT = 64 << 10
@@ -207,3 +216,32 @@ OPERATIONS: dict[str, Operation] = {
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
     """Return the bus bandwidth in bytes per second, as nccl-tests defines it."""
     return OPERATIONS[operation].factor(ranks) * size / seconds
+
+
+# Floor ------------------------------------------------------------------------------------------------------
+
+# The two copies that are timed, and whether all ranks that take part make them at the same time (STREAM's way) or
+# rank 0 alone.
+COPIES = {"memcpy": False, "stream": True}
+
+# Below this a copy is mostly the call of it, so its speed is that of a copy of this size, which every core's cache
+# holds twice.
+_LEAST_COPIED = 64 << 10
+
+# Below this an operation is mostly meetings and calls: how many times the floor it takes says nothing.
+LEAST_JUDGED = 64 << 10
+
+
+def copied_bytes(size: int) -> int:
+    """Return how many bytes a copy moves from one place to another to find the floor of ``size`` bytes."""
+    return max(size, _LEAST_COPIED)
+
+
+def copy_speed(size: int, seconds: float) -> float:
+    """Return what a copy in ``seconds`` loads and stores, in bytes per second: each byte counts twice."""
+    return 2 * copied_bytes(size) / seconds
+
+
+def floor_s(operation: str, ranks: int, size: int, stream_s: float) -> float:
+    """Return the floor in seconds, where ``ranks`` copies at the same time took ``stream_s`` each."""
+    return OPERATIONS[operation].moved(size, ranks) / copy_speed(size, stream_s)

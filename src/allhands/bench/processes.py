@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -14,21 +15,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from ..errors import AllhandsError, fail
-from .config import Plan, missing_mpi
-from .course import Course
-from .network import PORT, Network, address
-from .tempdir import near
+from .config import CollectiveConfig, DdpConfig, missing_mpi
 
-__all__ = ["Crew", "cores"]
+__all__ = ["Network", "RankProcesses", "cores", "short_path"]
 
 # Found where this process found the package, as for the coordinator's own process.
 _PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
@@ -61,10 +60,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Crew:
+class RankProcesses:
     """The ranks of one plan while a block runs. Nothing of them is left when it ends."""
 
-    def __init__(self, plan: Plan | Course, silence_s: float = _SILENCE_S, program: str = "rank") -> None:
+    def __init__(
+        self, plan: CollectiveConfig | DdpConfig, silence_s: float = _SILENCE_S, program: str = "rank"
+    ) -> None:
         self._plan = plan
         # The module of this package whose `main` is a rank.
         self._program = program
@@ -88,7 +89,7 @@ class Crew:
 
     def __enter__(self) -> Self:
         try:
-            with near(self._folder) as place:
+            with short_path(self._folder) as place:
                 self._listener.bind(f"{place}/socket")
             self._listener.listen(self._plan.ranks)
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -127,14 +128,14 @@ class Crew:
                     environment.setdefault(f"OMPI_MCA_btl_{engine}_backing_directory", str(self._folder))
             self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *words, "-1"], environment)
             return
-        if isinstance(self._plan, Plan) and self._plan.hosts > 1:
+        if isinstance(self._plan, CollectiveConfig) and self._plan.hosts > 1:
             self._start_on_hosts(self._plan, words, environment)
             return
         for rank in range(self._plan.ranks):
             self._spawn(str(rank), [*words, str(rank)], environment)
 
-    def _start_on_hosts(self, plan: Plan, words: list[str], environment: dict[str, str]) -> None:
-        environment |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+    def _start_on_hosts(self, plan: CollectiveConfig, words: list[str], environment: dict[str, str]) -> None:
+        environment |= {"MASTER_ADDR": _address(0), "MASTER_PORT": str(_PORT)}
         environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
         self._network = Network(plan.hosts).__enter__()
         for rank in range(plan.ranks):
@@ -325,3 +326,139 @@ def _ours(pid: int, folder: str) -> bool:
 
 def _tail(text: str, lines: int) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def short_path(folder: Path) -> Iterator[str]:
+    """Yield another path to ``folder``, short enough for the address of a socket in it: those end at 108 bytes."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+# Network namespaces -----------------------------------------------------------------------------------------
+
+# <linux/sched.h>; the standard library has it from 3.12 on.
+_CLONE_NEWNET = 0x40000000
+
+# Any will do: nothing else listens in a namespace that was just made, and nobody outside sees its addresses.
+_PORT = 29500
+
+_T = TypeVar("_T")
+
+
+def _address(host: int) -> str:
+    """Return the address of a host on the network that they share."""
+    return f"10.77.0.{host + 1}"
+
+
+class Network:
+    """Hosts while a block runs. Raises namespaces-refused where they cannot be made."""
+
+    def __init__(self, hosts: int) -> None:
+        self._number = hosts
+        self._hosts: list[int] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+        except BaseException:
+            self._forget()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forget()
+
+    def _make(self) -> None:
+        if shutil.which("ip") is None:
+            raise _refused("`ip` is not installed (apt-get install iproute2)")
+        switch = self._namespace()
+        self._hosts.append(switch)
+        self._ip(switch, "link add br0 type bridge", "link set br0 up")
+        for number in range(self._number):
+            host = self._namespace()
+            self._hosts.append(host)
+            self._ip(
+                switch,
+                f"link add port{number} type veth peer name eth0 netns /proc/self/fd/{host}",
+                f"link set port{number} master br0 up",
+            )
+            self._ip(host, "link set lo up", f"addr add {_address(number)}/24 dev eth0", "link set eth0 up")
+
+    def within(self, host: int, make: Callable[[], _T]) -> _T:
+        """Return what ``make`` returns on a host; a process that it starts stays there."""
+        return _within(self._hosts[1 + host], make)
+
+    def _namespace(self) -> int:
+        def make() -> int:
+            _check(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET))
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+        return _aside(make)
+
+    def _ip(self, namespace: int, *lines: str) -> None:
+        for line in lines:
+            done = _within(
+                namespace,
+                lambda line=line: subprocess.run(  # type: ignore[misc]  # a default that mypy does not see through
+                    ["ip", *line.split()],  # noqa: S607  # whichever is on PATH
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    pass_fds=self._hosts,
+                ),
+            )
+            if done.returncode:
+                raise _refused(f"ip {line}: {done.stderr.strip()}")
+
+    def _forget(self) -> None:
+        while self._hosts:
+            os.close(self._hosts.pop())
+
+
+def _within(namespace: int, make: Callable[[], _T]) -> _T:
+    def enter() -> _T:
+        _check(ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET))
+        return make()
+
+    return _aside(enter)
+
+
+def _aside(make: Callable[[], _T]) -> _T:
+    """Return what ``make`` returns in a thread of its own, which is the only one that moves."""
+    made: list[_T] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
+            problems.append(problem)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for problem in problems:
+        raise problem
+    return made[0]
+
+
+def _check(code: int) -> None:
+    if code:
+        raise _refused(f"the kernel says: {os.strerror(ctypes.get_errno())}")
+
+
+def _refused(why: str) -> AllhandsError:
+    return fail(
+        "namespaces-refused",
+        "--hosts needs network namespaces as hosts, and they cannot be made here",
+        who=f"allhands bench (pid {os.getpid()}, user {os.getuid()})",
+        why=why,
+        fix="run it as root, or in a namespace of its own: `unshare --user --map-root-user --net allhands bench ...`; "
+        "or measure without --hosts",
+    )

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from .config import Plan
-from .memcpy_floor import COPIES
-from .tempdir import near
+from .config import CollectiveConfig
+from .operations import COPIES
+from .processes import short_path
 
-__all__ = ["Line", "main", "serve"]
+__all__ = ["CommandConnection", "main", "serve"]
 
 # How long an engine, and a copy, is measured at a time: enough calls for a mean at small sizes, and few enough
 # seconds for a whole range of sizes in a minute.
@@ -43,14 +43,14 @@ _TRIALS = 2
 _MOST = 5_000
 
 
-class Line:
+class CommandConnection:
     """The connection to the command."""
 
     def __init__(self, path: str, folder: str) -> None:
         self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            with near(Path(path).parent) as place:
+            with short_path(Path(path).parent) as place:
                 self._socket.connect(f"{place}/{Path(path).name}")
         except OSError:
             self._alone()
@@ -86,14 +86,14 @@ def main() -> None:
 
     The rank is -1 where MPI knows it.
     """
-    serve(Plan, _measure)
+    serve(CollectiveConfig, _measure)
 
 
-def serve(kind: type[Any], measure: Callable[[Any, int, Any, Line], None]) -> None:
+def serve(kind: type[Any], measure: Callable[[Any, int, Any, CommandConnection], None]) -> None:
     """Be a rank that does ``measure`` with the plan, of the ``kind`` given, that argv holds."""
     path, folder, order, number = sys.argv[1:5]
     plan = msgspec.json.decode(order.encode(), type=kind)
-    line = Line(path, folder)
+    line = CommandConnection(path, folder)
     rank = int(number)
     try:
         mpi = None
@@ -123,11 +123,10 @@ def _print_into(path: str) -> None:
     os.close(target)
 
 
-def _measure(plan: Plan, rank: int, mpi: Any, line: Line) -> None:
+def _measure(plan: CollectiveConfig, rank: int, mpi: Any, line: CommandConnection) -> None:
     import torch
 
-    from .buffers import Buffers
-    from .competitors import Engines
+    from .competitors import Buffers, Engines
 
     torch.set_num_threads(1)
     engines = Engines(plan, rank, mpi)

@@ -20,7 +20,7 @@ from ..control.coordinator_process import Options, start
 from ..control.rendezvous import random_socket_name
 from ..control.waiting_line import WaitingLine
 from ..errors import fail
-from .simulated_members import SPARE_DESCRIPTORS, Plan
+from .simulated_members import SPARE_DESCRIPTORS, Simulation
 
 __all__ = ["run"]
 
@@ -104,13 +104,13 @@ def _job(members: int, transport: str, end: Literal["death", "leave"], at: _Noti
     )
     coordinator = start(options, time.monotonic() + _PHASE_S)
     try:
-        plan = Plan(members, coordinator.pid, options.unix, coordinator.host, coordinator.port, token, end, _PHASE_S)
-        return _crowd(plan, at)
+        address = (options.unix, coordinator.host, coordinator.port)
+        return _simulate(Simulation(members, coordinator.pid, *address, token, end, _PHASE_S), at)
     finally:
         coordinator.end(5.0)
 
 
-def _crowd(plan: Plan, at: _Notify) -> dict[str, float]:
+def _simulate(plan: Simulation, at: _Notify) -> dict[str, float]:
     root = str(Path(__file__).resolve().parents[2])
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -1,7 +1,7 @@
 """A crowd of simulated members in one process: each with a socket, a handshake and a claim of its own.
 
 What they say are the real messages; only their number is make-believe. Started by `rollcall` as a process of
-its own, so that its work is not counted as the coordinator's. It reads one `Plan` from standard input and
+its own, so that its work is not counted as the coordinator's. It reads one `Simulation` from standard input and
 writes one JSON object a line: what it is at, then what it measured.
 """
 
@@ -48,7 +48,7 @@ from ..control.messages import (
 )
 from ..control.process_identity import Identity
 
-__all__ = ["SPARE_DESCRIPTORS", "Plan", "main"]
+__all__ = ["SPARE_DESCRIPTORS", "Simulation", "main"]
 
 # What the process needs besides one socket for each member.
 SPARE_DESCRIPTORS = 64
@@ -61,7 +61,7 @@ _CONNECTING = 256
 _NODE = 8
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Simulation(msgspec.Struct, frozen=True):
     """What the crowd is to do. ``host`` "" means the Unix socket ``unix``; ``end`` is how the job ends."""
 
     members: int
@@ -146,7 +146,7 @@ class _Member(asyncio.Protocol):
 class _Crowd:
     """All members together, and what they wait for."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Simulation) -> None:
         self.plan = plan
         self.members = [_Member(self, rank) for rank in range(plan.members)]
         self.measured: dict[str, float] = {}
@@ -258,7 +258,7 @@ def main() -> int:
     """Play the crowd of the plan on standard input."""
     # Whoever measures may be interrupted; nobody else would end this process.
     _core.set_parent_death_signal(signal.SIGKILL)
-    plan = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Plan)
+    plan = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Simulation)
     need = plan.members + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if need > soft:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import Plan
-from .memcpy_floor import LEAST_JUDGED
-from .operations import OPERATIONS
+from .config import CollectiveConfig
+from .operations import LEAST_JUDGED, OPERATIONS
 
-__all__ = ["legend", "size_words", "table"]
+__all__ = ["collective_table", "ddp_table", "legend", "plot", "rollcall_table", "size_text"]
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def table(plan: Plan, rows: list[dict[str, Any]]) -> str:
+def collective_table(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> str:
     """Put ``rows`` of `collective.measure` into an aligned table with its legend."""
     groups = [("", ["size"])]
     groups += [(name, ["median", "least", "GB/s", *(["ratio"] if name in plan.peers else [])]) for name in _shown(plan)]
     if plan.floor:
         groups.append(("floor", ["memcpy", "stream", "time", "times"]))
     cells = [[headings for _, headings in groups]]
-    cells += [
-        [[size_words(row["bytes"])], *_engines(plan, row), *([_floor(row)] if plan.floor else [])] for row in rows
-    ]
+    cells += [[[size_text(row["bytes"])], *_engines(plan, row), *([_floor(row)] if plan.floor else [])] for row in rows]
     widths = [
         [max(len(line[group][column]) for line in cells) for column in range(len(headings))]
         for group, (_, headings) in enumerate(groups)
@@ -37,11 +34,11 @@ def table(plan: Plan, rows: list[dict[str, Any]]) -> str:
     return "\n".join([top.rstrip(), lines[0], "-" * len(lines[0]), *lines[1:], "", *legend(plan, rows)])
 
 
-def _shown(plan: Plan) -> tuple[str, ...]:
+def _shown(plan: CollectiveConfig) -> tuple[str, ...]:
     return ("allhands", *plan.peers)
 
 
-def _engines(plan: Plan, row: dict[str, Any]) -> list[list[str]]:
+def _engines(plan: CollectiveConfig, row: dict[str, Any]) -> list[list[str]]:
     found = []
     for name in _shown(plan):
         values = row["engines"][name]
@@ -77,7 +74,7 @@ def _times(value: float) -> str:
     return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
 
 
-def size_words(size: int) -> str:
+def size_text(size: int) -> str:
     """Return ``size`` in the largest unit that divides it."""
     if not size:
         return "-"
@@ -87,14 +84,14 @@ def size_words(size: int) -> str:
     return f"{size:,} B"
 
 
-def _hosts(plan: Plan) -> str:
+def _hosts(plan: CollectiveConfig) -> str:
     if plan.hosts == 1:
         return ""
     each = [sum(plan.host(rank) == host for rank in range(plan.ranks)) for host in range(plan.hosts)]
     return f" on {plan.hosts} hosts ({'+'.join(map(str, each))}; network namespaces of this machine)"
 
 
-def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
+def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines that say what was measured and what the columns mean."""
     what = OPERATIONS[plan.operation]
     first = rows[0]
@@ -129,3 +126,187 @@ def legend(plan: Plan, rows: list[dict[str, Any]]) -> list[str]:
         f"{name}: {values['version']}" for name, values in first["engines"].items() if values["version"]
     )
     return [*lines, versions] if versions else lines
+
+
+# Plot -------------------------------------------------------------------------------------------------------
+
+# More labels than this run into each other.
+_MOST_LABELS = 8
+
+
+def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
+    """Write the picture of ``rows`` to ``path``; its ending says which kind (.png, .svg, .pdf)."""
+    from matplotlib.figure import Figure
+
+    # Not through pyplot, which looks for a screen.
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    times, speeds = figure.subplots(1, 2)
+    sizes = [max(1, row["bytes"]) for row in rows]
+    for name in ("allhands", *plan.peers):
+        of = [row["engines"][name] for row in rows]
+        style = {"marker": "o", "linewidth": 2.5 if name == "allhands" else 1.5, "label": name}
+        times.plot(sizes, [values["median_s"] * 1e6 for values in of], **style)
+        speeds.plot(sizes, [values["bus_bytes_per_s"] / 1e9 for values in of], **style)
+    floors = [row for row in rows if "floor" in row and row["bytes"] >= LEAST_JUDGED]
+    if floors:
+        at = [row["bytes"] for row in floors]
+        times.plot(at, [row["floor"]["floor_s"] * 1e6 for row in floors], "k--", label="floor")
+        factor = OPERATIONS[plan.operation].factor(plan.ranks)
+        limit = [factor * row["bytes"] / row["floor"]["floor_s"] / 1e9 for row in floors]
+        speeds.plot(at, limit, "k--", label="floor")
+    step = -(-len(sizes) // _MOST_LABELS)
+    for axes, words in ((times, "median, us"), (speeds, "bus bandwidth, GB/s")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes[::step], [size_text(row["bytes"]) for row in rows[::step]], rotation=30)
+        axes.minorticks_off()
+        axes.set_ylabel(words)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    times.set_yscale("log")
+    figure.suptitle(f"{plan.operation}, float32, {plan.ranks} ranks on {rows[0]['cores']} cores")
+    figure.savefig(path, dpi=120)
+
+
+# Training ---------------------------------------------------------------------------------------------------
+
+_DDP_HEADINGS = (
+    ("", "model"),
+    ("", "ranks"),
+    ("step (ms)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+    ("communication (ms)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+    ("", "ratio"),
+    ("core time (ms)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+    ("", "ratio"),
+    ("bare step (ms)", "single"),
+    ("", "apart"),
+    ("", "lockstep"),
+    ("overhead", "single"),
+    ("", "apart"),
+    ("memory (MiB)", "allhands"),
+    ("", "torch"),
+    ("", "gloo"),
+)
+
+
+def ddp_table(rows: list[dict[str, Any]]) -> str:
+    """Put ``rows`` of `training.race` into an aligned table with a legend."""
+    cells = [[top for top, _ in _DDP_HEADINGS], [low for _, low in _DDP_HEADINGS], *map(_ddp_cells, rows)]
+    widths = [max(len(line[column]) for line in cells[1:]) for column in range(len(_DDP_HEADINGS))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells[1:]]
+    top = ""
+    for column, text in enumerate(cells[0]):
+        if text:
+            top = top.ljust(sum(widths[:column]) + 2 * column) + text
+    lines.insert(0, top)
+    lines.insert(2, "-" * len(lines[1]))
+    return "\n".join([*lines, "", *_ddp_legend(rows[0])])
+
+
+def _ddp_cells(row: dict[str, Any]) -> list[str]:
+    who = row["contestants"]
+    order = ("allhands", "torch", "gloo")
+    held = row.get("memory_bytes", {})
+    return [
+        row["model"],
+        str(row["ranks"]),
+        *(f"{who[each]['step_s'] * 1e3:.2f}" for each in order),
+        *_compared(who, "communication"),
+        *_compared(who, "core"),
+        f"{row['single_s'] * 1e3:.2f}",
+        f"{row['apart_s'] * 1e3:.2f}",
+        f"{row['lockstep_s'] * 1e3:.2f}",
+        f"{row['overhead']:.1%}",
+        f"{row['overhead_apart']:.1%}",
+        *(f"{held[each] / 2**20:.1f}" if each in held else "-" for each in order),
+    ]
+
+
+def _compared(who: dict[str, Any], name: str) -> list[str]:
+    """Return what ``name`` takes of each contestant, and how many times ours Gloo's is."""
+    ratio = who["gloo"][f"{name}_ratio"]
+    found = [_with_error(who[each], name) for each in ("allhands", "torch", "gloo")]
+    return [*found, "-" if ratio is None else f"{ratio:.1f}"]
+
+
+def _with_error(values: dict[str, Any], name: str) -> str:
+    """Return milliseconds, and what they may be wrong by where that is known."""
+    error = values.get(f"{name}_error_s")
+    return f"{values[f'{name}_s'] * 1e3:.2f}" + ("" if error is None else f" ±{error * 1e3:.2f}")
+
+
+def _ddp_legend(row: dict[str, Any]) -> list[str]:
+    jobs = f", median of {row['memory_runs']} jobs" if "memory_runs" in row else ""
+    return [
+        "allhands: our DistributedDataParallel on our backend; torch: torch's on our backend; gloo: torch's on Gloo",
+        f"step: median of {row['rounds']} rounds, slowest rank; torch's gradients are views; ratio: Gloo's over ours",
+        "communication: step less that of the bare module whose ranks only wait for each other, middle half of all,",
+        "  and its standard error; transformer-16 has the transformer's gradients and fewer tokens: less varies",
+        "core time: what all threads of a rank compute in a step, less those of the bare module",
+        "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
+        "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",
+        f"memory: what all ranks held at most while training, shared pages once, over what they held before{jobs}",
+        f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
+    ]
+
+
+# Roll call --------------------------------------------------------------------------------------------------
+
+# What a ratio is taken against: past this size fixed costs no longer show in the time per member.
+_REFERENCE = 1024
+
+# heading, unit, key, decimals
+_ROLLCALL_COLUMNS = (
+    ("members", "", "members", 0),
+    ("roll call", "s", "rollcall_s", 3),
+    ("", "us/member", "rollcall_us_per_member", 0),
+    ("coordinator", "CPU us/member", "coordinator_cpu_us_per_member", 0),
+    ("memory", "KiB/member", "kib_per_member", 1),
+    ("store", "us/member", "store_us_per_member", 0),
+    ("death told", "s", "death_s", 3),
+    ("all left", "s", "leave_s", 3),
+)
+
+
+def rollcall_table(rows: list[dict[str, Any]]) -> str:
+    """Put ``rows`` of `rollcall.run` into an aligned table, and say how the time per member grows."""
+    if not rows:
+        return "nothing was measured"
+    cells = [[heading for heading, _, _, _ in _ROLLCALL_COLUMNS], [unit for _, unit, _, _ in _ROLLCALL_COLUMNS]]
+    cells += [[f"{row[key]:,.{decimals}f}" for _, _, key, decimals in _ROLLCALL_COLUMNS] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_ROLLCALL_COLUMNS))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+    lines.insert(2, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, "", *_growth(rows), _rollcall_legend(rows[0])])
+
+
+def _growth(rows: list[dict[str, Any]]) -> list[str]:
+    ordered = sorted(rows, key=lambda row: int(row["members"]))
+    largest = ordered[-1]
+    smaller = [row for row in ordered if row["members"] < largest["members"]]
+    if not smaller:
+        return []
+    base = next((row for row in smaller if row["members"] == _REFERENCE), smaller[0])
+    names = (
+        ("roll call", "rollcall_us_per_member"),
+        ("its CPU", "coordinator_cpu_us_per_member"),
+        ("store", "store_us_per_member"),
+        ("death", "death_us_per_member"),
+        ("leaving", "leave_us_per_member"),
+    )
+    ratios = ", ".join(f"{name} {largest[key] / base[key]:.2f}" for name, key in names if base[key])
+    return [
+        f"time per member at {largest['members']:,} over that at {base['members']:,} (1 is linear growth): {ratios}",
+    ]
+
+
+def _rollcall_legend(row: dict[str, Any]) -> str:
+    return (
+        f"medians of {row['rounds']}; {row['transport']}; one process plays all members, so the times hold its work "
+        "too; CPU and memory are the coordinator's alone"
+    )

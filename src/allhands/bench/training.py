@@ -6,14 +6,13 @@ import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..control.waiting_line import WaitingLine
-from .course import Course
-from .processes import Crew, cores
-from .sample import Spell
+from .config import DdpConfig
+from .processes import RankProcesses, cores
 
-__all__ = ["held", "measure", "race", "row"]
+__all__ = ["Sample", "compare", "measure", "memory", "row"]
 
 _Notify = Callable[[str], None]
 
@@ -22,14 +21,22 @@ _Notify = Callable[[str], None]
 _MEMORY_RUNS = 3
 
 
-def measure(asked: Course, *, memory: bool) -> list[dict[str, Any]]:
+class Sample(NamedTuple):
+    """Seconds of a step on the slowest rank: of all steps, of the shortest; and the core time of one, of all ranks."""
+
+    step_s: float
+    least_s: float
+    cores_s: float
+
+
+def measure(asked: DdpConfig, *, with_memory: bool) -> list[dict[str, Any]]:
     """Return a row for each model of ``asked``, and show what is being done on standard error."""
     progress = WaitingLine("allhands bench ddp")
     try:
-        rows = race(asked, progress)
-        for who in ("allhands", "torch", "gloo") if memory else ():
+        rows = compare(asked, progress)
+        for who in ("allhands", "torch", "gloo") if with_memory else ():
             progress(f"memory of {who} on {asked.ranks} ranks")
-            found = [held(asked, who) for _ in range(min(_MEMORY_RUNS, asked.rounds))]
+            found = [memory(asked, who) for _ in range(min(_MEMORY_RUNS, asked.rounds))]
             for each in rows:
                 each["memory_runs"] = len(found)
                 each.setdefault("memory_bytes", {})[who] = statistics.median(run[each["model"]] for run in found)
@@ -38,14 +45,14 @@ def measure(asked: Course, *, memory: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def race(asked: Course, notify: _Notify = lambda _: None) -> list[dict[str, Any]]:
+def compare(asked: DdpConfig, notify: _Notify = lambda _: None) -> list[dict[str, Any]]:
     """Run the ranks of ``asked``, and return a row for each model, without memory. Raises engine-failed."""
     rows: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
-    with Crew(asked, program="ddp_rank") as crew:
+    with RankProcesses(asked, program="ddp_rank") as crew:
         for words in crew.words():
             if "spells" in words:
-                spells = {who: [Spell(*each) for each in told] for who, told in words["spells"].items()}
+                spells = {who: [Sample(*each) for each in told] for who, told in words["spells"].items()}
                 found = row(asked, words["size"], spells, words["model"])
                 rows.append({**found, "load_before": load})
             elif "round" in words:
@@ -53,7 +60,7 @@ def race(asked: Course, notify: _Notify = lambda _: None) -> list[dict[str, Any]
     return rows
 
 
-def row(asked: Course, model: str, spells: dict[str, list[Spell]], about: dict[str, Any]) -> dict[str, Any]:
+def row(asked: DdpConfig, model: str, spells: dict[str, list[Sample]], about: dict[str, Any]) -> dict[str, Any]:
     """Return what was measured of one model in each round, by contestant.
 
     What communication takes is the step less that of the bare module whose ranks only wait for each other (lockstep):
@@ -112,16 +119,16 @@ def _more(these: list[float], those: list[float]) -> tuple[float, float | None]:
     return statistics.fmean(middle), error
 
 
-def held(asked: Course, who: str) -> dict[str, float]:
+def memory(asked: DdpConfig, who: str) -> dict[str, float]:
     """Return by model how many bytes more than before the ranks held at most, all together, while ``who`` trained.
 
     Of what is a rank's own its peak counts, which the kernel keeps; what ranks share counts once.
     """
     found: dict[str, float] = {}
     for model in asked.models:
-        alone = Course(asked.ranks, (model,), 1, who=(who,))
+        alone = DdpConfig(asked.ranks, (model,), 1, who=(who,))
         before = 0
-        with Crew(alone, program="ddp_rank") as crew:
+        with RankProcesses(alone, program="ddp_rank") as crew:
             for words in crew.words():
                 if words.get("phase") == "before":
                     before = sum(map(_begin, crew.pids.values()))

@@ -14,7 +14,14 @@ from click.testing import CliRunner, Result
 
 from allhands import cli
 from allhands.bench import processes
-from allhands.bench.config import Plan, check_memory, need, peers, plan, sizes
+from allhands.bench.config import (
+    CollectiveConfig,
+    check_memory,
+    collective_config,
+    memory_needed,
+    parse_peers,
+    parse_sizes,
+)
 from allhands.bench.operations import OPERATIONS
 from allhands.errors import AllhandsError
 
@@ -33,7 +40,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> None:
         raise AssertionError("the ranks were started")
 
-    monkeypatch.setattr(processes.Crew, "_start", start)
+    monkeypatch.setattr(processes.RankProcesses, "_start", start)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +57,23 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sizes(text: str, found: list[int]) -> None:
     """A list is taken as it is; a range has each size four times the one before, and its end."""
-    assert sizes(text) == found
+    assert parse_sizes(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "x", "4:", "1:2:3", "64:4", "0", "-4", "1T", "1.5K", "K", "4,,8", "3"])
 def test_sizes_that_are_none(text: str) -> None:
     """Nonsense is refused with an example of what is meant."""
     with pytest.raises(AllhandsError) as caught:
-        sizes(text)
+        parse_sizes(text)
     assert caught.value.slug == "invalid-argument"
     assert "4:64M" in str(caught.value)
 
 
 def test_peers_come_in_one_order() -> None:
     """However they are written, peers are measured and shown in one order, each once."""
-    assert peers("gloo") == ("gloo",)
-    assert peers(" MPI,gloo,mpi") == ("gloo", "mpi")
-    assert peers("none") == ()
+    assert parse_peers("gloo") == ("gloo",)
+    assert parse_peers(" MPI,gloo,mpi") == ("gloo", "mpi")
+    assert parse_peers("none") == ()
 
 
 @pytest.mark.parametrize(
@@ -94,25 +101,25 @@ def test_what_makes_no_sense(arguments: list[str], words: str) -> None:
 def test_memory_is_counted_for_all_ranks() -> None:
     """What is needed grows with ranks, with what peers hold besides, and with the floor's two buffers."""
     size = 256 * MIB
-    base = Plan("all_reduce", 4, (4, size), 5)
+    base = CollectiveConfig("all_reduce", 4, (4, size), 5)
     more = [
-        need(base),
-        need(Plan("all_reduce", 4, (4, size), 5, ("gloo",))),
-        need(Plan("all_reduce", 4, (4, size), 5, ("gloo",), floor=True)),
+        memory_needed(base),
+        memory_needed(CollectiveConfig("all_reduce", 4, (4, size), 5, ("gloo",))),
+        memory_needed(CollectiveConfig("all_reduce", 4, (4, size), 5, ("gloo",), floor=True)),
     ]
     assert [after - before for before, after in itertools.pairwise(more)] == [4 * size, 8 * size]
-    assert need(Plan("all_to_all", 4, (size,), 5)) - need(base) == 4 * size
-    check_memory(base, available=need(base))
+    assert memory_needed(CollectiveConfig("all_to_all", 4, (size,), 5)) - memory_needed(base) == 4 * size
+    check_memory(base, available=memory_needed(base))
     with pytest.raises(AllhandsError, match="on 4 ranks needs about"):
-        check_memory(base, available=need(base) - 1)
+        check_memory(base, available=memory_needed(base) - 1)
 
 
 def test_sizes_are_whole_numbers_for_every_rank() -> None:
     """Operations on parts round up to one element for each rank, and measure no size twice."""
     asked = {"ranks": 4, "sizes_text": "4:1K", "against": "none", "rounds": 1}
-    assert plan("all_reduce", **asked).sizes == (4, 16, 64, 256, 1024)  # type: ignore[arg-type]  # mixed values
-    assert plan("all_gather", **asked).sizes == (16, 64, 256, 1024)  # type: ignore[arg-type]
-    assert plan("barrier", **asked).sizes == (0,)  # type: ignore[arg-type]
+    assert collective_config("all_reduce", **asked).sizes == (4, 16, 64, 256, 1024)  # type: ignore[arg-type]  # mixed values
+    assert collective_config("all_gather", **asked).sizes == (16, 64, 256, 1024)  # type: ignore[arg-type]
+    assert collective_config("barrier", **asked).sizes == (0,)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("missing", ["mpirun", "mpi4py"])
@@ -150,7 +157,7 @@ def test_every_operation_is_a_command() -> None:
 
 
 def test_the_command_needs_no_torch() -> None:
-    """What runs in the command's own process starts without torch: ranks alone pay for its import."""
-    modules = ("progress_bar", "collective", "processes", "memcpy_floor", "operations", "config", "plot", "tables")
+    """The modules of the command's own process do not import torch; only ranks do."""
+    modules = ("collective", "processes", "operations", "config", "tables", "training", "launch", "rollcall")
     code = f"import sys, {', '.join(f'allhands.bench.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from allhands.bench.collective import row
-from allhands.bench.config import Plan
-from allhands.bench.memcpy_floor import copied, floor_s, speed
-from allhands.bench.operations import OPERATIONS, bus_bandwidth
+from allhands.bench.config import CollectiveConfig
+from allhands.bench.operations import OPERATIONS, bus_bandwidth, copied_bytes, copy_speed, floor_s
 
 MIB = 1 << 20
 
@@ -66,10 +65,10 @@ def test_a_small_all_reduce_goes_in_one_shot() -> None:
 
 
 def test_the_floor_is_bytes_over_speed() -> None:
-    """A copy of S bytes moves 2 S; small messages are held against a copy that the cache holds."""
-    assert copied(4) == copied(64 << 10) == 64 << 10
-    assert copied(MIB) == MIB
-    assert speed(MIB, 1e-3) == 2 * MIB / 1e-3
+    """A copy of S bytes moves 2 S; small messages are memory against a copy that the cache holds."""
+    assert copied_bytes(4) == copied_bytes(64 << 10) == 64 << 10
+    assert copied_bytes(MIB) == MIB
+    assert copy_speed(MIB, 1e-3) == 2 * MIB / 1e-3
     # 4 S at the speed of 2 S in a millisecond.
     assert floor_s("all_reduce", 2, MIB, 1e-3) == pytest.approx(2e-3)
     assert floor_s("all_reduce", 2, 4, 1e-3) == pytest.approx(20 / (128 << 10) * 1e-3)
@@ -83,7 +82,7 @@ def test_a_row_holds_what_was_measured() -> None:
         "memcpy": [1e-4, 1e-4, 1e-4],
         "stream": [9e-4, 5e-4, 1e-4],
     }
-    found = row(Plan("all_reduce", 4, (MIB,), 3, ("gloo",), floor=True), MIB, times, {"gloo": "torch 2"})
+    found = row(CollectiveConfig("all_reduce", 4, (MIB,), 3, ("gloo",), floor=True), MIB, times, {"gloo": "torch 2"})
     ours, gloo = found["engines"]["allhands"], found["engines"]["gloo"]
     assert (ours["median_s"], ours["least_s"], ours["ratio"]) == (2e-3, 1e-3, 1.0)
     assert (gloo["median_s"], gloo["least_s"], gloo["ratio"], gloo["version"]) == (8e-3, 7e-3, 4.0, "torch 2")
@@ -91,4 +90,4 @@ def test_a_row_holds_what_was_measured() -> None:
     assert found["floor"]["stream_bytes_per_s"] == pytest.approx(2 * MIB / 5e-4)
     assert found["floor"]["floor_s"] == pytest.approx(4.5 / 2 * 5e-4)
     assert found["floor"]["ratio"] == pytest.approx(2e-3 / (4.5 / 2 * 5e-4))
-    assert "floor" not in row(Plan("all_reduce", 4, (MIB,), 3), MIB, {"allhands": [1e-3]}, {})
+    assert "floor" not in row(CollectiveConfig("all_reduce", 4, (MIB,), 3), MIB, {"allhands": [1e-3]}, {})

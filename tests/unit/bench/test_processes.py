@@ -7,7 +7,7 @@ import os
 import pytest
 
 from allhands.bench import processes
-from allhands.bench.config import Plan
+from allhands.bench.config import CollectiveConfig
 
 
 def test_a_rank_that_ends_while_it_is_being_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_a_rank_that_ends_while_it_is_being_ended(monkeypatch: pytest.MonkeyPatc
     def gone(*_: object) -> None:
         raise ProcessLookupError
 
-    made = processes.Crew(Plan("all_reduce", 2, (4,), 1, ("mpi",)))
+    made = processes.RankProcesses(CollectiveConfig("all_reduce", 2, (4,), 1, ("mpi",)))
     made._pids = {0: os.getpid()}
     monkeypatch.setattr(processes, "_ours", lambda *_: True)
     monkeypatch.setattr(os, "kill", gone)

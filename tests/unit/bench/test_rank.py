@@ -14,9 +14,9 @@ DEADLINE_S = 20.0
 
 RANK = """
 import sys
-from allhands.bench.rank import Line
+from allhands.bench.rank import CommandConnection
 
-line = Line(sys.argv[1], sys.argv[2])
+line = CommandConnection(sys.argv[1], sys.argv[2])
 print("here", flush=True)
 line.tell(rank=0, wait=True)
 while sys.argv[3] == "talking":

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allhands.bench import render
+from allhands.bench import rollcall_table
 
 
 def row(members: int, per_member: float) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def row(members: int, per_member: float) -> dict[str, Any]:
 
 def test_columns_are_aligned() -> None:
     """Every line of the table is as wide as its heading, whatever the figures."""
-    lines = render([row(64, 999.4), row(4096, 12_345.6)]).splitlines()
+    lines = rollcall_table([row(64, 999.4), row(4096, 12_345.6)]).splitlines()
     table = lines[: lines.index("")]
     assert len(table) == 5
     assert {len(line) for line in table} == {len(table[0])}
@@ -31,12 +31,12 @@ def test_columns_are_aligned() -> None:
 
 def test_growth_is_taken_against_1024() -> None:
     """The time per member at the largest number is compared with that at 1,024, where fixed costs no longer show."""
-    text = render([row(64, 900.0), row(1024, 300.0), row(4096, 330.0)])
+    text = rollcall_table([row(64, 900.0), row(1024, 300.0), row(4096, 330.0)])
     assert "at 4,096 over that at 1,024 (1 is linear growth): roll call 1.10, its CPU 1.10, store 1.10" in text
 
 
 def test_growth_without_1024_takes_the_smallest() -> None:
     """Where 1,024 was not measured the smallest number stands in for it; one row alone has no growth."""
-    assert "at 256 over that at 16" in render([row(256, 200.0), row(16, 100.0)])
-    assert "over that at" not in render([row(256, 200.0)])
-    assert render([]) == "nothing was measured"
+    assert "at 256 over that at 16" in rollcall_table([row(256, 200.0), row(16, 100.0)])
+    assert "over that at" not in rollcall_table([row(256, 200.0)])
+    assert rollcall_table([]) == "nothing was measured"

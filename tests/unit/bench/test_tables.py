@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from allhands.bench.collective import row
-from allhands.bench.config import Plan
+from allhands.bench.config import CollectiveConfig
 from allhands.bench.operations import OPERATIONS
-from allhands.bench.plot import draw
-from allhands.bench.tables import size_words, table
+from allhands.bench.tables import collective_table, plot, size_text
 
 SIZES = (4, 64 << 10, 256 << 20)
-PLAN = Plan("all_reduce", 4, SIZES, 3, ("gloo", "mpi"), floor=True)
+PLAN = CollectiveConfig("all_reduce", 4, SIZES, 3, ("gloo", "mpi"), floor=True)
 
 
-def rows(plan: Plan) -> list[dict[str, Any]]:
+def rows(plan: CollectiveConfig) -> list[dict[str, Any]]:
     """Return rows as if they had been measured: each engine twice as slow as the one before."""
     found = []
     for number, size in enumerate(plan.sizes):
@@ -38,7 +37,7 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
 
 def test_the_table_is_aligned() -> None:
     """Every line of the table is as wide as its rule, and has a cell for each engine's figures and the floor's."""
-    lines = table(PLAN, rows(PLAN)).splitlines()
+    lines = collective_table(PLAN, rows(PLAN)).splitlines()
     body = lines[1 : lines.index("")]
     assert len({len(line) for line in body}) == 1
     first = body[2].replace("|", " ").split()
@@ -54,8 +53,8 @@ def test_the_table_is_aligned() -> None:
 def test_the_legend_defines_each_column(operation: str) -> None:
     """It states ranks, cores, the formula of the bus bandwidth and that of the floor, whatever the operation."""
     sizes = tuple(dict.fromkeys(OPERATIONS[operation].size(size, 4) for size in SIZES))
-    plan = Plan(operation, 4, sizes, 3, ("gloo", "mpi"), floor=True)
-    text = table(plan, rows(plan))
+    plan = CollectiveConfig(operation, 4, sizes, 3, ("gloo", "mpi"), floor=True)
+    text = collective_table(plan, rows(plan))
     assert f"4 ranks, {rows(plan)[0]['cores']} cores" in text
     assert "median, least: us per call of 3 rounds" in text
     assert "ratio: the peer's median over allhands'" in text
@@ -67,25 +66,25 @@ def test_the_legend_defines_each_column(operation: str) -> None:
 
 def test_what_was_not_measured_is_not_explained() -> None:
     """Without peers and floor there is no column and no line about them."""
-    plan = Plan("broadcast", 2, (4,), 1)
-    text = table(plan, rows(plan))
+    plan = CollectiveConfig("broadcast", 2, (4,), 1)
+    text = collective_table(plan, rows(plan))
     for word in ("gloo", "ratio", "floor", "stream"):
         assert word not in text
 
 
 def test_size_words() -> None:
     """Sizes are in the largest unit that divides them."""
-    found = [size_words(size) for size in (4, 1023, 1024, 1536, 1 << 20, 3 << 30)]
+    found = [size_text(size) for size in (4, 1023, 1024, 1536, 1 << 20, 3 << 30)]
     assert found == ["4 B", "1,023 B", "1 KiB", "1,536 B", "1 MiB", "3 GiB"]
 
 
-@pytest.mark.parametrize("plan", [PLAN, Plan("barrier", 2, (0,), 1)], ids=["all_reduce", "barrier"])
-def test_a_picture_is_drawn(tmp_path: Path, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [PLAN, CollectiveConfig("barrier", 2, (0,), 1)], ids=["all_reduce", "barrier"])
+def test_a_picture_is_drawn(tmp_path: Path, plan: CollectiveConfig) -> None:
     """The picture is a PNG, with a line for each engine."""
     if importlib.util.find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed (pip install 'allhands[examples]')")
     target = tmp_path / "out.png"
-    draw(plan, rows(plan), str(target))
+    plot(plan, rows(plan), str(target))
     assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert target.stat().st_size > 5000
 
@@ -93,8 +92,8 @@ def test_a_picture_is_drawn(tmp_path: Path, plan: Plan) -> None:
 def test_a_bar_on_a_terminal() -> None:
     """On a terminal a bar shows operation, size and round; it goes to standard error only."""
     code = (
-        "from allhands.bench.progress_bar import bar\nfrom allhands.bench.config import Plan\n"
-        "with bar(Plan('all_reduce', 2, (4, 1024), 2)) as notify: notify(1024, 1, 3)"
+        "from allhands.bench.collective import progress_bar\nfrom allhands.bench.config import CollectiveConfig\n"
+        "with progress_bar(CollectiveConfig('all_reduce', 2, (4, 1024), 2)) as notify: notify(1024, 1, 3)"
     )
     ours, theirs = pty.openpty()
     try:
