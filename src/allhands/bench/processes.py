@@ -284,8 +284,8 @@ def _environment(job: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "ALLHANDS_JOB": job}
 
 
-def _needs_mpirun(plan: Plan | Course) -> bool:
-    return isinstance(plan, Plan) and plan.needs_mpirun
+def _needs_mpirun(plan: CollectiveConfig | DdpConfig) -> bool:
+    return isinstance(plan, CollectiveConfig) and plan.needs_mpirun
 
 
 def _mpirun(ranks: int, environment: dict[str, str]) -> list[str]:
