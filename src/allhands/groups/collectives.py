@@ -1,14 +1,13 @@
-"""torch's communication functions with the same signatures, whose failures say who and why.
+"""torch's communication functions with the same signatures, whose failures are explained.
 
-Each call is noted while it runs (so that others can be told what this rank is doing), refused at once when
-the group is known to be over, and its engine's error is turned into the diagnosis behind it.
+Each call is recorded while it runs (so that other ranks can be told what this one is doing), refused at once when the
+group is over, and its engine's error is turned into a diagnosis.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -22,7 +21,7 @@ from ..engines.base import EngineFailure
 from ..engines.dtypes import DTYPES, PREMUL_SUM, REDUCTIONS, operation_code
 from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
-from . import desync_check, engine_choice, failure
+from . import arguments, desync_check, engine_choice, failure
 from . import session as _session
 from .staging import resolve_conjugates
 from .work import interruptible, wait_for_future
@@ -40,7 +39,7 @@ __all__ = [
     "way",
 ]
 
-# Everything in torch.distributed that communicates. What a torch version does not have is left out.
+# Everything in torch.distributed that communicates, as far as this version of torch has it.
 GUARDED: tuple[str, ...] = (
     "all_gather",
     "all_gather_coalesced",
@@ -76,15 +75,15 @@ GUARDED: tuple[str, ...] = (
     "split_group",
 )
 
-# Whether torch.compile is reading this function: it knows torch's own and puts them into its graph.
+# Whether torch.compile is tracing: it replaces torch's own functions in its graph.
 _compiling = torch.compiler.is_dynamo_compiling
 
-# Where the last group was destroyed, for the message of whoever uses it afterwards.
+# Where the last group was destroyed, for the error of a later call.
 _destroyed_at = ""
 
 
 def note_destroyed(site: str) -> None:
-    """Remember that the default group was destroyed at ``site`` ("" once there is a new one)."""
+    """Store where the default group was destroyed, "" once there is a new one."""
     global _destroyed_at  # noqa: PLW0603  # one default group per process, as in torch
     _destroyed_at = site
 
@@ -158,18 +157,18 @@ class Pending(dist.Work):
         self._wait(self._work.synchronize)
 
     def is_completed(self) -> bool:
-        """Tell whether the operation is done."""
+        """Return whether the operation is done."""
         if not self._work.is_completed():
             return False
         self._close(well=True)
         return True
 
     def is_success(self) -> bool:
-        """Tell whether it went well."""
+        """Return whether it succeeded."""
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """Return what went wrong, if anything."""
+        """Return its failure, if any."""
         return self._work.exception()
 
     def result(self) -> Any:
@@ -198,16 +197,16 @@ def _run(session: _session.Session, name: str, site: str, function: Callable[...
         explained = failure.explain(session, problem, name, site)
         if explained is None:
             raise
-        # The engine's own words are a page of C++ about a closed socket; they help only where nothing better is known.
+        # The engine's message is a page of C++; it is chained only where no better cause is known.
         raise explained from (problem if explained.slug == "engine-failed" else None)
     finally:
         session.leave(before)
 
 
-def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return ``function`` issued beside the caller and waited for with an open ear; None where it cannot be.
+def _issue_and_poll(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return ``function`` issued asynchronously and waited for in Python, so that signals interrupt the wait.
 
-    Only for functions that can be asked not to wait.
+    None for functions without ``async_op``.
     """
     names = list(inspect.signature(function).parameters)
     if "async_op" not in names:
@@ -221,7 +220,7 @@ def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
             return function(*args, **kw)
         work = function(*args, **{**kw, "async_op": True})
         if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":
-            return None  # Not a member of the group, or put off until the end of a coalescing block.
+            return None  # Not a member of the group, or deferred to the end of a coalescing block.
         session = _session.current()
         if session is not None:
             wait_for_future(work, session)
@@ -231,16 +230,16 @@ def _beside(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return call
 
 
-def _must_listen() -> bool:
-    """Tell whether this thread is the one that signals are for, and nothing of a GPU is at stake.
+def _runs_signal_handlers() -> bool:
+    """Return whether this thread runs signal handlers, and CUDA is not in use.
 
-    On a GPU, torch orders an operation that is not waited for differently.
+    With CUDA, torch orders asynchronous operations differently.
     """
     return threading.current_thread() is threading.main_thread() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def _from_anyone(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
-    """Tell whether this is a receive from any source."""
+def _is_any_source(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Return whether this is a receive from any source."""
     if name not in {"recv", "irecv"}:
         return False
     return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
@@ -266,14 +265,14 @@ def _entry(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], sit
         if tensor is not None
         else ("", "", (), 0)
     )
-    board = flight_recorder.own()
-    number = board.begin(name, getattr(group, "group_name", ""), *known, -1, site)
-    board.run(number, 0)
+    recorder = flight_recorder.own()
+    number = recorder.begin(name, getattr(group, "group_name", ""), *known, -1, site)
+    recorder.run(number, 0)
     return number
 
 
-def _hears(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
-    """Tell whether a message goes through shared memory, where waiting hears signals and the group's end itself."""
+def _is_shared_memory(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
+    """Return whether a message goes through shared memory, where signals and the group's end interrupt a wait."""
     tensor = args[0] if args else kw.get("tensor")
     group = (args[2] if len(args) > 2 else kw.get("group")) or dist.group.WORLD
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "runs_signal_handlers", False)
@@ -284,12 +283,12 @@ def _is_gloo_send(name: str, work: dist.Work) -> bool:
 
     Of large sends under way when the group ends, one in ten or so waits until its timeout.
     """
-    # An engine's own class; those of this package are Python's and end with the group.
+    # torch's class; those of this package are subclasses and end with the group.
     return name in {"isend", "batch_isend_irecv"} and type(work) is dist.Work
 
 
 def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function behind one of `guarded`'s; anything else as it is, for torch to complain about."""
+    """Return torch's function behind one of `guarded`'s; anything else unchanged, for torch to refuse."""
     behind = op
     while behind not in {dist.isend, dist.irecv}:
         if not hasattr(behind, "__wrapped__"):
@@ -299,7 +298,7 @@ def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class P2POp(dist.P2POp):
-    """One operation for `batch_isend_irecv`. torch takes its own `isend` and `irecv` only, so ours stand for them."""
+    """One operation for `batch_isend_irecv`. torch takes its own `isend` and `irecv` only, so ours are unwrapped."""
 
     def __new__(cls, op: Callable[..., Any], *args: Any, **kw: Any) -> Self:
         """Check the operation as torch does."""
@@ -329,7 +328,7 @@ def monitored_barrier(
     if timeout is not None and timeout <= timedelta(0):
         raise fail(
             "invalid-argument",
-            f"monitored_barrier: a timeout of {timeout.total_seconds():g} s leaves nobody time to come",
+            f"monitored_barrier: a timeout of {timeout.total_seconds():g} s is not positive",
             who="this process",
             fix="give a timeout above 0, or none for that of the group",
         )
@@ -344,11 +343,11 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
         function = monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     if name.startswith("new_"):
         function = engine_choice.new_group(function)
-    beside = _beside(function)
+    polling = _issue_and_poll(function)
     parameters = list(inspect.signature(function).parameters)
     place = parameters.index("group") if "group" in parameters else len(parameters)
     torchs, function = function, functools.wraps(function)(resolve_conjugates(function))
-    beside = resolve_conjugates(beside) if beside is not None else None
+    polling = resolve_conjugates(polling) if polling is not None else None
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
@@ -363,12 +362,12 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
         if not dist.is_initialized():
             require_group(name)
         site = _session.call_site()
-        alert = _hears(args, kw)
-        in_thread = not alert and _from_anyone(name, args, kw)
-        if name in {"send", "recv"} and not alert and (in_thread or _must_listen()):
+        interruptible_wait = _is_shared_memory(args, kw)
+        in_thread = not interruptible_wait and _is_any_source(name, args, kw)
+        if name in {"send", "recv"} and not interruptible_wait and (in_thread or _runs_signal_handlers()):
             work = interruptible(session, function)
         else:
-            work = beside if beside is not None and _must_listen() else function
+            work = polling if polling is not None and _runs_signal_handlers() else function
         group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
         check = session.desync_checks.get(group)
         began = check.before(name, args, kw, site) if check is not None else None
@@ -393,44 +392,17 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
     return call
 
 
-# What the parameters of torch's functions are to the short way: the numbers of `enum role` in csrc/quick.c.
-_OUT, _IN, _OP, _GROUP, _ASYNC, _PEER, _GROUP_PEER, _TAG, _OTHER = range(9)
-_ROLES = {"op": _OP, "group": _GROUP, "async_op": _ASYNC, "tag": _TAG}
-_PEERS = {"src": _PEER, "dst": _PEER, "group_src": _GROUP_PEER, "group_dst": _GROUP_PEER}
-_ONE = {"tensor": _OUT, **_PEERS}
-
-# Those that have a short way through our own groups: which operation of the core each is, whether it has one tensor
-# where the core has one for each rank or any number of them, and what its own parameters are.
-_SHORT: dict[str, tuple[str, bool, dict[str, int]]] = {
-    "all_gather": ("all_gather", False, {"tensor_list": _OUT, "tensor": _IN}),
-    "all_gather_into_tensor": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
-    "all_gather_single": ("all_gather", True, {"output_tensor": _OUT, "input_tensor": _IN}),
-    "all_reduce": ("all_reduce", True, _ONE),
-    "all_reduce_coalesced": ("all_reduce", False, {"tensors": _OUT}),
-    "all_to_all": ("all_to_all", False, {"output_tensor_list": _OUT, "input_tensor_list": _IN}),
-    "all_to_all_single": ("all_to_all", True, {"output": _OUT, "input": _IN}),
-    "barrier": ("barrier", False, {}),
-    "broadcast": ("broadcast", False, _ONE),
-    "gather": ("gather", False, {"tensor": _IN, "gather_list": _OUT, **_PEERS}),
-    "recv": ("recv", False, _ONE),
-    "reduce": ("reduce", False, _ONE),
-    "reduce_scatter": ("reduce_scatter", False, {"output": _OUT, "input_list": _IN}),
-    "reduce_scatter_single": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
-    "reduce_scatter_tensor": ("reduce_scatter", True, {"output": _OUT, "input": _IN}),
-    "send": ("send", False, _ONE),
-    "scatter": ("scatter", False, {"tensor": _OUT, "scatter_list": _IN, **_PEERS}),
-}
-QUICK: tuple[str, ...] = tuple(_SHORT)
+QUICK: tuple[str, ...] = tuple(arguments.TABLE)
 
 
 @functools.cache
 def way() -> _core.TorchFacts:
-    """Tell the core what it has to know of torch."""
+    """Return what the core has to know of torch."""
     known = {code: op for op, code in REDUCTIONS.items()}
     return _core.TorchFacts(
         (torch.Tensor, torch.nn.Parameter),
         dict(DTYPES),
-        tuple(known.get(code) for code in range(PREMUL_SUM)),  # which is no object, but one for each factor
+        tuple(known.get(code) for code in range(PREMUL_SUM)),  # each PREMUL_SUM is an object of its own
         dist.GroupMember,
         _torch.coalescing(),
         _session.call_site,
@@ -442,21 +414,27 @@ def way() -> _core.TorchFacts:
 
 
 def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
-    """Return `guarded` with the short way of our own groups before it, for a caller that waits.
+    """Return the C fast path of torch's function ``name``, which falls back to `guarded`.
 
-    A ``function`` in the place of torch's has parameters of the same names.
+    A ``function`` given in place of torch's has parameters of the same names.
     """
     function = function or getattr(dist, name)
-    kind, whole, own = _SHORT[name]
-    names = tuple(map(sys.intern, inspect.signature(function).parameters))
-    roles = tuple({**_ROLES, **own}.get(each, _OTHER) for each in names)
-    made = _core.FastPath(way(), guarded(name, function), name, names, roles, operation_code(kind), whole)
+    entry, names = arguments.TABLE[name], arguments.parameters(function)
+    made = _core.FastPath(
+        way(),
+        guarded(name, function),
+        name,
+        names,
+        arguments.roles(name, names),
+        operation_code(entry.operation),
+        entry.whole,
+    )
     _torch.traced_as(made, function)
     return functools.update_wrapper(made, function)
 
 
 def asking(name: str) -> Callable[..., Any]:
-    """Return torch's function ``name``, which asks about a group, with its "no group" explained."""
+    """Return torch's function ``name``, a query about a group, with its error explained where there is no group."""
     function = engine_choice.named(dist.get_backend) if name == "get_backend" else getattr(dist, name)
 
     @functools.wraps(function)

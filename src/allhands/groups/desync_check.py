@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,45 +21,15 @@ from ..engines.dtypes import dtype_code, operation_code, reduction_code
 from ..engines.fingerprint import Call, CallRing
 from ..engines.shm.engine import MAX_RANKS
 from ..engines.shm.fd_passing import FdPassing
-from . import failure
+from . import arguments, failure
+from .arguments import TABLE
 from .session import Session
 
 __all__ = ["DesyncCheck", "start", "stop"]
 
 
-class _Shape(NamedTuple):
-    """Where the arguments of a function are: its tensor, its reduction, the root, its list of parts; -1 for none.
-
-    Parts whose sizes may differ from rank to rank are not compared.
-    """
-
-    kind: str
-    tensor: int = -1
-    op: int = -1
-    root: int = -1
-    names: tuple[str, str] = ("src", "group_src")
-    parts: int = -1
-
-
-_TARGET = ("dst", "group_dst")
-_SHAPES = {
-    "all_gather": _Shape("all_gather", 1, parts=0),
-    "all_gather_into_tensor": _Shape("all_gather", 1),
-    "all_gather_single": _Shape("all_gather", 1),
-    "all_reduce": _Shape("all_reduce", 0, op=1),
-    "all_to_all": _Shape("all_to_all"),
-    "all_to_all_single": _Shape("all_to_all"),
-    "barrier": _Shape("barrier"),
-    "broadcast": _Shape("broadcast", 0, root=1),
-    "gather": _Shape("gather", 0, root=2, names=_TARGET),
-    "reduce": _Shape("reduce", 0, op=2, root=1, names=_TARGET),
-    "reduce_scatter": _Shape("reduce_scatter", 0, op=2, parts=1),
-    "reduce_scatter_single": _Shape("reduce_scatter", 0, op=2),
-    "reduce_scatter_tensor": _Shape("reduce_scatter", 0, op=2),
-    "scatter": _Shape("scatter", 0, root=2),
-}
-_TENSORS = ("tensor", "input_tensor", "output")
-_PARTS = ("tensor_list", "input_list")
+# Calls that are not compared: messages concern two ranks, and torch's own groups refuse the third.
+_NOT_COMPARED = frozenset({"send", "recv", "all_reduce_coalesced"})
 
 
 class DesyncCheck:
@@ -88,9 +58,9 @@ class DesyncCheck:
                 # Calls past allhands, or of two threads at a time: their order is unknown.
                 self._stopped = True
             self._inside.add(thread)
-            if self._stopped or (shape := _SHAPES.get(name)) is None:
+            if self._stopped or name not in TABLE or name in _NOT_COMPARED:
                 return count, False
-            call = self._call(shape, args, kw, site)
+            call = self._call(name, arguments.given(name, args, kw), site)
             self._compared += 1
             judgement = self._ring.compare(call)
         if judgement is not None:
@@ -111,39 +81,29 @@ class DesyncCheck:
     def _count(self) -> int:
         return sum(count() for count in self._counters)
 
-    def _call(self, shape: _Shape, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> Call:
-        tensor = _argument(args, kw, shape.tensor, *_TENSORS)
-        op = _argument(args, kw, shape.op, "op") if shape.op >= 0 else None
-        reduction = 0 if shape.op < 0 else reduction_code(op if op is not None else dist.ReduceOp.SUM)
+    def _call(self, name: str, given: arguments.Arguments, site: str) -> Call:
+        reduction = reduction_code(given.op if given.op is not None else dist.ReduceOp.SUM) if given.has_op else 0
         known: dict[str, Any] = {}
+        tensor = given.tensor
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             known = {
                 "nbytes": tensor.nbytes,
                 "dtype": dtype_code(tensor.dtype),
                 "shape": str(list(tensor.shape)),
             }
-            if not self._even and shape.parts >= 0 and _uneven(_argument(args, kw, shape.parts, *_PARTS)):
+            if not self._even and _uneven(given.parts):
                 known |= {"nbytes": 0, "uneven": True}
-        root = self._root(shape, args, kw)
-        return Call(self._compared, operation_code(shape.kind), reduction=reduction, root=root, site=site, **known)
+        operation = operation_code(TABLE[name].operation)
+        return Call(self._compared, operation, reduction=reduction, root=self._root(given), site=site, **known)
 
-    def _root(self, shape: _Shape, args: tuple[Any, ...], kw: dict[str, Any]) -> int:
+    def _root(self, given: arguments.Arguments) -> int:
         """Return the root as a rank of the job, however it was given; -1 for none."""
-        if shape.root < 0:
+        if not given.has_peer:
             return -1
-        given = _argument(args, kw, shape.root, shape.names[0])
-        if isinstance(given, int):
-            return given
-        inside = kw.get(shape.names[1])
+        if isinstance(given.peer, int):
+            return given.peer
+        inside = given.group_peer
         return self.ranks[inside] if isinstance(inside, int) and 0 <= inside < len(self.ranks) else 0
-
-
-def _argument(args: tuple[Any, ...], kw: dict[str, Any], place: int, *names: str) -> Any:
-    if place < 0:
-        return None
-    if len(args) > place:
-        return args[place]
-    return next((kw[name] for name in names if name in kw), None)
 
 
 def _uneven(parts: Any) -> bool:

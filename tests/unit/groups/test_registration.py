@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from importlib import metadata
 
 import pytest
@@ -17,20 +18,21 @@ def test_the_entry_point_is_installed() -> None:
     assert entry.load() is registration.register
 
 
-def test_default_backends_stay_as_they_were() -> None:
-    """Registering leaves the backend that torch picks for each device as torch has it."""
+def test_default_backends_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registering leaves the backend that torch picks for each device as torch has it, however often it is done."""
     backend = torch.distributed.Backend
-    before = dict(backend.default_device_backend_map)
+    torchs = {"cpu": "gloo", "cuda": "nccl"}
+    assert {device: backend.default_device_backend_map.get(device) for device in torchs} == torchs
+    monkeypatch.setattr(backend, "default_device_backend_map", dict(torchs))
     registration.register()
     registration.register()
-    assert backend.default_device_backend_map == before
-    assert "allhands" not in before.values()
+    assert backend.default_device_backend_map == torchs
     assert backend.backend_list.count("allhands") == 1
     assert backend.backend_capability["allhands"] == ["cpu", "cuda"]
 
 
 def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong in registering is told, and does not break `import torch`."""
+    """An exception in `register` becomes a warning, and does not break `import torch`."""
 
     def fails(*_: object, **__: object) -> None:
         raise AttributeError("no such thing")
@@ -40,15 +42,20 @@ def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         registration.register()
 
 
-def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch was built without torch.distributed there is nothing to register and nothing to say."""
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    monkeypatch.delattr(torch.distributed, "Backend")
-    registration.register()
+@pytest.mark.parametrize("available", [False, True])
+def test_a_torch_without_distributed_is_left_alone(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch was built without torch.distributed nothing is registered, without a warning."""
+    registered: list[str] = []
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: available)
+    monkeypatch.setattr(torch.distributed.Backend, "register_backend", lambda name, *_, **__: registered.append(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registration.register()
+    assert registered == ["allhands"] * available
 
 
 def test_the_group_is_loaded_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function that torch is given hands its two arguments on to `allhands.groups.backend.create`."""
+    """The function that torch is given passes its two arguments to `allhands.groups.backend.create`."""
     group = types.ModuleType("allhands.groups.backend")
     monkeypatch.setattr(group, "create", lambda *arguments: arguments, raising=False)
     monkeypatch.setitem(sys.modules, "allhands.groups.backend", group)
