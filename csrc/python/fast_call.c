@@ -80,7 +80,7 @@ int ah_fast_call_finish(struct ah_fast_call *call, int code, uint32_t culprit, i
     PyObject *raised;
 
     memcpy(site, call->entry->site, sizeof site);
-    /* With more under facts than there are places, the entry may be another's by now. */
+    /* With more under way than there are places, the entry may be another's by now. */
     if (call->entry->number == call->number)
         ah_entry_set_state(call->entry, code == AH_OK ? AH_ENTRY_DONE : AH_ENTRY_FAILED);
     if (code == AH_OK)

@@ -1,5 +1,5 @@
 /* The Python type allhands._core.FastPath: a function of torch.distributed for callers who wait anyway. Plain tensors of
- * a group in shared memory go straight to the core; whatever is not that simple goes the slow_path facts, as it
+ * a group in shared memory go straight to the core; whatever is not that simple goes the slow path, as it
  * was given. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -58,7 +58,7 @@ static int sort(const struct fast_path *self, PyObject *const *args, Py_ssize_t 
 
         while (place < self->parameters && self->keys[place] != key)
             place++;
-        /* Keywords of a call are interned, as the names are. One that is not takes the slow_path facts, as an unknown one. */
+        /* Keywords of a call are interned, as the names are. One that is not takes the slow path, as an unknown one. */
         if (place == self->parameters || (self->roles[place] == OTHER && value != Py_None))
             return SLOW_PATH;
         call->given[self->roles[place]] = value;

@@ -93,7 +93,7 @@ static int set_number(PyObject *list, Py_ssize_t index, long number)
     return made ? PyList_SetItem(list, index, made) : -1;
 }
 
-/* Whether a pass is under facts; an exception may have ended it. -1 with an exception set. */
+/* Whether a pass is under way; an exception may have ended it. -1 with an exception set. */
 static int in_pass(struct grad_hook *self)
 {
     PyObject *end = self->end ? PyObject_CallNoArgs(self->end) : NULL;

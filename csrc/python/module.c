@@ -1,4 +1,4 @@
-/* The Python module allhands._core: takes arguments disjoint and puts results together, nothing else.
+/* The Python module allhands._core: takes arguments apart and puts results together, nothing else.
  * Python.h comes first, as it may change what the system headers declare. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -18,7 +18,7 @@
 #include "shm/reduce.h"
 #include "python/py_window.h"
 
-/* What moves no more than this on the short facts is done before another thread would have had the interpreter. */
+/* What moves no more than this on the fast path is done before another thread would have had the interpreter. */
 #define SHORT_BYTES ((size_t)4 << 10)
 
 /* Let go of the interpreter's lock; `context` is a segment. */
@@ -270,7 +270,7 @@ static PyMethodDef METHODS[] = {
     METHOD(set_wait_policy, "set_wait_policy(spins, yields): how often to test before sleeping"),
     METHOD(enable_single_copy, "enable_single_copy(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
     {"configure_fast_path", (PyCFunction)(void (*)(void))ah_call_lock_configure, METH_FASTCALL,
-     "configure_fast_path(limit_ns, name, ranks, recorder): what the short facts has to know of the group"},
+     "configure_fast_path(limit_ns, name, ranks, recorder): what the fast path has to know of the group"},
     {"sequence", ah_call_lock_sequence, METH_NOARGS, "sequence() -> number of the next call"},
     {"__enter__", (PyCFunction)(void (*)(void))ah_call_lock_enter, METH_NOARGS, "Wait for our turn."},
     {"__exit__", (PyCFunction)(void (*)(void))ah_call_lock_exit, METH_FASTCALL, "Let the next one have it."},
@@ -282,7 +282,7 @@ static PyMethodDef METHODS[] = {
 
 static PyMemberDef MEMBERS[] = {
     {"queued", T_UINT, offsetof(struct ah_segment, lock.queued), 0, "calls that wait for their turn"},
-    {"fast_path_closed", T_INT, offsetof(struct ah_segment, lock.fast_path_closed), 0, "not 0: no more calls of the short facts"},
+    {"fast_path_closed", T_INT, offsetof(struct ah_segment, lock.fast_path_closed), 0, "not 0: no more calls of the fast path"},
     {"found_mismatch", T_INT, offsetof(struct ah_segment, group.found_mismatch), READONLY, "not 0: this rank found what ended the group"},
     {"window_calls", T_ULONGLONG, offsetof(struct ah_segment, group.window_calls), READONLY, "calls that were done in a window"},
     {"victim_l3", T_INT, offsetof(struct ah_segment, group.victim_l3), READONLY, "whether caches hand over what others write: not 0"},

@@ -406,7 +406,7 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_doc, "TorchFacts(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
-                "what the short facts knows of torch."},
+                "what the fast path knows of torch."},
     {0, NULL},
 };
 

@@ -9,10 +9,10 @@
 /* What is timed: more than a timer's own time, and as much as a block of results has in one piece. */
 #define TIMED_BYTES ((size_t)8 << 10)
 
-/* Less than this goes by facts of the caches: it is there before the reader looks. */
+/* Less than this goes by way of the caches: it is there before the reader looks. */
 #define SMALL_BYTES ((size_t)4 << 10)
 
-/* One in so many goes the other facts: the worse takes up to ten times as long. A prime, so that calls that all write as often do not
+/* One in so many goes the other way: the worse takes up to ten times as long. A prime, so that calls that all write as often do not
  * send the same of their chunks there each time. Where the facts that is consumed seems to be the worse, it is seen to at once. */
 #define PROBE_EVERY 61
 #define PROBE_SOON 5
@@ -25,7 +25,7 @@
 /* More than this was no write but an interruption. Where no cache is shared it takes a third. */
 #define MAX_TICKS ((uint64_t)1 << 15)
 
-/* How many times running the other facts has to be better: what the system did meanwhile must not decide. */
+/* How many times running the other way has to be better: what the system did meanwhile must not decide. */
 #define STREAK_LENGTH 2
 
 /* Whoever reads what went bypass the caches fetches it from memory, which takes about this much longer than from a cache that both cores

@@ -99,7 +99,7 @@ class Window:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class TorchFacts:
-    """What the short way knows of torch; see csrc/way.h."""
+    """What the fast path knows of torch; see csrc/way.h."""
 
     def __new__(
         cls,
@@ -223,7 +223,7 @@ class Segment:
         The sequence is the maximum of 64 bits if the rank has not begun that call. ``list_digest`` is 0 for one tensor.
         """
 
-    # Calls that wait for their turn, and whether the short way is shut.
+    # Calls that wait for their turn, and whether the fast path is shut.
     queued: int
     fast_path_closed: int
     # Calls that were done in a window, without staging.
@@ -236,7 +236,7 @@ class Segment:
     def configure_fast_path(
         self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: FlightRecorder, /
     ) -> None:
-        """Say what the short way has to know: the limit of a call, the group's name and global ranks, the board."""
+        """Say what the fast path has to know: the limit of a call, the group's name and global ranks, the board."""
 
     def sequence(self) -> int:
         """Return the number of the next call."""
