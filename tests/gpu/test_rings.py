@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.engines import FORM, check
-from ranks import harness, test_shm
+from conformance.engines import FORM, OnEngine, check
+from conformance.test_operations import test_random_operations_agree_with_a_model as run_random_operations
+from ranks import harness
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +36,7 @@ def _by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_operations_agree_with_a_model() -> None:
     """Random operations on random types and sizes give what a model computes from everyone's data."""
-    test_shm.test_random_operations_agree_with_a_model(1)
+    run_random_operations(OnEngine("nccl", begin=harness.start), 1)
 
 
 def test_every_reduction_and_what_it_is_done_by() -> None:
