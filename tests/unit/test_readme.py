@@ -71,20 +71,28 @@ def test_the_ten_lines_are_the_example() -> None:
 
 
 def test_diagnoses_that_are_named_exist() -> None:
-    """Every diagnosis in the table of faults and in the error that is shown is in the catalogue."""
-    text = README.read_text(encoding="utf-8")
+    """Every diagnosis in the table of faults and in the error of README.md is in the catalogue."""
+    text = README.read_text(encoding="utf-8") + (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     named = re.findall(r"\| `([a-z-]+)`: ", text) + re.findall(r"   \[([a-z-]+)\]$", text, flags=re.MULTILINE)
     assert len(named) >= 8
     assert [slug for slug in named if slug not in CATALOGUE] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("architecture", "environment", "migrating", "performance")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("README.md")),
+    "csrc/README.md",
+]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     """Every link to a file of the repository leads to one."""
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
 
 
 def test_make_targets_exist() -> None:
@@ -93,3 +101,11 @@ def test_make_targets_exist() -> None:
     targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE))
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert {"demo", "test"} <= targets <= known
+
+
+def test_pages_are_short() -> None:
+    """README.md has about 120 lines, the architecture about 200, the README of a package at most 60."""
+    lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in PAGES}
+    most = {"README.md": 130, "docs/architecture.md": 220, "csrc/README.md": 90}
+    packages = {name: 60 for name in PAGES if name.startswith("src/")}
+    assert {name: lengths[name] for name, limit in {**packages, **most}.items() if lengths[name] > limit} == {}
