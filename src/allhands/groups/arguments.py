@@ -10,7 +10,23 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["TABLE", "Arguments", "Function", "given", "parameters", "roles"]
+__all__ = [
+    "ASYNC",
+    "GROUP",
+    "GROUP_PEER",
+    "IN",
+    "OP",
+    "OTHER",
+    "OUT",
+    "PEER",
+    "TABLE",
+    "TAG",
+    "Arguments",
+    "Function",
+    "given",
+    "parameters",
+    "roles",
+]
 
 # What a parameter is to the C fast path: the numbers of `enum role` in csrc/python/fast_call.h.
 OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER = range(9)

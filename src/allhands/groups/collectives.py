@@ -33,6 +33,7 @@ __all__ = [
     "Pending",
     "asking",
     "guarded",
+    "monitored_barrier",
     "note_destroyed",
     "quick",
     "require_group",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..diagnosis.majority import Judgement
     from .process_group import HostGroup
 
-__all__ = ["announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group"]
+__all__ = ["Ranked", "announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group"]
 
 # How long a failed call waits for the coordinator's verdict. A death reaches the coordinator as a closed connection,
 # so that the verdict arrives within milliseconds unless the machine is overloaded.

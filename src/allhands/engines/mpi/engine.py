@@ -28,7 +28,7 @@ from ..gloo.engine import GlooEngine
 from ..shm.engine import cores
 from .library import World
 
-__all__ = ["MpiEngine"]
+__all__ = ["MpiEngine", "joined"]
 
 _BARRIER, _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = (
     OPERATIONS.index(name)

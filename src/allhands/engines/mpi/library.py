@@ -25,7 +25,18 @@ from typing import Any
 from ...errors import AllhandsError, fail
 from ..base import EngineTimeout
 
-__all__ = ["INSTALL", "World", "join", "launched", "library_name", "load_failure", "missing", "unavailable"]
+__all__ = [
+    "INSTALL",
+    "World",
+    "import_mpi",
+    "join",
+    "launched",
+    "library_name",
+    "load",
+    "load_failure",
+    "missing",
+    "unavailable",
+]
 
 # What to type where mpi4py or an MPI library is missing.
 INSTALL = (

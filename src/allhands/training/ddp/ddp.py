@@ -22,7 +22,7 @@ from .model_check import ModuleWatch, check_same_structure, check_same_values, s
 from .reducer import Reducer
 from .reduction import all_reduce
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "find_tensors", "to_device"]
 
 
 class DistributedDataParallel(Module, Joinable):

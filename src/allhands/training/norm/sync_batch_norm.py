@@ -20,7 +20,7 @@ from ...errors import fail
 from ...groups import collectives
 from .. import compare_ranks
 
-__all__ = ["AnyBatchNorm", "SyncBatchNorm", "combine", "pack", "revert_sync_batchnorm"]
+__all__ = ["DTYPES", "AnyBatchNorm", "Moments", "SyncBatchNorm", "combine", "pack", "revert_sync_batchnorm"]
 
 # The dtypes of batches; a record carries the index, so that ranks can compare.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
