@@ -22,7 +22,7 @@ def threads():
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended since it was listed
             names.append(path.read_text())
-    return names.count("allhands-hand\\n")
+    return names.count("allhands-helper\\n")
 
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 """

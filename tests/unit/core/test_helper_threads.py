@@ -24,13 +24,13 @@ LIMIT_NS = 20_000_000_000
 UNIT = 64 << 10
 
 
-def hands_of_all() -> int:
-    """Return how many hands this process has."""
+def helper_threads_of_all() -> int:
+    """Return how many helper threads this process has."""
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended since it was listed
             names.append(path.read_text())
-    return names.count("allhands-hand\n")
+    return names.count("allhands-helper\n")
 
 
 def sizes() -> list[int]:
@@ -101,7 +101,7 @@ def test_the_order_of_additions_does_not_depend_on_hands() -> None:
 def test_threads_come_with_the_first_large_call_and_go_with_the_group() -> None:
     """A small call starts none."""
     gc.collect()
-    before = hands_of_all()
+    before = helper_threads_of_all()
     with segments(2, 1 << 20, hands=3) as views:
 
         def work(rank: int, count: int) -> None:
@@ -109,11 +109,11 @@ def test_threads_come_with_the_first_large_call_and_go_with_the_group() -> None:
             assert views[rank].all_reduce(*place(mine), F32, SUM, LIMIT_NS) == 0
 
         together(2, lambda rank: work(rank, 1000))
-        assert hands_of_all() == before
+        assert helper_threads_of_all() == before
         together(2, lambda rank: work(rank, 1 << 20))
-        assert hands_of_all() == before + 6
+        assert helper_threads_of_all() == before + 6
         views.clear()
-    assert hands_of_all() == before
+    assert helper_threads_of_all() == before
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
