@@ -33,7 +33,7 @@ from ..base import (
 )
 from .fd_passing import FdPassing, Handover, allocate, no_room, pid_namespace, require_room
 
-__all__ = ["MAX_RANKS", "MIN_SLOT_KIB", "ShmEngine", "cores", "form"]
+__all__ = ["MAX_RANKS", "MIN_SLOT_KIB", "ShmEngine", "cores", "form", "spare_threads"]
 
 # Room for a fingerprint and a size for each of MAX_RANKS ranks.
 MIN_SLOT_KIB = 64
@@ -224,11 +224,14 @@ def _slot_bytes() -> int:
 
 
 def _helper_threads(ranks: int) -> int:
-    """Return the helper threads of each rank: by default one per core that no rank uses."""
+    """Return the helper threads of each rank: the setting, or one per core that no rank uses."""
     wanted = settings.read().helper_threads
-    if wanted >= 0:
-        return min(wanted, _core.MAX_HELPER_THREADS)
-    return max(0, min(_core.MAX_HELPER_THREADS, cores() // ranks - 1)) if ranks > 1 else 0
+    return min(wanted, _core.MAX_HELPER_THREADS) if wanted >= 0 else spare_threads(ranks, cores())
+
+
+def spare_threads(ranks: int, available: int) -> int:
+    """Return how many of `available` cores each rank has beside its own, at most as many as a segment has room for."""
+    return max(0, min(_core.MAX_HELPER_THREADS, available // ranks - 1)) if ranks > 1 else 0
 
 
 def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Real ranks whose hands help with large tensors."""
+"""Ranks whose helper threads reduce large tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-# More than one part for each of three hands.
+# More than one part for each of three helper threads.
 FORM = """
 import contextlib, os, time
 from pathlib import Path
@@ -30,10 +30,10 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 MANY = {"ALLHANDS_HELPER_THREADS": "3"}
 
 
-def test_hands_give_the_same_and_go_with_the_group() -> None:
+def test_results_do_not_depend_on_helper_threads() -> None:
     """The same bits as without, in plain memory and in a window; rank 0's setting counts; none is left at the end."""
     sums = []
-    for hands in ("3", "0"):
+    for count in ("3", "0"):
         results = harness.launch(
             FORM
             + """
@@ -54,16 +54,16 @@ say(sum=made.hexdigest(), more=more, left=threads())
 """,
             2,
             {"ALLHANDS_HELPER_THREADS": "1"},
-            each={0: {"ALLHANDS_HELPER_THREADS": hands}},
+            each={0: {"ALLHANDS_HELPER_THREADS": count}},
         )
         harness.well(results)
-        assert [result["more"] for result in results] == [int(hands)] * 2
+        assert [result["more"] for result in results] == [int(count)] * 2
         assert all(result["left"] == 0 for result in results)
         sums += [result["sum"] for result in results]
     assert len(set(sums)) == 1
 
 
-def test_a_killed_rank_ends_the_work_of_all_hands() -> None:
+def test_a_killed_rank_ends_the_work_of_all_helper_threads() -> None:
     """Survivors raise peer-lost within a second of a kill -9 in the middle of a large all_reduce."""
     results = harness.launch(
         FORM
@@ -119,8 +119,8 @@ dist.destroy_process_group()
     assert (results[0]["more"], results[1]["more"] < 3) == (3, True)
 
 
-def test_a_forked_child_leaves_its_parents_hands_alone() -> None:
-    """A child has the memory of the hands and not the hands; its end waits for none of them."""
+def test_a_forked_child_leaves_its_parents_helper_threads_alone() -> None:
+    """A forked child has no helper threads, and its exit waits for none."""
     results = harness.launch(
         FORM
         + """
@@ -143,19 +143,3 @@ dist.destroy_process_group()
     )
     harness.well(results)
     assert [(result["ended"], result["right"]) for result in results] == [(7, True)] * 2
-
-
-def test_spare_cores_decide_where_nobody_asks() -> None:
-    """As many as leave a core for each, none where ranks have no core to spare, and never more than three."""
-    results = harness.launch(
-        """
-from allhands.engines.shm import engine as shm
-shm.cores = lambda: 16
-many = [shm._hands(ranks) for ranks in (1, 2, 4, 5, 8, 16, 32)]
-shm.cores = lambda: 2
-say(many=many, few=[shm._hands(ranks) for ranks in (1, 2, 4)])
-""",
-        1,
-    )
-    assert results[0]["many"] == [0, 3, 3, 2, 1, 0, 0]
-    assert results[0]["few"] == [0, 0, 0]
