@@ -57,6 +57,31 @@ if rank:
         assert "rank 2 called all_reduce of float32 x 6" in result["found"]["text"]
 
 
+def test_the_end_of_the_group_ends_a_wait_that_gloo_does_not_wake() -> None:
+    """The wait for an asynchronous call ends although all connections stay open, as when Gloo misses their end."""
+    results = harness.launch(
+        FORM
+        + """
+import pathlib, time
+from allhands.groups import session
+dist.barrier()
+session.current().connections.close_all = lambda: 0
+found = attempt(lambda: dist.all_reduce(torch.ones(6 if rank == 2 else 4), async_op=True).wait())
+say(found=found)
+# The kernel closes the connections of a process that exits.
+folder = pathlib.Path(__file__).parent
+(folder / f"done.{rank}").touch()
+while len(list(folder.glob("done.*"))) < size:
+    time.sleep(0.01)
+""",
+        3,
+    )
+    for result in results:
+        assert result["found"]["slug"] == "collective-mismatch", result["found"]
+        # Not at the timeout of the call, 20 s.
+        assert result["found"]["seconds"] < 10, result["found"]
+
+
 def test_nothing_is_taken_for_a_difference_that_is_none() -> None:
     """Messages of some ranks, calls past allhands on some and through it on others, objects, roots by either name."""
     results = harness.launch(

@@ -135,17 +135,25 @@ class Pending(dist.Work):
             done = bool(self._work.wait(timeout))
             self._close(well=True)
             return done
-        wait = interruptible(self._session, self._work.wait) if self._interruptible else self._work.wait
-        return bool(self._wait(wait))
+        return bool(self._wait(self._work.wait))
 
-    def _wait(self, function: Callable[[], Any]) -> Any:
+    def _wait(self, wait: Callable[[], Any]) -> Any:
+        if self._interruptible:
+            wait = interruptible(self._session, wait)
         well = False
         try:
-            result = _run(self._session, self._name, self._site, function)
+            result = _run(self._session, self._name, self._site, self._poll, wait)
             well = True
         finally:
             self._close(well=well)
         return result
+
+    def _poll(self, wait: Callable[[], Any]) -> Any:
+        """Wait in Python first where torch's own wait may miss the end of the group, then as torch does."""
+        # torch's class is that of Gloo and NCCL. NCCL's abort ends its operations, and waiting is ordering there.
+        if type(self._work) is dist.Work and not self._interruptible and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            wait_for_future(self._work, self._session)
+        return wait()
 
     def _close(self, *, well: bool) -> None:
         """Close the operation's entry in the flight recorder, once."""

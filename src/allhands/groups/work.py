@@ -298,6 +298,8 @@ def wait_for_future(work: Any, session: Session) -> None:
     Inside torch's own wait a handler runs only once the operation is over, at its timeout or never: Gloo does not
     always wake an operation whose connections end between two of its steps.
     """
+    if work.is_completed():
+        return
     done = threading.Event()
     try:
         future = work.get_future()
