@@ -24,7 +24,7 @@ from conformance.test_operations import (
     test_strides_scalars_and_large_tensors,
 )
 from ranks import harness, mpirun
-from ranks.test_relay import (
+from ranks.test_gloo_engine import (
     test_a_call_that_one_rank_cannot_make_is_told_to_all,
     test_calls_under_way_keep_their_order_and_fail_where_waited,
     test_ctrl_c_ends_a_wait_and_tells_the_others,

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from hosts.conftest import Making, Network
+from hosts.test_backend import FORM, LAYOUT
 from hosts.test_hosts import PORT
-from hosts.test_wide import FORM, LAYOUT
 from ranks.harness import Result, free_port, launch, running, well
 
 pytestmark = pytest.mark.hosts

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ranks import harness
 from ranks.program import DTYPES, GROUPS, LAYOUTS, NAMES, REDUCTIONS, Op, supported
 
-__all__ = ["Crew", "programs"]
+__all__ = ["ProgramRanks", "programs"]
 
 WORLD = 3
 
@@ -91,7 +91,7 @@ def programs(least: int, most: int) -> st.SearchStrategy[list[Op]]:
     return st.lists(OPS, min_size=least, max_size=most)
 
 
-class Crew:
+class ProgramRanks:
     """The ranks, as a context: `run` hands them one program and fails where one of them differs from the model."""
 
     def __init__(self, timeout: float) -> None:

@@ -26,9 +26,9 @@ from conformance.test_operations import (
 from hosts.conftest import Making
 from hosts.test_hosts import PORT
 from ranks import harness
-from ranks.crew import Crew, programs
 from ranks.program import Op
-from ranks.test_relay import (
+from ranks.random_programs import ProgramRanks, programs
+from ranks.test_gloo_engine import (
     test_a_call_that_one_rank_cannot_make_is_told_to_all,
     test_a_mismatch_says_what_each_rank_called_and_where,
     test_calls_under_way_keep_their_order_and_fail_where_waited,
@@ -109,7 +109,7 @@ def any_engine(engine: OnEngine) -> OnEngine:
 def test_random_programs_agree_with_numpy(engine: OnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random programs, with subgroups inside a host and across, give what numpy does."""
     monkeypatch.setattr(harness, "start", engine.start)
-    with Crew(timeout=400) as crew:
+    with ProgramRanks(timeout=400) as ranks:
 
         @settings(
             max_examples=60,
@@ -121,7 +121,7 @@ def test_random_programs_agree_with_numpy(engine: OnEngine, monkeypatch: pytest.
         )
         @given(programs(5, 30))
         def run(program: list[Op]) -> None:
-            crew.run(program)
+            ranks.run(program)
 
         run()
-    assert crew.operations > 300
+    assert ranks.operations > 300
