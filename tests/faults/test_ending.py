@@ -11,7 +11,7 @@ import pytest
 import leaks
 from ranks.harness import launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # How soon survivors must know.
 SOON_S = 1.0

@@ -11,7 +11,7 @@ import pytest
 from faults.calls import NAMES
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 WORLD = 4
 FALLS = 2

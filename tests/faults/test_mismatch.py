@@ -12,7 +12,7 @@ import pytest
 from faults.calls import KINDS, NAMES, REDUCING, ROOTED, Call
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 WORLD = 4
 # Without rank 0, so that ranks of the group are not ranks of the world.

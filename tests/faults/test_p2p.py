@@ -9,7 +9,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # The same in other words, for `make soak`.
 soak = pytest.mark.soak

@@ -16,7 +16,7 @@ import pytest
 from faults.rollcalls import AT_ONCE_S, GRACE_S, PATIENT_S, PLACES, SCRIPT, TIMEOUT_S, alone, place
 from ranks.harness import Result, free_port, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import leaks
 from faults.rollcalls import AT_ONCE_S, GRACE_S, JOB, alone, place, service
 from ranks.harness import launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -12,7 +12,7 @@ import pytest
 from faults.rollcalls import GRACE_S, PATIENT_S, PLACES, TIMEOUT_S, alone, connected, place
 from ranks.harness import Job, free_port, launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("kind", PLACES)

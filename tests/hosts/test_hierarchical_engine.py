@@ -176,7 +176,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_of_one_machine_that_share_no_memory(nursery: None) -> None:  # noqa: ARG001  # started before all else
+def test_ranks_of_one_machine_that_share_no_memory(fork_server: None) -> None:  # noqa: ARG001  # started before all else
     """Whoever cannot be handed memory, though all ranks are on one machine, is on a host of its own."""
     env = {"METHOD": f"tcp://127.0.0.1:{free_port()}", "ALLHANDS_TOKEN": "between users"}
     for result in well(launch(TWO_USERS, 4, env)):

@@ -1,6 +1,6 @@
 """Real processes as ranks: start one script once per rank, watch it, and end it at a hard deadline.
 
-Importing torch takes longer than most tests, so ranks are forked from a nursery: a process that has imported
+Importing torch takes longer than most tests, so ranks are forked from a fork server: a process that has imported
 torch and allhands and formed nothing. A rank then runs its script at the top level of its own interpreter, so
 that uncaught exceptions, exit handlers and signals take their usual way. ``fresh=True`` starts a new interpreter
 instead, for tests that are about just that.
@@ -33,7 +33,7 @@ from typing import Any, NoReturn, cast
 
 import leaks
 
-__all__ = ["Job", "Result", "complaints", "forget_nursery", "free_port", "ipv6", "launch", "nursery", "start", "well"]
+__all__ = ["Job", "Result", "complaints", "free_port", "ipv6", "launch", "start", "well"]
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -159,7 +159,7 @@ class Job:
                 entry.returncode = entry.popen.poll()
                 entry.ended = time.monotonic()
         if any(entry.popen is None and entry.returncode is None for entry in self.ranks):
-            nursery().poll(self.ranks)
+            fork_server().poll(self.ranks)
         return [entry for entry in self.ranks if entry.returncode is None]
 
     def results(self) -> list[Result]:
@@ -205,7 +205,7 @@ class Job:
         self.poll()
         for entry in self.ranks:
             if entry.returncode is None:
-                # The nursery made the stacks of all threads the answer to this signal.
+                # The fork server made the stacks of all threads the answer to this signal.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(entry.pid, signal.SIGCONT)
                     os.kill(entry.pid, signal.SIGUSR1)
@@ -259,7 +259,7 @@ def start(
         if fresh or command is not None:
             job.ranks.append(_interpreter(script, number, entry, command))
         else:
-            job.ranks.append(nursery().fork(script, number, entry))
+            job.ranks.append(fork_server().fork(script, number, entry))
     return job
 
 
@@ -335,10 +335,10 @@ def _interpreter(script: Path, number: int, env: Mapping[str, str], command: lis
     return Rank(number, process.pid, stdout, stderr, time.monotonic(), popen=process)
 
 
-# The nursery, seen from the test --------------------------------------------------------------------------------
+# The fork server, seen from the test ----------------------------------------------------------------------------
 
 
-class Nursery:
+class ForkServer:
     """The process that ranks are forked from: it takes one JSON line per rank and tells of each start and end."""
 
     def __init__(self) -> None:
@@ -392,12 +392,12 @@ class Nursery:
         while True:
             ready, _, _ = select.select([self.process.stdout], [], [], 60.0 if block and not found else 0.0)
             if not ready and block and not found:
-                raise RuntimeError("the nursery has not answered for a minute")
+                raise RuntimeError("the fork server has not answered for a minute")
             if not ready:
                 return found
             data = os.read(self.process.stdout.fileno(), 65536)
             if not data:
-                raise RuntimeError("the nursery is gone")
+                raise RuntimeError("the fork server is gone")
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 message = json.loads(line)
@@ -407,26 +407,26 @@ class Nursery:
                     found.append(message)
 
 
-_nursery: Nursery | None = None
+_fork_server: ForkServer | None = None
 
 
-def nursery() -> Nursery:
-    """Return the nursery, started at its first use."""
-    global _nursery  # noqa: PLW0603  # one for all tests; that it is shared is its point
-    if _nursery is None:
-        _nursery = Nursery()
-    return _nursery
+def fork_server() -> ForkServer:
+    """Return the fork server, started at its first use."""
+    global _fork_server  # noqa: PLW0603  # one for all tests; that it is shared is its point
+    if _fork_server is None:
+        _fork_server = ForkServer()
+    return _fork_server
 
 
-def forget_nursery() -> None:
-    """End the nursery, if there is one."""
-    global _nursery  # noqa: PLW0603
-    if _nursery is not None:
-        _nursery.end()
-        _nursery = None
+def end_fork_server() -> None:
+    """End the fork server, if there is one."""
+    global _fork_server  # noqa: PLW0603
+    if _fork_server is not None:
+        _fork_server.end()
+        _fork_server = None
 
 
-# The nursery itself ---------------------------------------------------------------------------------------------
+# The fork server itself -----------------------------------------------------------------------------------------
 
 
 def _tell(**what: Any) -> None:

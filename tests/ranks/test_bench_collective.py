@@ -139,7 +139,7 @@ CHECKED = """
 """
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_each_call_does_what_it_is_named_for() -> None:
     """Each operation, by ours and by Gloo, gives every rank what the others gave; before it, some rank lacks it."""
     results = launch(CHECKED, 3)

@@ -11,7 +11,7 @@ import pytest
 
 from ranks.harness import Result, free_port, ipv6, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # What every rank does once it has a group: the group must carry tensors and objects and end without a word.
 USE = """

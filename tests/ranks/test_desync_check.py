@@ -8,7 +8,7 @@ from conformance.engines import check
 from conformance.test_failures import MISMATCHES
 from ranks import harness, test_shm
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = test_shm.FORM.replace('"allhands"', '"gloo"')
 

@@ -20,7 +20,7 @@ from allhands.observe import stacks
 from ranks import harness
 from ranks.runner import running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # Each stage holds rank 2 up in another way until the test opens its gate, the last one for ever.
 STAGES = """

@@ -7,7 +7,7 @@ import pytest
 from ranks.against_gloo import compare
 from ranks.compiled import differences
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 TRIALS = """import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable

@@ -10,7 +10,7 @@ import pytest
 from conformance.engines import ENGINES, FORM, OnEngine, check
 from conformance.test_failures import AT_ONCE_S, mismatched
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from allhands.control.coordinator import Coordinator
 from allhands.control.rendezvous import random_socket_name
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SCRIPT = """
 import torch

@@ -62,7 +62,7 @@ def test_every_section_has_an_example() -> None:
     assert len(EXAMPLES) == PAGE.count("```python") >= 12
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize(
     "example",
     [pytest.param(each, id=each.title, marks=[pytest.mark.soak] if each.slow else []) for each in EXAMPLES],

@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # A deadline, not a figure: half a second of waiting, and what a busy machine adds; far below the group's own timeout.
 AT_ONCE_S = 5.0

@@ -10,7 +10,7 @@ import pytest
 from allhands.engines.mpi import library
 from ranks import harness, mpirun
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 both = pytest.mark.parametrize("family", mpirun.FAMILIES)
 

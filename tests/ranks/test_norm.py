@@ -8,7 +8,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 BEGIN = """
 import copy, os, warnings

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from ranks.program import Op
 from ranks.random_programs import ProgramRanks, programs
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 def test_random_programs_agree_with_numpy() -> None:

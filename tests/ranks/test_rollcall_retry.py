@@ -6,7 +6,7 @@ import pytest
 
 from ranks.harness import free_port, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("where", ["local", "tcp"])

@@ -12,7 +12,7 @@ from allhands.control.rendezvous import outbound_address
 from ranks.certificates import made, tls
 from ranks.harness import Result, free_port, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SECRET, OTHER = "open-sesame-7391", "open-barley-1739"
 

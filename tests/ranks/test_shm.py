@@ -7,7 +7,7 @@ import pytest
 from conformance.engines import FORM, check
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])

@@ -16,7 +16,7 @@ TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 SCRIPT = "\n".join(re.findall(r"^```python\n(.*?)^```$", TUTORIAL, flags=re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_tutorial_runs(ranks: int) -> None:
     """All Python blocks in one script succeed, on one rank and on three."""

@@ -9,7 +9,7 @@ import pytest
 from soak.group_faults import FAULTS
 from soak.laboratory import AT_ONCE_S, Site, told
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # Without a wait that ends with the group, about one round in seven had a rank that was told at its timeout only.
 ROUNDS = 30

@@ -58,7 +58,7 @@ __all__ = [
     "test_strides_scalars_and_large_tensors",
 ]
 
-pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.usefixtures("fork_server")]
 
 # How the ranks lie; tests that count their ranks by hand have three.
 LAYOUTS = {

@@ -6,7 +6,7 @@ import pytest
 
 from faults.test_killed import OPERATIONS, fall
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # A moment is drawn anew each time: the middle of an operation has many places to fall in.
 ROUNDS = 3

@@ -7,7 +7,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # A little above 2**32 bytes, with a last chunk that is not whole.
 BYTES = (1 << 32) + (1 << 26) + 12_345

@@ -55,7 +55,7 @@ __all__ = [
     "test_what_torch_builds_on_a_group",
 ]
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 
 @pytest.fixture(params=mpirun.FAMILIES)

@@ -51,7 +51,7 @@ def test_ten_thousand_operations_on_the_core() -> None:
     assert done >= OPERATIONS
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_ten_thousand_operations_on_processes() -> None:
     """Overlapping groups, several operations in flight, both libraries."""
     from ranks.program import Op
