@@ -1,8 +1,8 @@
 /* What Python gives as numbers, taken apart. Each function returns 0, or -1 with an exception set. */
-#ifndef ALLHANDS_ARGUMENT_H
-#define ALLHANDS_ARGUMENT_H
+#ifndef ALLHANDS_ARGS_H
+#define ALLHANDS_ARGS_H
 
-#include <Python.h>
+#include "python/object.h"
 
 #include "collectives/collective.h"
 

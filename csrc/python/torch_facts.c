@@ -1,6 +1,3 @@
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "python/torch_facts.h"
 
 #include <stdio.h>
@@ -17,7 +14,6 @@ static const char *const NAMES[AH_NAMES] = {
     [AH_NAME_SHAPE] = "shape",
     [AH_NAME_WORLD] = "WORLD",
     [AH_NAME_SEGMENT] = "segment",
-    [AH_NAME_FAILED] = "failed",
     [AH_NAME_FILENAME] = "co_filename",
 };
 
@@ -212,18 +208,15 @@ static PyObject *default_group(struct ah_torch_facts *facts)
     return PyObject_GetAttr(facts->member, facts->names[AH_NAME_WORLD]);
 }
 
-struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found, struct ah_segment **segment)
+struct ah_segment *ah_segment_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found)
 {
     PyObject *group, *object = NULL;
-    struct ah_locked *locked;
+    struct ah_segment *segment;
 
     *found = NULL;
     if (PyDict_Size(facts->coalescing) != 0)
         return NULL;
-    if (given && given != Py_None)
-        group = Py_NewRef(given);
-    else
-        group = default_group(facts);
+    group = given && given != Py_None ? Py_NewRef(given) : default_group(facts);
     if (group && group != Py_None)
         object = PyObject_GetAttr(group, facts->names[AH_NAME_SEGMENT]);
     if (!object) {
@@ -231,17 +224,16 @@ struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, Py
         Py_XDECREF(group);
         return NULL;
     }
-    *segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
-    if (*segment && !facts->segment_type)
+    segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
+    if (segment && !facts->segment_type)
         facts->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
-    locked = *segment ? (struct ah_locked *)object : NULL;
-    if (!locked || !locked->lock.recorder || locked->lock.fast_path_closed || locked->lock.queued || locked->lock.size > AH_MAX_RANKS) {
+    if (!segment || !segment->recorder || segment->fast_path_closed || segment->queued || segment->group.ranks > AH_MAX_RANKS) {
         Py_DECREF(object);
         Py_DECREF(group);
         return NULL;
     }
     *found = group;
-    return locked;
+    return segment;
 }
 
 /* Which instruction a frame is at. Python has it since 3.11, outside the limited API; without it, `ask` finds the place. The frame's
@@ -322,84 +314,57 @@ int ah_call_site(struct ah_torch_facts *facts, char *text, size_t size)
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg;
-    PyObject *made;
-    struct ah_torch_facts *self;
+    struct ah_torch_facts *self = (struct ah_torch_facts *)PyType_GenericAlloc(type, 0);
+    PyObject *capsule, *is_neg;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
-                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
-                          &world, &is_neg))
+    if (!self)
         return NULL;
-    if (world != Py_None && (!PyTuple_Check(world) || PyTuple_Size(world) != 4 || !PyDict_Check(PyTuple_GetItem(world, 0)))) {
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &self->tensors, &PyDict_Type, &self->dtypes,
+                          &PyTuple_Type, &self->reductions, &self->member, &PyDict_Type, &self->coalescing,
+                          &self->call_site, &PyTuple_Type, &self->foreign, &capsule, &self->world, &is_neg))
+        goto failed;
+    self->args = Py_NewRef(args);
+    if (self->world != Py_None && (!PyTuple_Check(self->world) || PyTuple_Size(self->world) != 4 ||
+                                   !PyDict_Check(PyTuple_GetItem(self->world, 0)))) {
         PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
-        return NULL;
+        goto failed;
     }
-    if (PyTuple_Size(reductions) != AH_TORCH_REDUCTIONS) {
+    if (PyTuple_Size(self->reductions) != AH_TORCH_REDUCTIONS) {
         PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
-        return NULL;
+        goto failed;
     }
-    made = allocate(type, 0);
-    if (!made)
-        return NULL;
-    self = (struct ah_torch_facts *)made;
     if (capsule != Py_None) {
         const struct ah_dlpack *found = PyCapsule_GetPointer(capsule, AH_DLPACK_CAPSULE);
 
-        if (!found) {
-            Py_DECREF(made);
-            return NULL;
-        }
+        if (!found)
+            goto failed;
         if (found->major == AH_DLPACK_MAJOR && found->describe)
             self->dlpack = found;
     }
-    self->capsule = Py_NewRef(capsule);
-    self->tensors = Py_NewRef(tensors);
-    self->dtypes = Py_NewRef(dtypes);
-    self->reductions = Py_NewRef(reductions);
-    self->member = Py_NewRef(member);
-    self->world = Py_NewRef(world);
-    self->is_neg = Py_NewRef(is_neg);
     if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
         self->negated = PyCFunction_GetFunction(is_neg);
-    self->coalescing = Py_NewRef(coalescing);
-    self->call_site = Py_NewRef(call_site);
-    self->foreign = Py_NewRef(foreign);
     for (size_t name = 0; name < AH_NAMES; name++) {
-        self->names[name] = PyUnicode_InternFromString(NAMES[name]);
-        if (!self->names[name]) {
-            Py_DECREF(made);
-            return NULL;
-        }
+        if (!(self->names[name] = PyUnicode_InternFromString(NAMES[name])))
+            goto failed;
     }
-    return made;
+    return (PyObject *)self;
+
+failed:
+    Py_DECREF((PyObject *)self);
+    return NULL;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct ah_torch_facts *self)
 {
-    struct ah_torch_facts *self = (struct ah_torch_facts *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
-    Py_XDECREF(self->tensors);
-    Py_XDECREF(self->dtypes);
-    Py_XDECREF(self->reductions);
-    Py_XDECREF(self->member);
-    Py_XDECREF(self->world);
+    Py_XDECREF(self->args);
     Py_XDECREF(self->state);
     Py_XDECREF(self->kept);
-    Py_XDECREF(self->is_neg);
     Py_XDECREF((PyObject *)self->segment_type);
-    Py_XDECREF(self->coalescing);
-    Py_XDECREF(self->call_site);
-    Py_XDECREF(self->foreign);
-    Py_XDECREF(self->capsule);
     for (size_t name = 0; name < AH_NAMES; name++)
         Py_XDECREF(self->names[name]);
     for (size_t site = 0; site < AH_SITES; site++)
         Py_XDECREF(self->sites[site].code);
-    release(object);
-    Py_DECREF(type);
+    ah_object_free(self);
 }
 
 static PyType_Slot SLOTS[] = {
@@ -410,19 +375,14 @@ static PyType_Slot SLOTS[] = {
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_torch_facts_spec = {
     .name = "allhands._core.TorchFacts",
     .basicsize = sizeof(struct ah_torch_facts),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
 
-PyObject *ah_torch_facts_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}
-
 struct ah_torch_facts *ah_as_torch_facts(PyObject *object)
 {
-    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_torch_facts *)object : NULL;
+    return ah_object_made_by(object, make);
 }

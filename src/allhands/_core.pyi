@@ -20,13 +20,6 @@ def adopt_orphans() -> int:
     Whoever adopts must also reap: the adopted stay zombies until they are waited for.
     """
 
-def peer_credentials(fd: int, /) -> tuple[int, int, int]:
-    """Return (pid, uid, gid) of the process at the other end of the connected Unix socket ``fd``.
-
-    They are those of the moment when it connected (or listened, or called socketpair), vouched for by the
-    kernel. A pid of 0 means that the peer is in a pid namespace that cannot be seen from here. Raises OSError.
-    """
-
 def segment_bytes(ranks: int, slot_bytes: int, helper_threads: int = 0, /) -> int:
     """Return how large the segment of a group is whose ranks have ``hands`` each."""
 

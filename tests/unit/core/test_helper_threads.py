@@ -173,9 +173,9 @@ def test_a_signal_is_heard_while_others_are_at_work() -> None:
             peer.join()
 
 
-def test_more_hands_than_there_may_be() -> None:
+def test_more_helper_threads_than_allowed() -> None:
     """They are refused where the segment is made."""
     descriptor = os.memfd_create("test")
-    with pytest.raises(ValueError, match="MOST_HANDS"):
+    with pytest.raises(ValueError, match="MAX_HELPER_THREADS"):
         _core.segment_format(descriptor, 2, 4096, os.urandom(16), _core.MAX_HELPER_THREADS + 1)
     os.close(descriptor)
