@@ -59,7 +59,8 @@ struct call {
 /* Arguments ------------------------------------------------------------------------------------------------ */
 
 /* Sort the arguments by role. */
-static int sort(const struct fast_path *self, PyObject *const *args, Py_ssize_t places, PyObject *keywords, struct call *call)
+static int sort(const struct fast_path *self, PyObject *const *args, Py_ssize_t places, PyObject *keywords,
+                struct call *call)
 {
     Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
 
@@ -141,7 +142,8 @@ static int peer_of(const struct call *call, int fallback, uint32_t *rank)
 
 /* Fill in `parts` from the argument for `role`: a list of a tensor for each rank, all of the dtype of `first`, or one
  * tensor that is cut into parts of `bytes`. */
-static int parts_of(const struct call *call, enum role role, size_t bytes, struct ah_part *parts, struct ah_tensor *first)
+static int parts_of(const struct call *call, enum role role, size_t bytes, struct ah_part *parts,
+                    struct ah_tensor *first)
 {
     uint32_t ranks = call->segment->group.ranks;
     PyObject *list = call->given[role];
@@ -164,7 +166,8 @@ static int parts_of(const struct call *call, enum role role, size_t bytes, struc
     if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
         return SLOW_PATH;
     for (uint32_t rank = 0; rank < ranks; rank++) {
-        if (ah_describe_tensor(call->facts, PyList_GetItem(list, rank), &each) != 0 || (rank > 0 && each.dtype != first->dtype))
+        if (ah_describe_tensor(call->facts, PyList_GetItem(list, rank), &each) != 0 ||
+            (rank > 0 && each.dtype != first->dtype))
             return SLOW_PATH;
         parts[rank] = each.part;
         if (rank == 0)
@@ -224,8 +227,8 @@ static int finish(struct call *call, int code, uint32_t culprit, int peer)
     if (code == AH_OK)
         return DONE;
     if (code != AH_INTERRUPTED) {
-        raised = PyObject_CallMethod(call->group, "failed", "iI(ssd)i", code, (unsigned int)culprit, call->function->name,
-                                     site, (double)call->began_ns / 1e9, peer);
+        raised = PyObject_CallMethod(call->group, "failed", "iI(ssd)i", code, (unsigned int)culprit,
+                                     call->function->name, site, (double)call->began_ns / 1e9, peer);
         Py_XDECREF(raised);
         if (raised)
             PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");
@@ -279,7 +282,8 @@ static int all_reduce_list(struct call *call)
     int code = number && ah_tensor_list_alloc(&operation.tensors, (size_t)number) == 0 ? DONE : SLOW_PATH;
 
     for (Py_ssize_t index = 0; code == DONE && index < number; index++) {
-        if (ah_describe_tensor(call->facts, PyList_GetItem(given, index), &each) != 0 || (index > 0 && each.dtype != first.dtype))
+        if (ah_describe_tensor(call->facts, PyList_GetItem(given, index), &each) != 0 ||
+            (index > 0 && each.dtype != first.dtype))
             code = SLOW_PATH;
         else
             operation.tensors.parts[index] = each.part;
@@ -492,10 +496,11 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
     const char *name;
     int kind, whole;
 
-    if (!PyArg_ParseTuple(args, "OOsO!O!ip:FastPath", &facts, &slow_path, &name, &PyTuple_Type, &names, &PyTuple_Type, &roles,
-                          &kind, &whole))
+    if (!PyArg_ParseTuple(args, "OOsO!O!ip:FastPath", &facts, &slow_path, &name, &PyTuple_Type, &names,
+                          &PyTuple_Type, &roles, &kind, &whole))
         return NULL;
-    if (!ah_as_torch_facts(facts) || PyTuple_Size(names) > MOST_PARAMETERS || PyTuple_Size(names) != PyTuple_Size(roles) ||
+    if (!ah_as_torch_facts(facts) || PyTuple_Size(names) > MOST_PARAMETERS ||
+        PyTuple_Size(names) != PyTuple_Size(roles) ||
         kind < AH_BARRIER || kind >= (int)(sizeof OPERATIONS / sizeof *OPERATIONS)) {
         PyErr_SetString(PyExc_TypeError, "FastPath(facts, slow_path, name, names, roles, kind, whole)");
         return NULL;

@@ -1,6 +1,6 @@
-/* The Python type allhands._core.GradHook: what a hook on a parameter does in the usual case, which is to count a gradient
- * and to move it into its bucket. Backward has pushed everything else out of the caches by then, so that each line of
- * Python costs microseconds there. The lists are the reducer's own lists; whatever is unusual goes to its `came`. */
+/* The Python type allhands._core.GradHook: the hook of DistributedDataParallel on each parameter, in the usual case:
+ * count the gradient and move it into its bucket. Backward has evicted everything else from the caches by then, so a
+ * line of Python costs microseconds there. The lists belong to the reducer; unusual cases are passed to its `slow`. */
 #include "python/object.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include "shm/copy.h"
 #include "shm/tensor_list.h"
 
-/* So many bytes take less time than letting go of the interpreter and getting it back, where others want it. */
+/* Copying this much takes less time than releasing the GIL and getting it back from another thread. */
 #define SHORT_BYTES ((size_t)64 << 10)
 
 enum counter_list { COUNTS, LEFT, USED, NEEDED, LISTS };
@@ -19,16 +19,16 @@ struct grad_hook {
     PyObject *args; /* of the constructor: owns the four objects below */
     struct ah_torch_facts *facts;
     PyObject *parameters, *slow, *complete;
-    PyObject *buckets;           /* tuple: the number of each parameter's bucket */
-    PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes; NULL where all stay, and none is looked at */
-    struct ah_tensor *templates; /* the shape and type that each is to have; no dtype: whatever comes */
-    PyObject *end;          /* weak reference to what is called when backward is over; NULL outside of a pass */
-    PyObject *lists[LISTS]; /* lists, one number for each parameter, LEFT one for each bucket */
+    PyObject *buckets; /* tuple: the number of each parameter's bucket */
+    PyObject *views;   /* tuple: the bucket's view for each gradient, None: it stays; NULL: all stay */
+    struct ah_tensor *templates; /* shape and dtype of each gradient in its bucket; dtype 0: none is required */
+    PyObject *end;               /* weak reference to the callback at the end of backward; NULL outside of a pass */
+    PyObject *lists[LISTS];      /* of the reducer: a number for each parameter, in LEFT for each bucket */
     PyObject *grad, *requires_grad;
 };
 
-/* Whether the gradient can be moved as bytes to where a plain tensor is: it is plain, like that one, and nothing is derived from it
- * later. */
+/* Whether a gradient can be copied as bytes to a plain tensor: it is plain, has the same shape and dtype, and requires
+ * no gradient itself. */
 static int is_movable(struct grad_hook *self, PyObject *gradient, const struct ah_tensor *to, struct ah_tensor *from)
 {
     PyObject *derived;
@@ -36,7 +36,8 @@ static int is_movable(struct grad_hook *self, PyObject *gradient, const struct a
 
     if (ah_describe_tensor(self->facts, gradient, from) != 0)
         return 0;
-    if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims || from->dims > AH_ENTRY_DIMS)
+    if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims ||
+        from->dims > AH_ENTRY_DIMS)
         return 0;
     for (uint32_t dim = 0; dim < from->dims; dim++) {
         if (from->shape[dim] != to->shape[dim])
@@ -49,8 +50,8 @@ static int is_movable(struct grad_hook *self, PyObject *gradient, const struct a
     return plain;
 }
 
-/* See to it that the gradient of a parameter lies where it is to lie: 1 if it does, 0 if it cannot be moved so, -1 with
- * an exception set. */
+/* Move the gradient of a parameter into its bucket: 1 if it is there, 0 if it is not movable, -1 with an exception set.
+ * */
 static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gradient)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
@@ -63,7 +64,8 @@ static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gra
         return -1;
     if (gradient == view || view == Py_None)
         return 1;
-    if (gradient == Py_None || ah_describe_tensor(self->facts, view, &to) != 0 || !is_movable(self, gradient, &to, &from))
+    if (gradient == Py_None || ah_describe_tensor(self->facts, view, &to) != 0 ||
+        !is_movable(self, gradient, &to, &from))
         return 0;
     Py_INCREF(parameter);
     Py_INCREF(view);
@@ -77,7 +79,7 @@ static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gra
     return code == 0 ? 1 : -1;
 }
 
-/* A number of a list; -1 with an exception set. */
+/* Item of a list of numbers; -1 with an exception set. */
 static long get_number(PyObject *list, Py_ssize_t index)
 {
     PyObject *number = PyList_GetItem(list, index);
@@ -92,7 +94,7 @@ static int set_number(PyObject *list, Py_ssize_t index, long number)
     return made ? PyList_SetItem(list, index, made) : -1;
 }
 
-/* Whether a pass is under way; an exception may have ended it. -1 with an exception set. */
+/* Whether a backward pass is running; an exception may have ended it. -1 with an exception set. */
 static int in_pass(struct grad_hook *self)
 {
     PyObject *end = self->end ? PyObject_CallNoArgs(self->end) : NULL;
@@ -102,7 +104,7 @@ static int in_pass(struct grad_hook *self)
     return PyErr_Occurred() ? -1 : alive;
 }
 
-/* The usual case: 1 if it was one, 0 if not, -1 with an exception set. */
+/* Count and move a gradient: 1 if done, 0 if it is an unusual case, -1 with an exception set. */
 static int count_gradient(struct grad_hook *self, Py_ssize_t index)
 {
     PyObject *parameter, *gradient, *number;
@@ -127,7 +129,7 @@ static int count_gradient(struct grad_hook *self, Py_ssize_t index)
         code = gradient == Py_None ? 0 : move_gradient(self, index, gradient);
         Py_DECREF(gradient);
     }
-    /* Another thread may have ended the pass while this one let go of the interpreter. */
+    /* Another thread may have ended the pass while the GIL was released. */
     if (code != 1 || !self->end)
         return code;
     if (set_number(self->lists[COUNTS], index, count) != 0 || set_number(self->lists[USED], index, 1) != 0)
@@ -215,7 +217,7 @@ static PyObject *set_places(struct grad_hook *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Whether each parameter requires a gradient as `known` says. */
+/* Whether each parameter requires a gradient exactly if `known` is true for it. */
 static PyObject *trained_as(struct grad_hook *self, PyObject *known)
 {
     Py_ssize_t parameters = PyTuple_Size(self->parameters);
@@ -232,13 +234,15 @@ static PyObject *trained_as(struct grad_hook *self, PyObject *known)
     return PyBool_FromLong(alike);
 }
 
-/* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
+/* Whether the gradient of a parameter can be reduced in place: it is plain, of the required shape and dtype, and used.
+ * */
 static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
     PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
     struct ah_tensor from;
-    int plain = trained == Py_True && self->templates[index].dtype != 0 && is_movable(self, gradient, &self->templates[index], &from);
+    int plain = trained == Py_True && self->templates[index].dtype != 0 &&
+                is_movable(self, gradient, &self->templates[index], &from);
 
     Py_XDECREF(trained);
     PyErr_Clear();
@@ -323,8 +327,10 @@ static void unmake(struct grad_hook *self)
 }
 
 static PyMethodDef METHODS[] = {
-    AH_METHOD(on_gradient, METH_FASTCALL, "on_gradient(index, parameter): a hook; the gradient of a parameter has arrived"),
-    AH_METHOD(begin_pass, METH_VARARGS, "begin_pass(end, counts, left, used, needed): count the gradients of a backward pass"),
+    AH_METHOD(on_gradient, METH_FASTCALL,
+              "on_gradient(index, parameter): a hook; the gradient of a parameter has arrived"),
+    AH_METHOD(begin_pass, METH_VARARGS,
+              "begin_pass(end, counts, left, used, needed): count the gradients of a backward pass"),
     AH_METHOD(disable, METH_NOARGS, "disable(): leave all gradients to Python until the next pass"),
     AH_METHOD(set_places, METH_VARARGS, "set_places(of, views, templates): where each gradient is moved to"),
     AH_METHOD(trained_as, METH_O, "trained_as(known) -> whether each parameter requires a gradient as known states"),
@@ -336,7 +342,7 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_methods, METHODS},
-    {Py_tp_doc, "GradHook(facts, parameters, came, complete): takes gradients as they come, where that is simple."},
+    {Py_tp_doc, "GradHook(facts, parameters, slow, complete): counts gradients and moves them into their buckets."},
     {0, NULL},
 };
 

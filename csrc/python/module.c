@@ -156,7 +156,8 @@ static int fill(PyObject *module)
         if (code != 0)
             return -1;
     }
-    if (PyModule_AddIntConstant(module, "RAW", AH_RAW) != 0 || PyModule_AddIntConstant(module, "COMPLEX", AH_COMPLEX) != 0 ||
+    if (PyModule_AddIntConstant(module, "RAW", AH_RAW) != 0 ||
+        PyModule_AddIntConstant(module, "COMPLEX", AH_COMPLEX) != 0 ||
         PyModule_AddIntConstant(module, "MAX_RANKS", AH_MAX_RANKS) != 0 ||
         PyModule_AddIntConstant(module, "MAX_HELPER_THREADS", AH_MAX_HELPER_THREADS) != 0)
         return -1;

@@ -118,7 +118,7 @@ static PyObject *set_rank(struct ah_recorder_object *self, PyObject *args)
 
 static PyMethodDef METHODS[] = {
     AH_METHOD(begin, METH_VARARGS,
-              "begin(operation, group, dtype, reduction, shape, bytes, root, site) -> number of an entry, which is waiting"),
+              "begin(operation, group, dtype, reduction, shape, bytes, root, site) -> number of a waiting entry"),
     AH_METHOD(run, METH_VARARGS, "run(number, sequence): the call runs now; its number in the group"),
     AH_METHOD(end, METH_VARARGS, "end(number, well): the call has ended"),
     AH_METHOD(set_rank, METH_VARARGS, "set_rank(rank, world_size): the rank whose recorder it is"),

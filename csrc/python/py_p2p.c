@@ -57,13 +57,14 @@ static int as_message(PyObject *const *args, int sends, struct ah_message *messa
 
 struct ah_outcome ah_send_or_receive(struct ah_p2p *p2p, const struct ah_message *message, int64_t limit_ns)
 {
-    struct ah_outcome outcome;
     PyThreadState *thread;
+    const struct ah_interrupt interrupt = {.check_interrupt = ah_check_signals, .context = &thread};
+    struct ah_outcome outcome;
 
     if (ah_p2p_try(p2p, message, &outcome))
         return outcome;
     thread = PyEval_SaveThread();
-    outcome = ah_p2p_run(p2p, message, limit_ns, &(struct ah_interrupt){.check_interrupt = ah_check_signals, .context = &thread});
+    outcome = ah_p2p_run(p2p, message, limit_ns, &interrupt);
     PyEval_RestoreThread(thread);
     return outcome;
 }
@@ -161,16 +162,17 @@ static struct ah_request *request_of(const struct p2p_object *self, PyObject *ca
 
 static PyObject *wait(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
+    PyThreadState *thread;
+    const struct ah_interrupt interrupt = {.check_interrupt = ah_check_signals, .context = &thread};
     struct ah_request *request;
     struct ah_outcome outcome;
-    PyThreadState *thread;
     int64_t limit;
 
-    if (ah_check_argument_count(n, 2) != 0 || !(request = request_of(self, args[0])) || ah_as_int64(args[1], &limit) != 0)
+    if (ah_check_argument_count(n, 2) != 0 || !(request = request_of(self, args[0])) ||
+        ah_as_int64(args[1], &limit) != 0)
         return NULL;
     thread = PyEval_SaveThread();
-    outcome = ah_p2p_wait(self->p2p, request, limit,
-                          &(struct ah_interrupt){.check_interrupt = ah_check_signals, .context = &thread});
+    outcome = ah_p2p_wait(self->p2p, request, limit, &interrupt);
     PyEval_RestoreThread(thread);
     return as_python(outcome);
 }
@@ -299,15 +301,16 @@ static PyMethodDef METHODS[] = {
     AH_METHOD(post_recv, METH_FASTCALL,
               "post_recv(address, bytes, dtype, source, tag, timeout_ns, key) -> outcome or request"),
     AH_METHOD(wait, METH_FASTCALL, "wait(request, limit_ns) -> outcome, or -1 if it is not complete"),
-    AH_METHOD(start_timeout, METH_FASTCALL, "start_timeout(request): start its timeout, as a wait without a limit does"),
+    AH_METHOD(start_timeout, METH_FASTCALL,
+              "start_timeout(request): start its timeout, as a wait without a limit does"),
     AH_METHOD(test, METH_FASTCALL, "test(request) -> outcome, or -1 if it is not complete"),
     AH_METHOD(progress, METH_NOARGS, "progress() -> keys of posted messages that are complete; none once stopped"),
     AH_METHOD(stop, METH_NOARGS, "stop(): abort all pending messages of this rank"),
     AH_METHOD(wake_all, METH_NOARGS, "wake_all(): wake all sleeping ranks, which check whether the group has ended"),
     AH_METHOD(pending_sends, METH_NOARGS, "pending_sends() -> number of posted sends that are not complete"),
     AH_METHOD(mismatch, METH_NOARGS,
-              "mismatch() -> (source, target, tag, dtype, bytes, dtype, bytes) of the first message that did not fit its "
-              "receive, or None"),
+              "mismatch() -> (source, target, tag, dtype, bytes, dtype, bytes) of the first message "
+              "that did not fit its receive, or None"),
     {NULL, NULL, 0, NULL},
 };
 

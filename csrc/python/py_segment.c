@@ -112,8 +112,8 @@ static int parse(char what, PyObject *const *arg, struct ah_operation *operation
 }
 
 /* Perform an operation whose arguments are described by `format`, one letter for each; see `parse`. */
-static PyObject *perform(struct ah_segment *self, enum ah_operation_code kind, const char *format, PyObject *const *args,
-                         Py_ssize_t n)
+static PyObject *perform(struct ah_segment *self, enum ah_operation_code kind, const char *format,
+                         PyObject *const *args, Py_ssize_t n)
 {
     const char *in_at = strchr(format, 'i'), *out_at = strchr(format, 'o'), *list_at = strchr(format, 'l');
     struct ah_part *in = NULL, *out = NULL;
@@ -164,8 +164,9 @@ static PyObject *compare_only(struct ah_segment *self, PyObject *const *args, Py
     int64_t limit;
     int code;
 
-    if (ah_check_argument_count(n, 6) != 0 || ah_as_uint32(args[0], &kind) != 0 || ah_as_uint32(args[1], &reduction) != 0 ||
-        ah_as_uint32(args[2], &dtype) != 0 || ah_as_int64(args[5], &limit) != 0)
+    if (ah_check_argument_count(n, 6) != 0 || ah_as_uint32(args[0], &kind) != 0 ||
+        ah_as_uint32(args[1], &reduction) != 0 || ah_as_uint32(args[2], &dtype) != 0 ||
+        ah_as_int64(args[5], &limit) != 0)
         return NULL;
     call.kind = (uint16_t)kind;
     call.reduce = (uint16_t)reduction;
@@ -389,7 +390,8 @@ static PyMethodDef METHODS[] = {
     AH_METHOD(all_gather, METH_FASTCALL, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
     AH_METHOD(gather, METH_FASTCALL, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
     AH_METHOD(scatter, METH_FASTCALL, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_METHOD(reduce_scatter, METH_FASTCALL, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_METHOD(reduce_scatter, METH_FASTCALL,
+              "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
     AH_METHOD(all_to_all, METH_FASTCALL, "all_to_all(in, out, dtype, timeout_ns) -> code"),
     AH_METHOD(end, METH_FASTCALL, "end(rank): end the group because of rank"),
     AH_METHOD(set_wait_policy, METH_FASTCALL, "set_wait_policy(spins, yields): how often to poll before sleeping"),
@@ -408,11 +410,12 @@ static PyMethodDef METHODS[] = {
 
 static PyMemberDef MEMBERS[] = {
     {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for the call lock"},
-    {"fast_path_closed", T_INT, offsetof(struct ah_segment, fast_path_closed), 0, "not 0: no more calls on the fast path"},
+    {"fast_path_closed", T_INT, offsetof(struct ah_segment, fast_path_closed), 0,
+     "not 0: no more calls on the fast path"},
     {"found_mismatch", T_INT, offsetof(struct ah_segment, group.found_mismatch), READONLY,
      "not 0: this rank found the mismatch that ended the group"},
-    {"window_calls", T_ULONGLONG, offsetof(struct ah_segment, group.window_calls), READONLY, "calls performed in a window"},
-    {"victim_l3", T_INT, offsetof(struct ah_segment, group.victim_l3), READONLY, "not 0: L3 is a victim cache"},
+    {"window_calls", T_ULONGLONG, offsetof(struct ah_segment, group.window_calls), READONLY,
+     "calls performed in a window"},
     {"single_copy_calls", T_ULONGLONG, offsetof(struct ah_segment, group.single_copy_calls), READONLY,
      "calls performed by single copy"},
     {NULL, 0, 0, 0, NULL},
@@ -465,7 +468,8 @@ PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
                           &helper_threads, &victim_l3))
         return NULL;
     if (nonce_bytes != 16 || ranks == 0 || helper_threads > AH_MAX_HELPER_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes, at least one rank, and at most MAX_HELPER_THREADS helper threads");
+        PyErr_SetString(PyExc_ValueError,
+                        "a nonce of 16 bytes, at least one rank, and at most MAX_HELPER_THREADS helper threads");
         return NULL;
     }
     bytes = ah_segment_bytes(ranks, (size_t)slot_bytes, helper_threads);

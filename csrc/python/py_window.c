@@ -14,7 +14,8 @@ void ah_find_window(const struct ah_group *group, struct ah_part *part)
     for (const struct ah_window *each = group->windows; each; each = each->next) {
         const unsigned char *own = each->base + group->rank * each->stride;
 
-        if (part->data >= own && part->data < own + each->stride && part->bytes <= (size_t)(own + each->stride - part->data)) {
+        if (part->data >= own && part->data < own + each->stride &&
+            part->bytes <= (size_t)(own + each->stride - part->data)) {
             part->window = each;
             return;
         }
@@ -84,7 +85,8 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_bf_getbuffer, get_buffer},
-    {Py_tp_doc, "Window(segment, fd, stride): memory that all ranks of a group share; its buffer is the region of this rank."},
+    {Py_tp_doc,
+     "Window(segment, fd, stride): memory that all ranks of a group share; its buffer is the region of this rank."},
     {0, NULL},
 };
 

@@ -17,7 +17,7 @@ static const char *const NAMES[AH_NAMES] = {
     [AH_NAME_FILENAME] = "co_filename",
 };
 
-/* Whether attribute or method `name` of a tensor is true. What raises is not plain either. */
+/* Whether attribute or method `name` of a tensor is true; not if it raises. */
 static int is(struct ah_torch_facts *facts, PyObject *tensor, enum ah_name name, int call)
 {
     PyObject *answer = call ? PyObject_CallMethodObjArgs(tensor, facts->names[name], NULL)
@@ -51,24 +51,25 @@ static uint32_t dtype_of(struct ah_torch_facts *facts, PyObject *tensor)
     return number;
 }
 
-/* Whether torch has put off negating the tensor. It is looked at each time, because assigning to `data` changes it and may
- * leave all else as it was. */
+/* Whether the tensor's negative bit is set (or cannot be read). Not remembered, because an assignment to `data` can
+ * change it and nothing else. */
 static int is_negated(struct ah_torch_facts *facts, PyObject *tensor)
 {
     PyObject *answer;
     int no;
 
     answer = facts->negated ? facts->negated(tensor, NULL)
-                          : PyObject_CallMethodObjArgs(tensor, facts->names[AH_NAME_IS_NEG], NULL);
+                            : PyObject_CallMethodObjArgs(tensor, facts->names[AH_NAME_IS_NEG], NULL);
     no = answer == Py_False;
-    if (!answer) /* what raises is not plain either */
+    if (!answer)
         PyErr_Clear();
     Py_XDECREF(answer);
     return !no;
 }
 
-/* Ask the tensor one thing after the other. */
-static int ask_each(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
+/* Describe a tensor by its attributes. */
+static int describe_by_attributes(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain,
+                                  size_t *elements)
 {
     PyObject *address, *shape;
 
@@ -95,7 +96,7 @@ static int ask_each(struct ah_torch_facts *facts, PyObject *tensor, struct ah_te
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Our number for a type of DLPack, 0 for one that is only moved. */
+/* Our number for a dtype of DLPack; 0 for those that the fast path does not handle. */
 static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
 {
     uint32_t wide = found->bits == 8 ? 0 : found->bits == 16 ? 1 : found->bits == 32 ? 2 : found->bits == 64 ? 3 : 9;
@@ -118,8 +119,8 @@ static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
     }
 }
 
-/* Let torch describe the tensor in one call. */
-static int ask_once(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
+/* Describe a tensor with one call of torch. */
+static int describe_by_dlpack(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
 {
     struct ah_dlpack_tensor found;
 
@@ -129,7 +130,7 @@ static int ask_once(struct ah_torch_facts *facts, PyObject *tensor, struct ah_te
     plain->dims = (uint32_t)found.dims;
     plain->part.data = (unsigned char *)found.data + found.byte_offset;
     for (int32_t dim = found.dims - 1; dim >= 0; dim--) {
-        /* A dimension of one is never stepped along, whatever its stride. */
+        /* The stride of a dimension of size one has no meaning. */
         if (found.shape[dim] != 1 && (size_t)found.strides[dim] != *elements && *elements != 0)
             return -1;
         *elements *= (size_t)found.shape[dim];
@@ -146,9 +147,9 @@ int ah_describe_tensor(struct ah_torch_facts *facts, PyObject *tensor, struct ah
 
     if (!is_tensor(facts, tensor))
         return -1;
-    asked = facts->dlpack ? ask_once(facts, tensor, plain, &elements) : ask_each(facts, tensor, plain, &elements);
+    asked = (facts->dlpack ? describe_by_dlpack : describe_by_attributes)(facts, tensor, plain, &elements);
     size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
-    /* The memory of a view that torch has put off negating holds the opposite of its values. */
+    /* The memory of a tensor with the negative bit holds its values negated. */
     if (asked != 0 || is_negated(facts, tensor)) {
         PyErr_Clear();
         return -1;
@@ -172,8 +173,8 @@ uint32_t ah_reduction_of(const struct ah_torch_facts *facts, PyObject *given)
     return 0;
 }
 
-/* Whether `state` is of the type that is known: then `kept` has its attributes. */
-static int knows(struct ah_torch_facts *facts, PyObject *state)
+/* Whether `state` is of the known type; then `kept` has its attributes. */
+static int is_known(struct ah_torch_facts *facts, PyObject *state)
 {
     PyObject *kept;
 
@@ -193,14 +194,16 @@ static int knows(struct ah_torch_facts *facts, PyObject *state)
     return 1;
 }
 
-/* The default group, as a new reference. `WORLD` is a property of a class and asks another one; both are Python code, and
- * cost more than all else that is found out about a call. So torch's state is looked at directly, if it is of the type
- * that is known. */
+/* The default group, as a new reference. `WORLD` is a property in Python that reads another one, and costs more than
+ * the rest of the fast path's checks. So torch's state is read directly if it has the known type. */
 static PyObject *default_group(struct ah_torch_facts *facts)
 {
     if (facts->world != Py_None) {
         PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(facts->world, 0), PyTuple_GetItem(facts->world, 1));
-        PyObject *found = state && knows(facts, state) ? PyDict_GetItemWithError(facts->kept, PyTuple_GetItem(facts->world, 3)) : NULL;
+        PyObject *found = NULL;
+
+        if (state && is_known(facts, state))
+            found = PyDict_GetItemWithError(facts->kept, PyTuple_GetItem(facts->world, 3));
 
         if (found)
             return Py_NewRef(found);
@@ -227,7 +230,8 @@ struct ah_segment *ah_segment_of(struct ah_torch_facts *facts, PyObject *given, 
     segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
     if (segment && !facts->segment_type)
         facts->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
-    if (!segment || !segment->recorder || segment->fast_path_closed || segment->queued || segment->group.ranks > AH_MAX_RANKS) {
+    if (!segment || !segment->recorder || segment->fast_path_closed || segment->queued ||
+        segment->group.ranks > AH_MAX_RANKS) {
         Py_DECREF(object);
         Py_DECREF(group);
         return NULL;
@@ -236,11 +240,11 @@ struct ah_segment *ah_segment_of(struct ah_torch_facts *facts, PyObject *given, 
     return segment;
 }
 
-/* Which instruction a frame is at. Python has it since 3.11, outside the limited API; without it, `ask` finds the place. The frame's
- * attribute of that name would cost a small call a fifteenth of its time. */
+/* The instruction that a frame executes. In Python since 3.11, outside the limited API; without it `call_site` is
+ * called. The frame's attribute f_lasti would cost a small call a fifteenth of its time. */
 int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
-/* Where the call stands ----------------------------------------------------------------------------------- */
+/* The user's line of a call ------------------------------------------------------------------------------- */
 
 static int is_foreign(const struct ah_torch_facts *facts, PyObject *filename)
 {
@@ -251,8 +255,8 @@ static int is_foreign(const struct ah_torch_facts *facts, PyObject *filename)
     return 0;
 }
 
-/* Ask Python, which walks up to the first frame that is the user's. */
-static int ask(struct ah_torch_facts *facts, char *text, size_t size)
+/* Call the Python function that walks up to the first frame of the user's code. */
+static int find_site(struct ah_torch_facts *facts, char *text, size_t size)
 {
     PyObject *answer = PyObject_CallNoArgs(facts->call_site);
     const char *found = answer ? PyUnicode_AsUTF8AndSize(answer, NULL) : NULL;
@@ -288,17 +292,17 @@ int ah_call_site(struct ah_torch_facts *facts, char *text, size_t size)
     PyObject *code;
 
     if (at < 0)
-        return ask(facts, text, size);
+        return find_site(facts, text, size);
     code = (PyObject *)PyFrame_GetCode(frame);
-    /* Finding the line from the instruction takes longer the longer the function is, so it is remembered. The code
-     * is kept, so that no other can come to stand at its address. */
+    /* Finding the line of an instruction takes longer the longer the function is, so it is cached. The reference to the
+     * code object keeps its address from being reused. */
     site = &facts->sites[((uintptr_t)code / 64 + (unsigned int)at) % AH_SITES];
     if (site->code != code || site->at != at) {
         char found[sizeof site->text];
 
         if (describe(facts, frame, code, found, sizeof found) != 0) {
             Py_DECREF(code);
-            return PyErr_Occurred() ? -1 : ask(facts, text, size);
+            return PyErr_Occurred() ? -1 : find_site(facts, text, size);
         }
         Py_XDECREF(site->code);
         site->code = Py_NewRef(code);
@@ -319,9 +323,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
 
     if (!self)
         return NULL;
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &self->tensors, &PyDict_Type, &self->dtypes,
-                          &PyTuple_Type, &self->reductions, &self->member, &PyDict_Type, &self->coalescing,
-                          &self->call_site, &PyTuple_Type, &self->foreign, &capsule, &self->world, &is_neg))
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &self->tensors, &PyDict_Type,
+                          &self->dtypes, &PyTuple_Type, &self->reductions, &self->member, &PyDict_Type,
+                          &self->coalescing, &self->call_site, &PyTuple_Type, &self->foreign, &capsule, &self->world,
+                          &is_neg))
         goto failed;
     self->args = Py_NewRef(args);
     if (self->world != Py_None && (!PyTuple_Check(self->world) || PyTuple_Size(self->world) != 4 ||
@@ -370,7 +375,8 @@ static void unmake(struct ah_torch_facts *self)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "TorchFacts(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
+    {Py_tp_doc,
+     "TorchFacts(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
                 "what the fast path knows of torch."},
     {0, NULL},
 };
