@@ -84,9 +84,9 @@ for number, (usual, odd, who, where, library, later) in enumerate(CASES):
     gate(f"formed{number}")  # a mismatch among SUB ends the new_group of a rank that is still in it
     group, members = (sub, SUB) if where == "sub" else (dist.group.WORLD, list(range(size)))
     if rank in members:
-        seat = members.index(rank)
+        group_rank = members.index(rank)
         call = Call(*(odd if rank == who else usual))
-        made = tensors(call, seat, len(members))
+        made = tensors(call, group_rank, len(members))
         before = [each.clone() for each in made.taken]
 
         def run():

@@ -309,11 +309,11 @@ if child == 0:
     slugs = [attempt(lambda: lib.send(torch.ones(3), 1 - rank)).get("slug") for lib in (dist, torch_dist)]
     slugs += [attempt(call).get("slug") for call in (pending.wait, pending.is_completed)]
     os.write(writer, repr(slugs).encode())
-    dist.group.WORLD.mail._pending.clear()
+    dist.group.WORLD.messages._pending.clear()
     del pending, offered
     gc.collect()
     raise SystemExit(0)
-os.waitpid(child, 0)
+assert os.waitpid(child, 0)[1] == 0
 say(child=os.read(reader, 1000).decode())
 gate("forked")
 dist.send(x + 1, 1 - rank) if rank == 0 else None

@@ -38,7 +38,7 @@ MODELS: dict[int, Callable[..., Any]] = {
 
 # Nobody's process is asked, and chunks stand at the head of their slots or go round in them; everyone's memory is read;
 # the kernel refuses to (there is no such process).
-WHERE = {"slots": 0, "swift": 0, "reading": os.getpid(), "refused": 2**22 + 1}
+WHERE = {"slots": 0, "victim_l3": 0, "reading": os.getpid(), "refused": 2**22 + 1}
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -46,7 +46,7 @@ WHERE = {"slots": 0, "swift": 0, "reading": os.getpid(), "refused": 2**22 + 1}
 def test_random_operations_agree_with_numpy(ranks: int, where: str) -> None:
     """Random operations, types and sizes, from nothing to many chunks, give what numpy computes from all the data."""
     pids = (WHERE[where],) * ranks if WHERE[where] else None
-    with segments(ranks, SLOT, pids=pids, swift=where == "swift") as views:
+    with segments(ranks, SLOT, pids=pids, victim_l3=where == "victim_l3") as views:
 
         def work(rank: int) -> None:
             choose, view = random.Random(7), views[rank]  # noqa: S311  # the same choices on every rank

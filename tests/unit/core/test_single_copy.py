@@ -32,7 +32,7 @@ def gather(view: _core.Segment, rank: int, sizes: list[int]) -> None:
 def test_one_rank_that_may_not_read_sends_all_through_the_slots() -> None:
     """Everyone has the right bytes, also in the call that found out; and nobody tries again."""
     ranks = 3
-    with segments(ranks, SLOT, swift=False) as views:
+    with segments(ranks, SLOT, victim_l3=False) as views:
         for rank, view in enumerate(views):
             view.enable_single_copy((NOBODY if rank == 1 else os.getpid(),) * ranks)
 
@@ -113,7 +113,7 @@ def test_roots_read_and_are_read() -> None:
 )
 def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached: int) -> None:
     """Of two ranks the other reads at the root, unless it may not: then all goes through the slots, also that call."""
-    with segments(ranks, SLOT, swift=False) as views:
+    with segments(ranks, SLOT, victim_l3=False) as views:
         for rank, view in enumerate(views):
             view.enable_single_copy((NOBODY if blind and rank == 1 else os.getpid(),) * ranks)
 
@@ -138,9 +138,9 @@ def test_pids_are_said_once_and_for_each_rank() -> None:
             views[1].enable_single_copy((1, 2))
 
 
-def test_nobody_reads_where_slots_are_swift() -> None:
+def test_no_single_copy_with_a_victim_l3() -> None:
     """Everything is copied in there, whatever its size, and nothing is read where it stands."""
-    with segments(2, SLOT, pids=(os.getpid(),) * 2, swift=True) as views:
+    with segments(2, SLOT, pids=(os.getpid(),) * 2, victim_l3=True) as views:
 
         def work(rank: int) -> None:
             for size in (READ, READ + 5, STAGED):

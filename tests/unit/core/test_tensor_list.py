@@ -17,10 +17,10 @@ DTYPES = {"u1": 1, "i8": 8, "f2": 10, "f4": 12, "f8": 13}
 SUM, MISMATCH = _core.REDUCTIONS["SUM"], _core.OUTCOMES["mismatch"]
 
 
-@pytest.mark.parametrize(("ranks", "hands"), [(1, 0), (2, 0), (5, 0), (2, 3)])
-def test_any_sizes_of_any_type(ranks: int, hands: int) -> None:
+@pytest.mark.parametrize(("ranks", "helper_threads"), [(1, 0), (2, 0), (5, 0), (2, 3)])
+def test_any_sizes_of_any_type(ranks: int, helper_threads: int) -> None:
     """From nothing to many chunks, from one tensor to many; each is in memory of its own, with a guard behind it."""
-    with segments(ranks, SLOT, hands=hands) as views:
+    with segments(ranks, SLOT, helper_threads=helper_threads) as views:
 
         def work(rank: int) -> None:
             choose = random.Random(11)  # noqa: S311  # the same choices on every rank
