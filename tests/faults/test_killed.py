@@ -151,7 +151,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline(name: str) -> 
 
 
 @pytest.mark.parametrize("sub", [False, True])
-def test_a_rank_that_leaves_in_good_order_keeps_nobody_waiting(sub: bool) -> None:
+def test_a_rank_that_leaves_in_good_order_keeps_no_rank_waiting(sub: bool) -> None:
     """Whoever waits for a rank that destroyed the group is told so, long before the timeout."""
     results = harness.launch(
         f"""

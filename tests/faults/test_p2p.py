@@ -260,7 +260,7 @@ else:
 
 
 @pytest.mark.parametrize("call", ["dist.recv(x, 1)", "torch_dist.recv(x, 1)", "dist.irecv(x, 1).wait()"])
-def test_signals_are_heard_while_receiving(call: str) -> None:
+def test_signals_are_handled_while_receiving(call: str) -> None:
     """A handler runs while a receive waits, and Ctrl-C raises out of it at once; the group can still be used."""
     with harness.running(
         FORM
@@ -331,7 +331,7 @@ assert offered.wait() and (x == 1).all()
         assert result["child"] == str(["forked-process"] * 4)
 
 
-def test_destroying_a_group_ends_what_is_under_way() -> None:
+def test_destroying_a_group_ends_pending_messages() -> None:
     """Receives that never come do not hold up the end of a group, and whoever waits for one is told why it ended."""
     results = harness.launch(
         FORM

@@ -116,7 +116,7 @@ dist.destroy_process_group()
     assert [result["found"] for result in results] == [[], ["gloo"], ["shm", "gloo"], ["shm"]]
 
 
-def test_a_host_without_room_makes_all_go_the_slow_way(network: Making) -> None:
+def test_a_host_without_memory_moves_all_ranks_to_gloo(network: Making) -> None:
     """Where one host has no memory for its segment, the ranks of all hosts agree on Gloo, and the group forms."""
     made = network()
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "30"}
@@ -132,7 +132,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_rank_is_told_on_both_hosts(network: Making, victim: int) -> None:
+def test_a_killed_rank_is_reported_on_both_hosts(network: Making, victim: int) -> None:
     """A kill -9 amid large reductions, of a rank beside others or across: survivors raise peer-lost within 2 s."""
     made = network()
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "60"}

@@ -108,7 +108,7 @@ def test_a_world_of_one(how: str) -> None:
     worked(launch(HEAD + how + USE, 1))
 
 
-def test_worlds_of_one_beside_each_other() -> None:
+def test_several_worlds_of_one_rank() -> None:
     """Programs that one shell started, each a world of its own with no address, do not meet."""
     results = launch(
         HEAD
@@ -252,7 +252,7 @@ say(session=allhands.groups.session.current() is not None)
         assert (result.returncode, result.complaints) == (0, "")
 
 
-def test_failures_are_told_behind_torchs_own_front_door(tmp_path: Path) -> None:
+def test_failures_are_explained_in_torchs_own_init(tmp_path: Path) -> None:
     """With torch's init and torch's all_reduce, a peer's exception still ends the call, and is what it raises."""
     results = launch(
         f"""

@@ -57,7 +57,7 @@ if rank:
         assert "rank 2 called all_reduce of float32 x 6" in result["found"]["text"]
 
 
-def test_nothing_is_taken_for_a_difference_that_is_none() -> None:
+def test_equal_calls_are_not_reported_as_different() -> None:
     """Messages of some ranks, calls past allhands on some and through it on others, objects, roots by either name."""
     results = harness.launch(
         FORM

@@ -195,7 +195,7 @@ say(ended=held())
         assert result["ended"]["segments"] == 0
 
 
-def test_saying_where_a_rank_stands_keeps_nothing_of_its_callers() -> None:
+def test_recording_a_call_site_keeps_no_references() -> None:
     """What a function held goes when it returns, though a thread looked at it meanwhile and no collector runs."""
     results = harness.launch(
         FORM

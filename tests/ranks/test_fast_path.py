@@ -35,7 +35,7 @@ def check(results: list[harness.Result]) -> None:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
 
-def test_plain_tensors_take_the_short_way() -> None:
+def test_plain_tensors_take_the_fast_path() -> None:
     """Every collective on plain tensors goes straight to the core, positionally or by keyword, in any group."""
     results = harness.launch(
         FORM
@@ -98,7 +98,7 @@ dist.destroy_process_group()
     assert [result["long"] for result in results] == [[], [], []]
 
 
-def test_what_is_not_plain_goes_the_usual_way() -> None:
+def test_other_tensors_take_the_slow_path() -> None:
     """Tensors and arguments that the short way does not take give the same results, or torch's own errors."""
     results = harness.launch(
         FORM

@@ -136,7 +136,7 @@ def try_barriers():
 """
 
 
-def test_other_ways_to_a_collective_give_what_gloo_gives() -> None:
+def test_other_functions_for_a_collective_agree_with_gloo() -> None:
     """What torch offers over the plain collectives: the same values, gradients and objects, bit for bit."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")

@@ -46,7 +46,7 @@ def test_sizes_that_do_not_fit_each_other(engine: OnEngine, kind: str) -> None:
     assert 0 in results[0]["found"]["ranks"]
 
 
-def test_a_mismatch_says_what_each_rank_called_and_where(engine: OnEngine) -> None:
+def test_a_mismatch_states_the_call_and_line_of_each_rank(engine: OnEngine) -> None:
     """The words have each side's ranks, operation, type, count, shape and line of the script."""
     results = engine.launch(
         FORM
@@ -65,7 +65,7 @@ say(found=attempt(call))
     assert results[0]["found"]["ranks"] == [1]
 
 
-def test_a_call_that_one_rank_cannot_make_is_told_to_all(engine: OnEngine) -> None:
+def test_a_call_that_one_rank_cannot_make_is_an_error_on_all(engine: OnEngine) -> None:
     """A list of the wrong length on one rank: the others are told at once, with that rank's reason."""
     results = engine.launch(
         FORM
@@ -79,7 +79,7 @@ say(found=attempt(lambda: torch_dist.group.WORLD.allgather([got], [torch.ones(3)
     assert results[0]["found"]["ranks"] == [1]
 
 
-def test_calls_under_way_keep_their_order_and_fail_where_waited(engine: OnEngine) -> None:
+def test_pending_calls_keep_their_order_and_fail_in_wait(engine: OnEngine) -> None:
     """Many calls in flight run in the order issued; a mismatch among them raises at its wait and in its future."""
     results = engine.launch(
         FORM
@@ -123,7 +123,7 @@ else:
     assert "script.py" in results[0]["found"]["text"]
 
 
-def test_ctrl_c_ends_a_wait_and_tells_the_others(engine: OnEngine) -> None:
+def test_ctrl_c_ends_a_wait_and_is_reported_to_the_others(engine: OnEngine) -> None:
     """A rank that is interrupted in a call raises KeyboardInterrupt at once; the others hear of it."""
     with engine.running(
         FORM

@@ -29,7 +29,7 @@ def check(results: list[harness.Result]) -> None:
 
 
 @pytest.mark.parametrize(("late", "everyone"), [((1,), False), ((1, 3), True), ((1, 3), False)])
-def test_who_is_late_is_named_on_every_rank(late: tuple[int, ...], everyone: bool) -> None:
+def test_late_ranks_are_named_on_every_rank(late: tuple[int, ...], everyone: bool) -> None:
     """Ranks that do not come in time are named on all ranks within a second: all of them where asked, else the first.
 
     So is a rank told that comes when it is too late. All there: it passes.
@@ -59,7 +59,7 @@ if rank not in {late}:
             assert "1 more" in found["text"]
 
 
-def test_it_names_who_is_missing_behind_a_collective_that_hangs() -> None:
+def test_it_names_the_missing_rank_behind_a_collective_that_hangs() -> None:
     """An operation in line that someone has not come to does not keep the barrier from ending in time."""
     results = harness.launch(
         FORM.format(backend="allhands")

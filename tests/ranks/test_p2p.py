@@ -135,7 +135,7 @@ dist.barrier()
     harness.well(results)
 
 
-def test_messages_move_while_nobody_waits() -> None:
+def test_messages_progress_without_waiters() -> None:
     """What isend and irecv begin is done beside the caller: a rank that only sleeps finds its large message there."""
     results = harness.launch(
         FORM
@@ -175,7 +175,7 @@ while any(thread.name == "allhands-p2p" for thread in threading.enumerate()):
     harness.well(results)
 
 
-def test_from_anyone_in_a_group_of_some() -> None:
+def test_any_source_in_a_subgroup() -> None:
     """A receive from any source says who sent, in global ranks, also in a group that not everyone is in."""
     results = harness.launch(
         FORM
@@ -259,7 +259,7 @@ dist.barrier()
         assert {found["slug"] for found in result["found"].values()} == {"invalid-argument"}
 
 
-def test_threads_and_collectives_beside_messages() -> None:
+def test_threads_and_collectives_with_messages() -> None:
     """Several threads send and receive at once, while the main thread reduces: neither holds the other up."""
     results = harness.launch(
         FORM

@@ -35,7 +35,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("where", ["local", "tcp"])
-def test_who_is_done_with_a_group_first_waits_for_the_next(where: str) -> None:
+def test_the_first_rank_to_end_a_group_waits_for_the_next(where: str) -> None:
     """A rank that left its group by an exception asks for the next one while others are in the old one: it forms."""
     method = f"tcp://127.0.0.1:{free_port()}" if where == "tcp" else None
     results = launch(

@@ -174,7 +174,7 @@ dist.destroy_process_group()
 # Where it listens ------------------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_listens_only_where_it_was_told_to() -> None:
+def test_a_coordinator_listens_only_on_its_address() -> None:
     """On 127.0.0.1 means on no other address of the machine, loopback ones included; on one host, on no port at all."""
     outward = outbound_address()
     ask = f"""
@@ -302,7 +302,7 @@ def test_tls_that_does_not_fit(
 # Strangers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stranger_who_says_nothing_disturbs_nobody() -> None:
+def test_a_silent_connection_does_no_harm() -> None:
     """Connections that stay silent, speak another protocol, or claim a rank without its token harm no roll call."""
     results = launch(
         INIT
@@ -405,7 +405,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_users_process_is_turned_away_from_the_local_socket() -> None:
+def test_another_users_process_is_refused_on_the_local_socket() -> None:
     """On one host without a port, the kernel says who connects: another user is cut off before it says a word."""
     [result] = launch(
         INIT

@@ -112,7 +112,7 @@ dist.destroy_process_group()
     check(results)
 
 
-def test_memory_goes_with_the_tensor() -> None:
+def test_memory_is_freed_with_the_tensor() -> None:
     """Windows are unmapped when their tensors are gone, and no descriptor stays open."""
     results = harness.launch(
         FORM
@@ -163,7 +163,7 @@ dist.destroy_process_group()
         assert "rank 0 400, rank 1 404" in result["text"]
 
 
-def test_no_room_is_said_on_all_ranks() -> None:
+def test_too_little_memory_is_an_error_on_all_ranks() -> None:
     """Where the kernel refuses the memory every rank is told so at once, and the group goes on."""
     results = harness.launch(
         FORM

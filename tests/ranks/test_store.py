@@ -52,7 +52,7 @@ plain_only = pytest.mark.parametrize("store", ["plain"], indirect=True)
 
 
 @pytest.mark.parametrize("value", ["text", b"bytes", "", b"", "größe", bytes(range(256)), b"\0" * 5], ids=repr)
-def test_a_value_comes_back_as_bytes(store: Any, value: str | bytes) -> None:
+def test_a_value_is_returned_as_bytes(store: Any, value: str | bytes) -> None:
     """Text and bytes, empty ones and every byte there is, come back as the bytes they are."""
     store.set("key", value)
     assert store.get("key") == (value.encode() if isinstance(value, str) else value)
@@ -206,7 +206,7 @@ def test_the_timeout_can_be_read(store: Any) -> None:
     assert store.timeout == timedelta(seconds=7)
 
 
-def test_waiting_ends_when_the_key_comes(store: Any) -> None:
+def test_waiting_ends_when_the_key_is_set(store: Any) -> None:
     """One thread waits, another sets; the connection serves both."""
     store.set_timeout(timedelta(seconds=20))
     timer = threading.Timer(0.05, lambda: store.set("late", "here"))
@@ -254,7 +254,7 @@ def test_queues_keep_their_order(store: Any) -> None:
 
 
 @plain_only
-def test_an_empty_queue_is_said_to_be_empty(store: Any) -> None:
+def test_an_empty_queue_is_reported_as_empty(store: Any) -> None:
     """Without block, an empty queue raises torch's QueueEmptyError at once; with it, a DistStoreError in time."""
     store.set_timeout(timedelta(seconds=300))
     with pytest.raises(QueueEmptyError):

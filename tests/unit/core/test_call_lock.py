@@ -40,7 +40,7 @@ def test_only_one_has_the_turn() -> None:
     assert sorted(seen) == [(number, turn) for number in range(THREADS) for turn in range(TURNS)]
 
 
-def test_whoever_waits_is_woken() -> None:
+def test_a_waiting_thread_is_woken() -> None:
     """A turn that is given back goes to who sleeps for it at once, not when it next looks by itself (each 50 ms)."""
     hops = 200
     with segments(1, 1 << 16) as (view,):
@@ -70,7 +70,7 @@ def test_whoever_waits_is_woken() -> None:
     assert sorted(late)[hops // 2] < 0.01
 
 
-def test_a_signal_is_heard_while_waiting() -> None:
+def test_a_signal_is_handled_while_waiting() -> None:
     """Ctrl-C ends the wait for a turn that nobody gives back, and the turn stays with who has it."""
 
     def handler(_number: int, _frame: FrameType | None) -> None:

@@ -145,7 +145,7 @@ def test_an_end_in_the_middle_of_a_call() -> None:
         assert [view.culprit() for view in views] == [1, 1]
 
 
-def test_a_signal_is_heard_while_others_are_at_work() -> None:
+def test_a_signal_is_handled_while_helpers_work() -> None:
     """The handlers of signals run in the thread that calls, and one that raises ends the call."""
 
     def ring(*_: object) -> None:

@@ -188,7 +188,7 @@ def test_many_small_messages_before_the_one_that_is_wanted() -> None:
         together(2, work)
 
 
-def test_anyone_takes_what_came_first() -> None:
+def test_any_source_receives_in_order_of_arrival() -> None:
     """A receive from anyone takes the earliest message with its tag, and says who sent it."""
     with p2ps(4) as found:
         for source in (2, 1, 3):
@@ -199,7 +199,7 @@ def test_anyone_takes_what_came_first() -> None:
         assert got.tolist() == [3] * 3
 
 
-def test_served_messages_need_nobody_who_waits() -> None:
+def test_the_progress_thread_completes_messages_without_waiters() -> None:
     """Large messages move while both ranks do something else, and those who posted them are told by their keys."""
     data, got = np.arange(3_000_000, dtype="u4"), np.zeros(3_000_000, "u4")
     with p2ps(2) as (one, two), progressing(one) as sent, progressing(two) as received:
@@ -219,7 +219,7 @@ def test_served_messages_need_nobody_who_waits() -> None:
         assert np.array_equal(back, got)
 
 
-def test_a_thread_that_waits_keeps_nobody_untold() -> None:
+def test_a_waiting_thread_does_not_delay_reports() -> None:
     """A posted message that is over is told of although another thread of the rank waits for something else."""
     with p2ps(2) as (one, two), progressing(one) as keys:
         never, got = np.zeros(8, "u1"), np.zeros(8, "u1")
@@ -286,7 +286,7 @@ def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> No
             assert view.barrier(LIMIT_NS) == MISMATCH
 
 
-def test_who_does_not_send_is_named_at_the_deadline() -> None:
+def test_a_rank_that_does_not_send_is_named_at_the_deadline() -> None:
     """A receive and a large send that nobody answers end at their deadline, with the rank they waited for."""
     with p2ps(3) as found:
         data = np.zeros(100_000, "u1")
@@ -319,7 +319,7 @@ def test_waiting_may_have_a_limit_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 1_000_000])
-def test_an_end_wakes_whoever_waits(size: int) -> None:
+def test_an_end_wakes_waiting_ranks(size: int) -> None:
     """`end` with `ring` reaches a rank that sleeps in a send or a receive at once, and posted messages too."""
     with posts(3) as ((one, _), (two, view), (three, _)), progressing(three) as keys:
         data, large = np.zeros(size, "u1"), np.zeros(1_000_000, "u1")
@@ -339,7 +339,7 @@ def test_an_end_wakes_whoever_waits(size: int) -> None:
         timer.join()
 
 
-def test_stopping_ends_what_is_under_way_here_only() -> None:
+def test_stopping_ends_pending_messages_of_this_rank_only() -> None:
     """`stop` ends the server and this rank's own messages; the other rank is not told."""
     with p2ps(2) as (one, two):
         got = np.zeros(8, "u1")

@@ -160,7 +160,7 @@ def test_a_mismatch_ends_the_group_for_all() -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all", "scatter"])
 @pytest.mark.parametrize("size", [12, 300_000])
-def test_who_comes_to_an_ended_group_has_said_its_size(name: str, size: int) -> None:
+def test_a_call_in_an_ended_group_publishes_its_size(name: str, size: int) -> None:
     """Ranks may differ in it, so it tells whose call is the odd one, also where a rank heard of the end at once."""
     with segments(3, SLOT) as views:
         together(2, lambda rank: views[rank].compare_only(65 + rank, 1, 12, 40, -1, LIMIT_NS))
@@ -202,7 +202,7 @@ def test_agree_is_no_operation_of_the_core() -> None:
         assert codes == [MISMATCH] * 2
 
 
-def test_who_does_not_come_is_named_at_the_deadline() -> None:
+def test_a_missing_rank_is_named_at_the_deadline() -> None:
     """A rank that waits in vain gets the timeout code, with the rank that did not come."""
     with segments(3, SLOT) as views:
         codes = [0, 0]
@@ -215,7 +215,7 @@ def test_who_does_not_come_is_named_at_the_deadline() -> None:
         assert views[0].culprit() == views[1].culprit() == 2
 
 
-def test_an_end_wakes_whoever_waits() -> None:
+def test_an_end_wakes_waiting_ranks() -> None:
     """`end` reaches a rank that sleeps in a call at once."""
     with segments(2, SLOT) as views:
         timer = threading.Timer(0.1, views[1].end, (1,))
@@ -225,7 +225,7 @@ def test_an_end_wakes_whoever_waits() -> None:
         timer.join()
 
 
-def test_the_first_end_stands() -> None:
+def test_the_first_end_is_kept() -> None:
     """Whoever ends a group that is over already changes neither how it ended nor whom that is about."""
     with segments(3, SLOT) as views:
         views[1].end(1)
@@ -234,7 +234,7 @@ def test_the_first_end_stands() -> None:
         assert views[2].culprit() == 1
 
 
-def test_who_departs_keeps_nobody_waiting() -> None:
+def test_a_rank_that_leaves_keeps_no_rank_waiting() -> None:
     """What a rank did before it left still counts; whoever waits for more of it is told at once."""
     with segments(2, SLOT) as views:
         together(2, lambda rank: bool(views[rank].barrier(LIMIT_NS)))

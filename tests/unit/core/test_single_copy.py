@@ -55,7 +55,7 @@ def test_one_rank_that_may_not_read_sends_all_through_the_slots() -> None:
         ([5, 6, 7], 0),
     ],
 )
-def test_ranks_with_parts_of_any_size_come_to_one_way(sizes: list[int], reached: int) -> None:
+def test_ranks_with_parts_of_any_size_choose_the_same_method(sizes: list[int], reached: int) -> None:
     """Each rank sees only its own size before the others come, and has or has not copied it in by then."""
     with segments(3, SLOT, pids=(os.getpid(),) * 3) as views:
 
@@ -127,7 +127,7 @@ def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached
         assert [view.single_copy_calls for view in views] == [reached] * ranks
 
 
-def test_pids_are_said_once_and_for_each_rank() -> None:
+def test_pids_are_set_once_and_for_each_rank() -> None:
     """They may not change under a call that runs."""
     with segments(2, SLOT) as views:
         for wrong in ((1,), [1, 2], ("a", "b")):

@@ -90,7 +90,7 @@ def test_other_sizes_are_a_mismatch(sizes: tuple[int, ...]) -> None:
         assert digest != 0
 
 
-def test_who_shares_memory_is_found() -> None:
+def test_overlapping_tensors_are_found() -> None:
     """In whatever order they stand; those that touch, and those without bytes, share none."""
     data = np.zeros(100, "u1")
     assert _core.disjoint(places([data[50:], data[:50], data[20:20]]))
