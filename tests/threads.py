@@ -1,4 +1,4 @@
-"""Threads as the ranks of a segment: what tests of the C core share, so that they also run under sanitizers."""
+"""Threads as the ranks of a segment, for tests of the C core that also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def segments(
 
 
 def together(ranks: int, work: Callable[[int], None]) -> None:
-    """Run ``work`` once per rank, each in a thread; raise what the first of them raised."""
+    """Run ``work`` once per rank, each in a thread; raise the first exception."""
     problems: list[BaseException] = []
 
     def run(rank: int) -> None:

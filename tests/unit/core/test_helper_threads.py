@@ -1,4 +1,4 @@
-"""The threads that help a rank with large tensors, with threads as ranks: so they also run under sanitizers."""
+"""Helper threads for large tensors, with threads as ranks, so that they also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_a_window_is_split_between_helper_threads(helper_threads: int) -> None:
                 assert np.array_equal(mine, 3 * (np.arange(count) % 5) + 3)
             assert views[rank].window_calls == 4
 
-        # The core looks for a window by address; here all ranks are one process, and each finds its own.
+        # The core finds a window by its address; here all ranks are one process, and each finds its own.
         together(ranks, work)
 
 
 def test_the_order_of_additions_does_not_depend_on_hands() -> None:
-    """The same bits with none and with three."""
+    """The bits are the same with no helper thread and with three."""
     results = []
     given = [np.random.default_rng(rank).standard_normal(1_300_003).astype("f4") for rank in range(3)]
     for helper_threads in (0, 3):
@@ -99,7 +99,7 @@ def test_the_order_of_additions_does_not_depend_on_hands() -> None:
 
 
 def test_threads_come_with_the_first_large_call_and_go_with_the_group() -> None:
-    """A small call starts none."""
+    """A small call starts no helper thread."""
     gc.collect()
     before = helper_threads_of_all()
     with segments(2, 1 << 20, helper_threads=3) as views:
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
 
 
 def test_an_end_in_the_middle_of_a_call() -> None:
-    """Whoever ends the group while helper threads are at work ends the call of everyone, for the same reason."""
+    """Ending the group while helper threads work ends the call of all ranks, with the same outcome."""
     codes: list[int] = []
     with segments(2, 1 << 20, helper_threads=3) as views:
 
@@ -146,7 +146,7 @@ def test_an_end_in_the_middle_of_a_call() -> None:
 
 
 def test_a_signal_is_handled_while_helpers_work() -> None:
-    """The handlers of signals run in the thread that calls, and one that raises ends the call."""
+    """Signal handlers run in the calling thread, and one that raises ends the call."""
 
     def ring(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Messages through shared memory, with threads as ranks: so they also run under sanitizers."""
+"""Messages through shared memory, with threads as ranks, so that they also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ EAGER = 4096
 @contextmanager
 def p2ps(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[_core.P2P]]:
     """Yield the P2P object of each rank of a fresh segment."""
-    with posts(ranks, pidfds) as found:
+    with p2ps_and_segments(ranks, pidfds) as found:
         yield [p2p for p2p, _ in found]
 
 
 @contextmanager
-def posts(ranks: int, pidfds: tuple[int, ...] | None = None) -> Iterator[list[tuple[_core.P2P, _core.Segment]]]:
+def p2ps_and_segments(
+    ranks: int, pidfds: tuple[int, ...] | None = None
+) -> Iterator[list[tuple[_core.P2P, _core.Segment]]]:
     """Yield the P2P object and the segment of each rank."""
     with segments(ranks, 4096, pidfds) as views:
         yield [(_core.P2P(view), view) for view in views]
@@ -67,7 +69,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def pattern(source: int, target: int, tag: int, number: int, size: int) -> Any:
-    """Return the bytes of one message: no two messages have the same."""
+    """Return the bytes of one message, unique among all messages."""
     return np.random.default_rng([source, target, tag, number]).integers(0, 256, size, dtype="u1")
 
 
@@ -76,13 +78,13 @@ SIZES = (0, 1, 7, 100, EAGER, EAGER + 1, 20_000, 131_072, 131_073, 600_001, 1_50
 
 @pytest.mark.parametrize(("ranks", "anyone"), [(1, False), (2, False), (3, False), (4, True)])
 def test_random_messages_agree_with_a_model(ranks: int, anyone: bool) -> None:
-    """Messages of all sizes, posted in any order, with few tags, arrive once, whole, and in order for each tag."""
+    """Messages of all sizes, posted in any order, with few tags, arrive once, complete, and in order for each tag."""
     choose = random.Random(ranks)  # noqa: S311  # the same plan for all
     plan: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     counts: dict[tuple[int, int, int], int] = defaultdict(int)
     for _ in range(40 * ranks):
         source, target, tag = choose.randrange(ranks), choose.randrange(ranks), choose.randrange(3)
-        # Where anyone may be the source, a receive cannot know the size by the source.
+        # A receive from any source cannot have a size that depends on the source.
         size = SIZES[tag * 4] if anyone else choose.choice(SIZES)
         plan[source, target].append((tag, counts[source, target, tag], size))
         counts[source, target, tag] += 1
@@ -101,7 +103,7 @@ def test_random_messages_agree_with_a_model(ranks: int, anyone: bool) -> None:
             got.append((request, sending, peer, tag, number, data))
             if not sending and step % 7 == 0:
                 p2p.wait(request, 0) if not isinstance(request, int) else None
-        # Receives with one tag are filled in the order in which they were posted.
+        # Receives with one tag complete in the order in which they were posted.
         seen: dict[tuple[int, int], int] = defaultdict(int)
         for request, sending, peer, tag, number, data in got:
             outcome = request if isinstance(request, int) else p2p.wait(request, LIMIT_NS)
@@ -118,7 +120,7 @@ def test_random_messages_agree_with_a_model(ranks: int, anyone: bool) -> None:
 
 
 def merge(choose: random.Random, sends: list[Any], receives: list[Any]) -> list[Any]:
-    """Mix two lists, each in its own order."""
+    """Merge two lists at random; each keeps its order."""
     sends, receives, mixed = sends[::-1], receives[::-1], []
     while sends or receives:
         sending = bool(sends) and (not receives or choose.random() < 0.5)
@@ -127,7 +129,7 @@ def merge(choose: random.Random, sends: list[Any], receives: list[Any]) -> list[
 
 
 def test_a_large_message_lets_a_small_one_pass() -> None:
-    """Receiving in another order than sending works, however large what waits is; so do sends to each other."""
+    """Receiving in another order than sending works with messages of any size; so do sends to each other."""
     huge = np.random.default_rng(1).integers(0, 256, 5_000_000, dtype="u1")
 
     def work(rank: int) -> None:
@@ -148,7 +150,7 @@ def test_a_large_message_lets_a_small_one_pass() -> None:
 
 
 def test_more_offers_than_blocks() -> None:
-    """Messages that nobody wants yet hold no block: a hundred large ones do not keep a hundred and first away."""
+    """Unexpected messages hold no block: a hundred large ones do not block another one."""
     large = [np.full(200_000, number, "u1") for number in range(100)]
     with p2ps(2) as (one, two):
         requests = [one.post_send(*place(data), U1, 1, number, LIMIT_NS, 0) for number, data in enumerate(large)]
@@ -167,7 +169,7 @@ def test_more_offers_than_blocks() -> None:
 
 
 def test_many_small_messages_before_the_one_that_is_wanted() -> None:
-    """Far more messages than a box holds wait for a busy receiver, and are not lost when it asks for the last first."""
+    """Far more messages than a mailbox holds wait for a busy receiver; none is lost if it receives the last first."""
     with p2ps(2) as (one, two):
 
         def work(rank: int) -> None:
@@ -189,7 +191,7 @@ def test_many_small_messages_before_the_one_that_is_wanted() -> None:
 
 
 def test_any_source_receives_in_order_of_arrival() -> None:
-    """A receive from anyone takes the earliest message with its tag, and says who sent it."""
+    """A receive from any source gets the earliest message with its tag, and returns its source."""
     with p2ps(4) as found:
         for source in (2, 1, 3):
             data = np.full(3, source, "u1")
@@ -200,7 +202,7 @@ def test_any_source_receives_in_order_of_arrival() -> None:
 
 
 def test_the_progress_thread_completes_messages_without_waiters() -> None:
-    """Large messages move while both ranks do something else, and those who posted them are told by their keys."""
+    """Large messages progress while both ranks do other things, and their keys are reported on completion."""
     data, got = np.arange(3_000_000, dtype="u4"), np.zeros(3_000_000, "u4")
     with p2ps(2) as (one, two), progressing(one) as sent, progressing(two) as received:
         first = two.post_recv(*place(got), F4, 0, 0, LIMIT_NS, 17)
@@ -208,7 +210,7 @@ def test_the_progress_thread_completes_messages_without_waiters() -> None:
         until(lambda: received == [17] and sent == [18])
         assert np.array_equal(data, got)
         assert (two.test(first), one.test(second)) == (0, 1 << 8)
-        # The thread goes cold and is woken again.
+        # The progress thread goes to sleep and is woken again.
         time.sleep(0.05)
         third = two.post_recv(*place(got), F4, 0, 0, LIMIT_NS, 19)
         assert one.pending_sends() == 0
@@ -220,7 +222,7 @@ def test_the_progress_thread_completes_messages_without_waiters() -> None:
 
 
 def test_a_waiting_thread_does_not_delay_reports() -> None:
-    """A posted message that is over is told of although another thread of the rank waits for something else."""
+    """A complete posted message is reported although another thread of the rank waits for another message."""
     with p2ps(2) as (one, two), progressing(one) as keys:
         never, got = np.zeros(8, "u1"), np.zeros(8, "u1")
         outcomes: list[int] = []
@@ -239,7 +241,7 @@ def test_a_waiting_thread_does_not_delay_reports() -> None:
 
 
 def test_threads_share_one_mail() -> None:
-    """Several threads of one rank, each with a tag of its own, do not take or hold up each other's messages."""
+    """Threads of one rank, each with its own tag, neither receive nor delay each other's messages."""
     with p2ps(2) as found:
 
         def work(number: int) -> None:
@@ -261,9 +263,9 @@ def test_threads_share_one_mail() -> None:
 @pytest.mark.parametrize("size", [40, 40_000])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> None:
-    """Another size or type than the receive expects: both ranks get the mismatch, nothing is written, all is noted."""
+    """A size or dtype that the receive does not expect: both ranks get the mismatch, no data is written."""
     for wanted, dtype in ((size + 4, F4), (size, U1), (0, F4)):
-        with posts(2) as ((one, _), (two, view)):
+        with p2ps_and_segments(2) as ((one, _), (two, view)):
             codes = [0, 0]
             got = np.full(wanted, 7, "u1")
 
@@ -273,7 +275,7 @@ def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> No
                         time.sleep(0.05)
                     data = np.zeros(size, "u1")
                     codes[0] = p2p["one"].send(*place(data), F4, 1, 3, LIMIT_NS) % 256
-                    # A small message is sent when it stands in the box: the next call tells.
+                    # A small send is complete when it is in the mailbox: the next call fails.
                     until(lambda: p2p["two"].mismatch() is not None)
                     codes[0] = codes[0] or p2p["one"].send(*place(data), F4, 1, 3, LIMIT_NS) % 256
                 else:
@@ -287,13 +289,13 @@ def test_a_message_that_does_not_fit_ends_the_group(size: int, late: bool) -> No
 
 
 def test_a_rank_that_does_not_send_is_named_at_the_deadline() -> None:
-    """A receive and a large send that nobody answers end at their deadline, with the rank they waited for."""
+    """A receive and a large send without a counterpart end at their deadline, with the rank they waited for."""
     with p2ps(3) as found:
         data = np.zeros(100_000, "u1")
         started = time.monotonic()
         assert found[0].recv(*place(data), U1, 2, 0, 200_000_000) == 2 << 8 | TIMEOUT
         assert 0.2 <= time.monotonic() - started < 10
-        # Nobody knew of that receive: the group lives on.
+        # No peer knew of that receive: the group lives on.
         assert found[0].recv(*place(data), U1, -1, 0, 50_000_000) % 256 == TIMEOUT
         assert found[2].send(*place(data[:5]), U1, 0, 4, LIMIT_NS) == 0
         assert found[0].recv(*place(data[:5]), U1, 2, 4, LIMIT_NS) == 2 << 8
@@ -306,7 +308,7 @@ def test_a_rank_that_does_not_send_is_named_at_the_deadline() -> None:
 
 
 def test_waiting_may_have_a_limit_of_its_own() -> None:
-    """A wait that runs out leaves its message under way; a wait later, or the server, still gets it."""
+    """A wait that times out leaves its message pending; a later wait or the progress thread completes it."""
     with p2ps(2) as (one, two), progressing(one) as keys:
         got = np.zeros(8, "u1")
         request = one.post_recv(*place(got), U1, 1, 0, LIMIT_NS, 5)
@@ -320,8 +322,8 @@ def test_waiting_may_have_a_limit_of_its_own() -> None:
 
 @pytest.mark.parametrize("size", [8, 1_000_000])
 def test_an_end_wakes_waiting_ranks(size: int) -> None:
-    """`end` with `ring` reaches a rank that sleeps in a send or a receive at once, and posted messages too."""
-    with posts(3) as ((one, _), (two, view), (three, _)), progressing(three) as keys:
+    """`end` with `wake_all` ends a sleeping send or receive at once, and posted messages too."""
+    with p2ps_and_segments(3) as ((one, _), (two, view), (three, _)), progressing(three) as keys:
         data, large = np.zeros(size, "u1"), np.zeros(1_000_000, "u1")
         posted = three.post_recv(*place(data), U1, 0, 0, LIMIT_NS, 6)
         other = three.post_send(*place(large), U1, 0, 0, LIMIT_NS, 7)
@@ -340,7 +342,7 @@ def test_an_end_wakes_waiting_ranks(size: int) -> None:
 
 
 def test_stopping_ends_pending_messages_of_this_rank_only() -> None:
-    """`stop` ends the server and this rank's own messages; the other rank is not told."""
+    """`stop` ends the progress thread and this rank's messages; the other rank is not notified."""
     with p2ps(2) as (one, two):
         got = np.zeros(8, "u1")
         request = one.post_recv(*place(got), U1, 1, 0, LIMIT_NS, 1)
@@ -352,8 +354,8 @@ def test_stopping_ends_pending_messages_of_this_rank_only() -> None:
 
 
 def test_dropping_a_request_is_safe() -> None:
-    """A receive that nothing was sent to goes without a trace; a send under way takes the group with it."""
-    with posts(2) as ((one, _), (two, view)):
+    """Freeing a receive without a match has no effect; freeing a send that a peer knows of ends the group."""
+    with p2ps_and_segments(2) as ((one, _), (two, view)):
         got = np.zeros(100_000, "u1")
         request = one.post_recv(*place(got[:8]), U1, 1, 0, LIMIT_NS, 1)
         del request
@@ -367,7 +369,7 @@ def test_dropping_a_request_is_safe() -> None:
 
 
 def test_a_dead_process_is_noticed() -> None:
-    """A rank whose process ended is noticed through its pidfd; what it had sent before still arrives."""
+    """The end of a rank's process is noticed through its pidfd; messages that it had sent still arrive."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -382,7 +384,7 @@ def test_a_dead_process_is_noticed() -> None:
             assert got.tolist() == [3] * 8
             assert one.recv(*place(got), U1, source, 0, LIMIT_NS) == 1 << 8 | DEAD
     with p2ps(3, (-1, pidfd, -1)) as (one, _, three):
-        # Someone else may still send.
+        # Another rank may still send.
         request = one.post_recv(*place(got), U1, -1, 0, LIMIT_NS, 1)
         assert one.wait(request, 200_000_000) == UNDER_WAY
         assert three.send(*place(data), U1, 0, 0, LIMIT_NS) == 0
@@ -393,7 +395,7 @@ def test_a_dead_process_is_noticed() -> None:
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
-    """A rank outside the group is a code; what is no Segment, no request or another's request raises."""
+    """A rank outside the group is an outcome; an object that is no Segment or no request of this object raises."""
     data = np.zeros(8, "u1")
     with p2ps(2) as (one, two):
         assert one.send(*place(data), U1, 2, 0, LIMIT_NS) % 256 == INVALID

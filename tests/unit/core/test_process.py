@@ -9,7 +9,7 @@ _core = pytest.importorskip("allhands._core", reason="the C core is built on Lin
 
 
 def test_parent_death_signal_is_set_and_cleared() -> None:
-    """A signal the kernel knows, and 0 for none, are taken."""
+    """A signal that exists, and 0 for none, are accepted."""
     try:
         assert _core.set_parent_death_signal(signal.SIGTERM) == 0
     finally:
@@ -18,7 +18,7 @@ def test_parent_death_signal_is_set_and_cleared() -> None:
 
 @pytest.mark.parametrize("number", [-1, -(2**31), 65, 2**31 - 1])
 def test_parent_death_signal_refuses_what_is_no_signal(number: int) -> None:
-    """A number that is no signal comes back as EINVAL."""
+    """A number that is no signal returns EINVAL."""
     assert _core.set_parent_death_signal(number) == errno.EINVAL
 
 
