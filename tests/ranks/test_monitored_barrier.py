@@ -1,4 +1,4 @@
-"""The barrier that names who did not come, on our backend and on Gloo."""
+"""monitored_barrier, which names missing ranks, on our backend and on Gloo."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ dist.monitored_barrier(dist.group.WORLD, timedelta(seconds=15), wait_all_ranks=T
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.parametrize(("late", "everyone"), [((1,), False), ((1, 3), True), ((1, 3), False)])
 def test_late_ranks_are_named_on_every_rank(late: tuple[int, ...], everyone: bool) -> None:
-    """Ranks that do not come in time are named on all ranks within a second: all of them where asked, else the first.
+    """Late ranks are named on all ranks within a second: all of them with wait_all_ranks, else the first.
 
     So is a rank told that comes when it is too late. All there: it passes.
     """
@@ -60,7 +60,7 @@ if rank not in {late}:
 
 
 def test_it_names_the_missing_rank_behind_a_collective_that_hangs() -> None:
-    """An operation in line that someone has not come to does not keep the barrier from ending in time."""
+    """A pending operation that a rank has not called does not keep the barrier from ending in time."""
     results = harness.launch(
         FORM.format(backend="allhands")
         + """
@@ -105,7 +105,7 @@ gate("over")
 
 
 def test_on_gloo_it_is_torchs() -> None:
-    """On a Gloo group it passes where all are there, and names who was late where not."""
+    """On a Gloo group it passes if all ranks call it, and otherwise names the late ones."""
     results = harness.launch(
         FORM.format(backend="gloo")
         + """

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 def test_random_programs_agree_with_numpy() -> None:
-    """Any operation, type, shape, layout, group, root, reduction, waited for at once or later, gives what numpy does.
+    """Any operation, dtype, shape, layout, group, root, reduction, waited for at once or later, agrees with numpy.
 
     Groups overlap and several operations are in flight. The soak test runs ten thousand operations.
     """

@@ -1,4 +1,4 @@
-"""Large tensors are read in the process that has them, where the kernel allows it; else they take the slots."""
+"""Large tensors are read by single copy if the kernel allows it; otherwise they go through the slots."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ dist.destroy_process_group()
     [("()", False, True), ("(1,)", False, False), ("(0, 1, 2)", False, False), ("()", True, False)],
 )
 def test_a_rank_that_may_not_read_takes_the_slots_and_all_with_it(forbidden: str, victim_l3: bool, some: bool) -> None:
-    """The results are right whoever is forbidden to read, and all go the same way; with a victim L3 no rank reads."""
+    """If any rank may not read, results are right and all ranks use the same method; with a victim L3 none reads."""
     script = SCRIPT.replace("FORBIDDEN", forbidden).replace("VICTIM_L3", str(victim_l3))
     results = harness.well(harness.launch(script, 3))
     counts = {result["reached"] for result in results}

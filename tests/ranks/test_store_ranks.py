@@ -22,7 +22,7 @@ store = session.current().store
 
 
 def fine(results: list[Result]) -> list[Result]:
-    """Return ``results`` where every rank ended well; fail with their words otherwise."""
+    """Return ``results`` if every rank ended well; fail with their output otherwise."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
     return results
@@ -98,7 +98,7 @@ say(blocked=attempt(lambda: {call}))
 
 @pytest.mark.usefixtures("fork_server")
 def test_values_that_together_are_too_large_to_send() -> None:
-    """What grew too large for one message is an error on the rank that asks for it; the group goes on."""
+    """A value that grew too large for a message is an error on the rank that reads it; the group still works."""
     [result] = launch(
         INIT
         + """

@@ -38,7 +38,7 @@ def test_commands_of_the_tutorial_exist() -> None:
 
 
 def test_from_scratch_step_by_step() -> None:
-    """The example prints its six steps, and its own data-parallel training gives the result of torch's."""
+    """The example prints its six steps, and its own data-parallel training agrees with torch's."""
     done = subprocess.run(
         [sys.executable, "-m", "allhands", "run", "-n", "2", "--no-prefix", ROOT / "examples" / "from_scratch.py"],
         capture_output=True,
