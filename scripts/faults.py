@@ -1,4 +1,4 @@
-"""Write docs/faults.md from what the laboratory measured: tests/soak/test_faults.py leaves it in build/faults."""
+"""Write docs/faults.md from the measurements of tests/soak/test_faults.py in build/faults."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAGE = ROOT / "docs" / "faults.md"
 
 PARTS = {
     "before": "Before the group is formed",
-    "during": "While it works",
-    "after": "Before and after its life",
+    "during": "While the group exists",
+    "after": "Without a group",
     "doctor": "Found by `allhands doctor` only",
 }
 
@@ -23,25 +23,24 @@ HEAD = """# Faults: torch alone and allhands
 {count} faults, each injected for real: processes, signals, ports, files, limits, and network namespaces as machines
 with a firewall, a cable, a clock and a name server. The same script ran once with torch.distributed alone and once with
 allhands, on Gloo, with `timeout` {timeout:g} s unless stated, torch {torch}, on {on}. Only versions are faked, at the
-handshake. Where torch has nothing that could be wrong, its column says so.
+handshake. If torch has no counterpart of the fault, its column states that.
 
-The seconds are those of the slowest rank that is concerned: since the call where the group does not form, since the
-fault where a rank is hit in the middle. Where ranks under torch are told different things, each has its own words, and
-`[0,2]` says which ranks; "nothing in 30 s" means that the watch ended there. For allhands, every rank that is concerned
-got a diagnosis of the cause with the right rank or host within its time; that is what `tests/soak/test_faults.py`
-asserts. {certain} causes are certain and told within 3 s, {slowest} at the latest; where a rank may still come, the
-deadline is what tells, and the cause is not certain.
+The seconds are those of the slowest rank concerned: since the call if the group does not form, since the fault
+otherwise. If ranks under torch report different errors, each is listed, with its ranks in brackets as `[0,2]`; "nothing
+in 30 s" means that the observation ended there. With allhands, every rank concerned got a diagnosis of the cause with
+the right rank or host within its time; `tests/soak/test_faults.py` asserts that. {certain} causes are certain and
+reported within 3 s, {slowest} at the latest; if a rank may still arrive, the report is made at the deadline
+and the cause is not certain.
 
-"Its fix" is what allhands' own words say under `fix:`, or the doctor's. Each was done: the fault was injected once
-more, just what the words name was changed, and the job formed its group, or the doctor found nothing any more
-({mended} faults). Where nothing can be changed in the job (a process was killed, a cable pulled), the words say to
-run it again, and that was done ({again}). `make faults` makes this page; the times are of a machine of two cores that
-did other things too.
+"Fix" is the text that allhands or its doctor prints under `fix:`. Each fix was applied: the fault was injected again,
+only what the text names was changed, and the job formed its group, or the doctor found nothing ({mended} faults). If
+nothing can be changed in the job (a process was killed, a cable pulled), the text recommends to run it again, and that
+was done ({again}). `make faults` writes this page; the times are of a machine of two cores with other load.
 """
 
-TITLES = "| fault | torch alone says | after | allhands says | after | its fix | done |\n" + "| --- " * 7 + "|"
+TITLES = "| fault | torch alone reports | after | allhands reports | after | fix | result |\n" + "| --- " * 7 + "|"
 
-# A fix of several ways is cut here; the first of them stand before.
+# A longer fix is cut here; the preferred alternatives are its first.
 LONG = 330
 
 
@@ -53,7 +52,7 @@ def cell(text: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time as people read it."""
+    """Return a time with two or three digits."""
     return f"{value:.1f} s" if value >= 1 else f"{value:.2f} s"
 
 
@@ -61,7 +60,7 @@ def row(fault: dict[str, Any], usual_s: float) -> str:
     """Return one line of the table."""
     alone, ours = fault["torch_alone"], fault["allhands"]
     says = ours["says"].partition("   [")[0]
-    who = {"doctor": " (doctor)", "run": " (`allhands run`)"}.get(ours["by"], "")
+    by = {"doctor": " (doctor)", "run": " (`allhands run`)"}.get(ours["by"], "")
     note = "" if fault["timeout_s"] == usual_s or "timeout" in fault["name"] else f" (timeout {fault['timeout_s']:g} s)"
     certain = "" if fault["certain"] else ", not certain"
     fix = " ".join(ours["fix"].split())
@@ -69,15 +68,15 @@ def row(fault: dict[str, Any], usual_s: float) -> str:
     done = "run again" if fault["again"] else "all green" if ours["by"] == "doctor" else "formed"
     return (
         f"| {cell(fault['name'])}{note} | {cell(alone['says'])} | {seconds(alone['after'])} "
-        f"| `{ours['slug']}`{who}: {cell(says)} | {seconds(ours['after'])}{certain} | {cell(fix)} | {done} |"
+        f"| `{ours['slug']}`{by}: {cell(says)} | {seconds(ours['after'])}{certain} | {cell(fix)} | {done} |"
     )
 
 
 def main() -> int:
-    """Write the page; 1 where nothing was measured."""
+    """Write the page; return 1 if there are no measurements."""
     faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(MEASURED.glob("*.json"))]
     if not faults:
-        print("nothing was measured: run `make faults`", file=sys.stderr)
+        print("no measurements: run `make faults`", file=sys.stderr)
         return 1
     usual_s = min(fault["timeout_s"] for fault in faults)
     versions = ", ".join(sorted({fault["torch"] for fault in faults}))

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 import leaks
+from ranks import harness
 
 # Its own deadline for an example, 200 ms, is a tight time where three files run on two cores.
 hypothesis.settings.register_profile("allhands", deadline=None)
@@ -39,3 +40,11 @@ def nothing_left_behind() -> Iterator[None]:
     found = leaks.left_behind(before)
     if found:
         pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[None]:
+    """Import torch once for the ranks of all tests; started before a test counts what it leaves behind."""
+    harness.fork_server()
+    yield
+    harness.end_fork_server()

@@ -1,4 +1,4 @@
-"""Threads as the ranks of a segment: what tests of the C core share, so that they also run under sanitizers."""
+"""Threads as the ranks of a segment, for tests of the C core that also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def segments(
     slot: int,
     pidfds: tuple[int, ...] | None = None,
     pids: tuple[int, ...] | None = None,
-    hands: int = 0,
+    helper_threads: int = 0,
     *,
-    swift: bool | None = None,
+    victim_l3: bool | None = None,
 ) -> Iterator[list[_core.Segment]]:
     """Yield one view for each rank of a fresh segment.
 
-    With ``pids`` large tensors are read from those processes, unless slots are ``swift``, as they are without.
+    With ``pids`` large tensors are read from those processes, unless there is a ``victim_l3`` (the default without).
     """
-    swift = pids is None if swift is None else swift
-    size, nonce = _core.segment_bytes(ranks, slot, hands), os.urandom(16)
+    victim_l3 = pids is None if victim_l3 is None else victim_l3
+    size, nonce = _core.segment_bytes(ranks, slot, helper_threads), os.urandom(16)
     descriptor = os.memfd_create("test")
     try:
         os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce, hands, swift)
+        _core.segment_format(descriptor, ranks, slot, nonce, helper_threads, victim_l3)
         views = [_core.Segment(descriptor, size, rank, nonce, pidfds or (-1,) * ranks) for rank in range(ranks)]
     finally:
         os.close(descriptor)
@@ -44,7 +44,7 @@ def segments(
 
 
 def together(ranks: int, work: Callable[[int], None]) -> None:
-    """Run ``work`` once per rank, each in a thread; raise what the first of them raised."""
+    """Run ``work`` once per rank, each in a thread; raise the first exception."""
     problems: list[BaseException] = []
 
     def run(rank: int) -> None:

@@ -9,7 +9,7 @@
 struct task {
     struct ah_group *group;
     struct ah_part in;
-    const struct ah_part *out; /* NULL where this rank takes nothing */
+    const struct ah_part *out; /* NULL where this rank receives nothing */
     int32_t root;
     int staged; /* all data goes through the slots, whatever its size */
     uint32_t first;
@@ -36,7 +36,8 @@ static int copy_in(const struct task *task, size_t index)
         read = ah_uses_single_copy(group, ah_largest_part(group, stated(task), task->in));
     }
     if (!read)
-        ah_nt_store_copy(&group->store, ah_slot_after_table(group, group->rank, ticket), task->in.data + index * task->chunk, bytes);
+        ah_nt_store_copy(&group->store, ah_slot_after_table(group, group->rank, ticket),
+                         task->in.data + index * task->chunk, bytes);
     ah_counter_set(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
 }
@@ -81,7 +82,7 @@ static int single_copy(const struct task *task)
 }
 
 /* Whether all parts that this rank knows of fit into a payload. */
-static int payload_bytes(const struct task *task)
+static int fits_payload(const struct task *task)
 {
     for (uint32_t rank = 0; task->out && rank < task->group->ranks; rank++) {
         if (task->out[rank].bytes > AH_PAYLOAD_BYTES)
@@ -122,7 +123,9 @@ static int through_slots(struct task *task)
     chunks = ah_chunk_count(ah_largest_of_all(group), task->chunk);
     if (ah_any_single_copy(group)) {
         /* If another part is too large for single copy, all data goes through the slots. */
-        code = ah_uses_single_copy(group, ah_largest_of_all(group)) ? ah_single_copy_finish(group, task->first, single_copy(task)) : AH_NOT_READ;
+        code = AH_NOT_READ;
+        if (ah_uses_single_copy(group, ah_largest_of_all(group)))
+            code = ah_single_copy_finish(group, task->first, single_copy(task));
         task->first++;
         task->staged = 1;
         if (code == AH_NOT_READ)
@@ -147,7 +150,7 @@ static int run(struct ah_group *group, const struct ah_call *call, struct ah_par
     struct task task = {.group = group, .in = in, .out = out, .root = call->root, .first = group->ticket};
     size_t slot = group->slot_bytes, table = ah_part_table_bytes(group);
     size_t largest = ah_largest_part(group, stated(&task), in);
-    int small = payload_bytes(&task), code;
+    int small = fits_payload(&task), code;
 
     if (slot <= table)
         return AH_INVALID;

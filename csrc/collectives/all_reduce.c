@@ -17,20 +17,21 @@
 #include "shm/cico_slot.h"
 #include "shm/wait.h"
 
-/* All ranks' data together: below this, reading everything costs less than a second meeting. */
+/* All ranks' data together: up to this size, reading everything costs less than a second synchronisation. */
 #define ONE_SHOT_BYTES ((size_t)64 << 10)
 
-/* Slices begin on lines of their own. */
+/* Slices begin on cache lines of their own. */
 #define SLICE_BYTES 64
 
-/* From so many ranks on, all that fits into a slot is one chunk. */
+/* From this number of ranks on, a tensor that fits into a slot is one chunk. */
 #define MANY_RANKS 5
 
-/* What is reduced at a time: it stays in the first-level cache until it is stored same_window. */
+/* Bytes reduced at a time: the result stays in L1 until it is stored to all its places. */
 #define BLOCK_BYTES ((size_t)16 << 10)
 
-/* All ranks' tensors together: from here on a common third-level cache does not hold them (4 ranks on 2 cores, bypass the caches and not,
- * 16 MiB: 3.9 and 4.5 ms, 256 MiB: 65 and 84, but 4 MiB: 0.95 and 0.89; 2 ranks, 64 MiB: 6.4 and 6.7, but 8 MiB: 0.60 and 0.53). */
+/* All ranks' tensors together: from this size on they do not fit into a common L3 (bypassing the caches and not, 4
+ * ranks on 2 cores, 16 MiB: 3.9 and 4.5 ms, 256 MiB: 65 and 84, but 4 MiB: 0.95 and 0.89; 2 ranks, 64 MiB: 6.4 and 6.7,
+ * but 8 MiB: 0.60 and 0.53). */
 #define BYPASS_BYTES ((size_t)32 << 20)
 
 struct task {
@@ -42,8 +43,8 @@ struct task {
     uint32_t first; /* ticket of the first chunk */
     size_t chunk;
     int has_result; /* whether this rank gets the result */
-    int store_twice;  /* whether a result is stored to tensor and slot at once */
-    int bypass;  /* whether copies to tensors bypass the caches */
+    int store_twice; /* whether a result is stored to tensor and slot at once */
+    int bypass;      /* whether copies to tensors bypass the caches */
 };
 
 /* After the comparison: whether a rank announced a window, so that this ticket carries no data. */
@@ -91,9 +92,10 @@ static uint32_t part_count_of(const struct ah_group *group, size_t bytes)
     return bytes <= single_chunk_limit(group) ? 1 : ah_part_count(group, bytes);
 }
 
-/* The bytes of a chunk, out of `bytes`. Smaller ones cost meetings, which are changes of rank where ranks outnumber the cores (4 ranks
- * on 2 cores, 256 MiB: 88 ms, against 119 in chunks of 128 KiB and 96 in 256 KiB; 2 ranks, 1 MiB: 54 us, against 65 and 58), and
- * larger ones leave the second-level cache (113 ms in chunks of 1 MiB). What hands share is part_begin where chunks of theirs end. */
+/* Chunk size for a tensor of `bytes`. Smaller chunks cost synchronisations, which are context switches where ranks
+ * outnumber cores (4 ranks on 2 cores, 256 MiB: 88 ms against 119 in chunks of 128 KiB and 96 in 256 KiB; 2 ranks,
+ * 1 MiB: 54 us against 65 and 58); larger ones do not fit into L2 (113 ms in chunks of 1 MiB). With helper threads a
+ * chunk is as large as their slots. */
 static size_t chunk_of(const struct ah_group *group, size_t bytes)
 {
     if (bytes <= single_chunk_limit(group))
@@ -130,7 +132,7 @@ static int copy_in(const struct task *task, size_t index)
  * the tensors at `at`, if this rank gets one, and to `result`, if not NULL: to both at once with a victim L3 (2
  * ranks, 256 MiB: 26.7 ms against 29.7), else by a copy (Intel, 64 MiB: 12.3 ms against 14.1). */
 static void reduce_blocks(const struct task *task, size_t at, const unsigned char *const *given, unsigned char *result,
-                        size_t bytes)
+                          size_t bytes)
 {
     uint32_t ranks = task->group->ranks;
     size_t size = ah_dtype_bytes(task->dtype);
@@ -138,7 +140,8 @@ static void reduce_blocks(const struct task *task, size_t at, const unsigned cha
 
     for (size_t done = 0, some; done < bytes; done += some) {
         size_t span;
-        unsigned char *mine = ah_tensor_list_at(&task->tensors, at + done, &span), *also = result ? result + done : NULL;
+        unsigned char *mine = ah_tensor_list_at(&task->tensors, at + done, &span),
+            *also = result ? result + done : NULL;
 
         some = ah_min(ah_min(span, BLOCK_BYTES), bytes - done);
         for (uint32_t rank = 0; rank < ranks; rank++)
@@ -209,7 +212,7 @@ static int pipeline(const struct task *task, int begun)
     return code;
 }
 
-/* Where part `part` of `parts` begins in `bytes`: on a multiple of `unit`, but for the end of the last. */
+/* Where part `part` of `parts` begins in `bytes`: a multiple of `unit`, or the end. */
 static size_t part_begin(size_t bytes, uint32_t part, uint32_t parts, size_t unit)
 {
     size_t units = (bytes + unit - 1) / unit, each = (units + parts - 1) / parts;
@@ -290,7 +293,8 @@ static int from_payloads(const struct task *task)
     const unsigned char *sources[AH_MAX_RANKS];
     int code;
 
-    ah_tensor_list_copy_in(&task->tensors, 0, &group->store, ah_payload_of(group, group->rank, task->bytes), task->bytes);
+    ah_tensor_list_copy_in(&task->tensors, 0, &group->store, ah_payload_of(group, group->rank, task->bytes),
+                           task->bytes);
     ah_call_publish(group);
     if (!task->has_result) {
         ah_call_end_uncompared(group);
@@ -356,7 +360,8 @@ static int in_window(struct task *task)
     return code;
 }
 
-static int run(struct ah_group *group, struct ah_call *call, struct ah_tensor_list tensors, int has_result, int64_t timeout_ns)
+static int run(struct ah_group *group, struct ah_call *call, struct ah_tensor_list tensors, int has_result,
+               int64_t timeout_ns)
 {
     const struct ah_window *window = tensors.number == 1 ? tensors.parts->window : NULL;
     size_t bytes = tensors.ends[tensors.number - 1];
@@ -385,7 +390,8 @@ static int run(struct ah_group *group, struct ah_call *call, struct ah_tensor_li
     if (!window)
         return in_chunks(&task, 0);
     ah_fingerprint_of(group, group->rank)->window = window->id;
-    ah_fingerprint_of(group, group->rank)->offset = (uint64_t)(tensors.parts->data - (window->base + group->rank * window->stride));
+    ah_fingerprint_of(group, group->rank)->offset =
+        (uint64_t)(tensors.parts->data - (window->base + group->rank * window->stride));
     return in_window(&task);
 }
 

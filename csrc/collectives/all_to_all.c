@@ -8,7 +8,7 @@
 
 struct task {
     struct ah_group *group;
-    const struct ah_part *in;  /* NULL where this rank gives nothing */
+    const struct ah_part *in;  /* NULL where this rank sends nothing */
     const struct ah_part *out; /* from each rank; NULL with a root, which sends `only` */
     struct ah_part only;
     int32_t root;
@@ -33,7 +33,7 @@ static int copy_in(const struct task *task, size_t index)
     for (uint32_t rank = 0; task->in && !read && rank < group->ranks; rank++) {
         if (rank != group->rank)
             ah_nt_store_copy(&group->store, to + rank * task->piece, task->in[rank].data + index * task->piece,
-                    ah_chunk_bytes(task->in[rank].bytes, task->piece, index));
+                             ah_chunk_bytes(task->in[rank].bytes, task->piece, index));
     }
     ah_counter_set(group, AH_ARRIVED, ticket + 1);
     return AH_OK;
@@ -84,7 +84,7 @@ static int read_from(const struct task *task, uint32_t rank, struct ah_part out)
     return AH_OK;
 }
 
-/* Read everyone's part for us where it is. */
+/* Read all ranks' parts for us by single copy. */
 static int single_copy(const struct task *task)
 {
     uint32_t self = task->group->rank, ranks = task->group->ranks;
@@ -116,7 +116,7 @@ static void copy_in_payload(const struct task *task, size_t bytes)
     struct ah_group *group = task->group;
     unsigned char *to = ah_payload_of(group, group->rank, bytes * group->ranks);
 
-    /* Our own part is read where it is. */
+    /* Our own part is copied directly. */
     for (uint32_t rank = 0; task->in && rank < group->ranks; rank++) {
         if (rank != group->rank)
             ah_copy(to + rank * bytes, task->in[rank].data, bytes, 0);
@@ -143,7 +143,7 @@ static int exchange(const struct task *task)
         if (task->out[rank].bytes != ah_fingerprint_of(group, rank)->bytes)
             return ah_call_mismatch(group, rank);
     }
-    /* Our own first: the results of others may go where it is. */
+    /* Our own part first: the result of another rank may overwrite it. */
     for (uint32_t step = 0; step < group->ranks; step++) {
         uint32_t rank = (group->rank + step) % group->ranks;
 
@@ -190,7 +190,9 @@ static int through_slots(struct task *task)
     chunks = ah_chunk_count(ah_largest_of_all(group), task->piece);
     if (ah_any_single_copy(group)) {
         /* If another part is too large for single copy, all data goes through the slots. */
-        code = ah_uses_single_copy(group, ah_largest_of_all(group)) ? ah_single_copy_finish(group, task->first, single_copy(task)) : AH_NOT_READ;
+        code = AH_NOT_READ;
+        if (ah_uses_single_copy(group, ah_largest_of_all(group)))
+            code = ah_single_copy_finish(group, task->first, single_copy(task));
         task->first++;
         task->staged = 1;
         if (code == AH_NOT_READ)
@@ -227,13 +229,14 @@ static int run(struct task *task, const struct ah_call *call, int64_t timeout_ns
     else if ((code = copy_in(task, 0)) != AH_OK)
         return code;
     ah_call_publish(group);
-    if (bytes != AH_NO_PAYLOAD && task->root >= 0 && ((code = copy_out_scattered(task, &theirs)) != AH_OK || theirs != AH_NO_PAYLOAD))
+    if (bytes != AH_NO_PAYLOAD && task->root >= 0 &&
+        ((code = copy_out_scattered(task, &theirs)) != AH_OK || theirs != AH_NO_PAYLOAD))
         return code;
     if ((code = ah_call_compare_all(group)) != AH_OK)
         return code;
     if (task->root < 0 && !ah_any_without_payload(group))
         return exchange(task);
-    /* A root that left its parts does not come through the slots: its parts are smaller than ours. */
+    /* A root that has its parts in its payload does not use the slots: its parts are smaller than ours. */
     if (task->root >= 0 && ah_fingerprint_of(group, (uint32_t)task->root)->bytes != AH_NO_PAYLOAD)
         return ah_call_mismatch(group, group->rank);
     if (bytes != AH_NO_PAYLOAD)

@@ -19,7 +19,7 @@ struct task {
     int compared; /* all fingerprints are compared, and the data goes through the slots after all */
 };
 
-/* Meet, once. */
+/* Compare with all ranks, once. */
 static int compare_once(struct task *task)
 {
     if (task->compared)
@@ -47,7 +47,8 @@ static int copy_in(struct task *task, size_t chunk, size_t chunks)
 
         if ((code = ah_wait_slot(group, ticket)) != AH_OK)
             break;
-        ah_nt_store_copy(&group->store, slot_of(task, ticket, chunk), task->data.data + index * chunk, ah_chunk_bytes(task->data.bytes, chunk, index));
+        ah_nt_store_copy(&group->store, slot_of(task, ticket, chunk), task->data.data + index * chunk,
+                         ah_chunk_bytes(task->data.bytes, chunk, index));
         ah_counter_set(group, AH_ARRIVED, ticket + 1);
         code = compare_once(task);
         /* The root receives nothing, so it has consumed the chunk. */
@@ -61,7 +62,7 @@ static int copy_out(struct task *task, size_t chunk, size_t chunks)
     struct ah_group *group = task->group;
     int bypass = task->data.bytes >= AH_BYPASS_BYTES, code;
 
-    /* Only the root has something to copy in; the others are there with all of theirs. */
+    /* Only the root copies data in; this rank has arrived with all chunks. */
     ah_counter_set(group, AH_ARRIVED, task->first + (uint32_t)chunks);
     code = compare_once(task);
     for (size_t index = 0; code == AH_OK && index < chunks; index++) {
@@ -69,7 +70,8 @@ static int copy_out(struct task *task, size_t chunk, size_t chunks)
 
         if ((code = ah_wait_counter(group, task->root, AH_ARRIVED, ticket + 1)) != AH_OK)
             break;
-        ah_copy(task->data.data + index * chunk, slot_of(task, ticket, chunk), ah_chunk_bytes(task->data.bytes, chunk, index), bypass);
+        ah_copy(task->data.data + index * chunk, slot_of(task, ticket, chunk),
+                ah_chunk_bytes(task->data.bytes, chunk, index), bypass);
         ah_counter_set(group, AH_CONSUMED, ticket + 1);
     }
     return code;
@@ -93,12 +95,13 @@ static int from_payloads(struct ah_group *group, struct ah_part data, uint32_t r
     return AH_OK;
 }
 
-/* The same on every rank: all have the same bytes, which the meeting makes sure of before anyone uses_single_copy. */
+/* The same on every rank, because the comparison ensures equal sizes before any rank reads. */
 static int uses_single_copy(const struct task *task)
 {
     const struct ah_group *group = task->group;
 
-    return group->pids && !group->victim_l3 && group->ranks == 2 && task->data.bytes >= READ_FROM && task->data.bytes < READ_BELOW;
+    return group->pids && !group->victim_l3 && group->ranks == 2 && task->data.bytes >= READ_FROM &&
+           task->data.bytes < READ_BELOW;
 }
 
 /* The root publishes the address of its tensor; the other rank reads it. */
@@ -122,7 +125,8 @@ static int single_copy(struct task *task)
 
 int ah_broadcast(struct ah_group *group, struct ah_part data, uint32_t dtype, uint32_t root, int64_t timeout_ns)
 {
-    const struct ah_call call = {.count = data.bytes, .kind = AH_BROADCAST, .dtype = (uint16_t)dtype, .root = (int16_t)root};
+    const struct ah_call call = {.count = data.bytes, .kind = AH_BROADCAST, .dtype = (uint16_t)dtype,
+                                 .root = (int16_t)root};
     struct task task = {.group = group, .data = data, .root = root, .first = group->ticket};
     size_t slot = group->slot_bytes;
     /* In two halves at least, so that copying in and copying out overlap. */

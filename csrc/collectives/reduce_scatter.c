@@ -79,7 +79,8 @@ static int from_payloads(const struct task *task)
     if ((code = ah_call_compare_all(group)) != AH_OK)
         return code;
     for (uint32_t rank = 0; rank < group->ranks; rank++)
-        sources[rank] = rank == group->rank ? task->in[rank].data : ah_payload_of(group, rank, all) + group->rank * bytes;
+        sources[rank] = rank == group->rank ? task->in[rank].data
+                                            : ah_payload_of(group, rank, all) + group->rank * bytes;
     ah_reduce(task->dtype, task->reduction, task->out.data, sources, group->ranks, bytes / ah_dtype_bytes(task->dtype));
     ah_call_end(group);
     return AH_OK;
@@ -89,9 +90,11 @@ int ah_reduce_scatter(struct ah_group *group, const struct ah_part *in, struct a
                       uint32_t reduction, int64_t timeout_ns)
 {
     const struct ah_call call = {
-        .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = (uint16_t)reduction, .dtype = (uint16_t)dtype, .root = -1};
+        .count = out.bytes, .kind = AH_REDUCE_SCATTER, .reduce = (uint16_t)reduction, .dtype = (uint16_t)dtype,
+        .root = -1};
     struct task task = {
-        .group = group, .in = in, .out = out, .dtype = dtype & ~AH_COMPLEX, .reduction = reduction, .first = group->ticket};
+        .group = group, .in = in, .out = out, .dtype = dtype & ~AH_COMPLEX, .reduction = reduction,
+        .first = group->ticket};
     size_t slot = group->slot_bytes, chunks;
     int code;
 

@@ -63,7 +63,8 @@ static struct ah_envelope *claim(struct ah_mailbox *mailbox, uint64_t *lap)
     }
 }
 
-int ah_mailbox_put(const struct ah_group *group, uint32_t to, const struct ah_envelope_header *header, const void *payload)
+int ah_mailbox_put(const struct ah_group *group, uint32_t to, const struct ah_envelope_header *header,
+                   const void *payload)
 {
     struct ah_mailbox *mailbox = ah_mailbox_of(group, to);
     struct ah_envelope *place;

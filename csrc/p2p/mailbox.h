@@ -6,8 +6,8 @@
  * large message only an RTS (ready to send) is put into the ring; when the receive is posted, the owner allocates a
  * channel (a run of its blocks) and sends a CTS (clear to send), and the sender copies through that channel. So an
  * unexpected large message holds no block, and the memory grows linearly with the ranks. */
-#ifndef ALLHANDS_INBOX_H
-#define ALLHANDS_INBOX_H
+#ifndef ALLHANDS_MAILBOX_H
+#define ALLHANDS_MAILBOX_H
 
 #include "shm/segment.h"
 
@@ -24,8 +24,8 @@
 
 enum ah_envelope_kind {
     AH_EAGER = 1, /* a message with its payload */
-    AH_RTS,     /* RTS of a large message; `id` is the sender's */
-    AH_CTS,     /* CTS: `tag` is the first block of the channel, `bytes` the number of blocks */
+    AH_RTS,       /* RTS of a large message; `id` is the sender's */
+    AH_CTS,       /* CTS: `tag` is the first block of the channel, `bytes` the number of blocks */
 };
 
 /* Header of an envelope. */
@@ -74,7 +74,7 @@ struct ah_message_mismatch {
     uint32_t wanted_dtype;
 };
 
-/* Bytes of the p2p of `ranks`, after the slots of the segment. */
+/* Bytes of the mailboxes of `ranks`, after the slots of the segment. */
 size_t ah_mailboxes_bytes(uint32_t ranks);
 
 struct ah_message_mismatch *ah_message_mismatch_of(const struct ah_group *group);
@@ -85,7 +85,8 @@ unsigned char *ah_block_of(const struct ah_group *group, uint32_t rank, uint32_t
 
 /* Put an envelope into the mailbox of `to`, with `header->bytes` of `payload` if it is eager. Returns 0 if the ring
  * is full. */
-int ah_mailbox_put(const struct ah_group *group, uint32_t to, const struct ah_envelope_header *header, const void *payload);
+int ah_mailbox_put(const struct ah_group *group, uint32_t to, const struct ah_envelope_header *header,
+                   const void *payload);
 
 /* The envelope at position `head` of our mailbox, NULL if none has arrived. */
 const struct ah_envelope *ah_mailbox_peek(const struct ah_group *group, uint64_t head);

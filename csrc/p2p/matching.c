@@ -15,9 +15,9 @@
 static void mismatch(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header)
 {
     struct ah_message_mismatch *found = ah_message_mismatch_of(p2p->group);
-    uint32_t nobody = 0;
+    uint32_t unclaimed = 0;
 
-    if (atomic_compare_exchange_strong(&found->claimed, &nobody, 1)) {
+    if (atomic_compare_exchange_strong(&found->claimed, &unclaimed, 1)) {
         found->source = header->source;
         found->target = p2p->group->rank;
         found->tag = header->tag;
@@ -33,7 +33,8 @@ static void mismatch(struct ah_p2p *p2p, struct ah_request *request, const struc
 }
 
 /* A receive matched a message. */
-static void match(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header, const void *payload)
+static void match(struct ah_p2p *p2p, struct ah_request *request, const struct ah_envelope_header *header,
+                  const void *payload)
 {
     if (header->bytes != request->message.bytes || header->dtype != request->message.dtype) {
         mismatch(p2p, request, header);
@@ -176,18 +177,19 @@ static void add_receive(struct ah_p2p *p2p, struct ah_request *request)
 
     if (unexpected) {
         const struct ah_envelope_header header = {.tag = unexpected->message.tag,
-                                      .bytes = unexpected->message.bytes,
-                                      .source = unexpected->message.peer,
-                                      .dtype = unexpected->message.dtype,
-                                      .kind = unexpected->kind,
-                                      .id = unexpected->id};
+                                                  .bytes = unexpected->message.bytes,
+                                                  .source = unexpected->message.peer,
+                                                  .dtype = unexpected->message.dtype,
+                                                  .kind = unexpected->kind,
+                                                  .id = unexpected->id};
 
         ah_request_unlink(unexpected);
         match(p2p, request, &header, unexpected->payload);
         free(unexpected);
         return;
     }
-    ah_request_append(&p2p->posted_receives[message->peer == AH_ANY_SOURCE ? p2p->group->ranks : message->peer], request);
+    ah_request_append(&p2p->posted_receives[message->peer == AH_ANY_SOURCE ? p2p->group->ranks : message->peer],
+                      request);
 }
 
 /* Sending ------------------------------------------------------------------------------------------------- */
@@ -197,11 +199,11 @@ static int send_envelope(struct ah_p2p *p2p, struct ah_request *request)
 {
     const struct ah_message *message = &request->message;
     const struct ah_envelope_header header = {.tag = message->tag,
-                                   .bytes = message->bytes,
-                                   .source = p2p->group->rank,
-                                   .dtype = message->dtype,
-                                   .kind = message->bytes <= AH_EAGER_BYTES ? AH_EAGER : AH_RTS,
-                                   .id = request->id};
+                                              .bytes = message->bytes,
+                                              .source = p2p->group->rank,
+                                              .dtype = message->dtype,
+                                              .kind = message->bytes <= AH_EAGER_BYTES ? AH_EAGER : AH_RTS,
+                                              .id = request->id};
 
     if (!ah_mailbox_put(p2p->group, message->peer, &header, message->data))
         return 0;

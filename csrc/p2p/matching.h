@@ -4,8 +4,8 @@
  * of arrival. A small send is complete when its envelope is in the target's mailbox, a large one when its last byte
  * is in the channel. Any number of threads may call at once; a thread that waits progresses all requests of the rank.
  * The state of collectives is separate: both may run at the same time. */
-#ifndef ALLHANDS_MAIL_H
-#define ALLHANDS_MAIL_H
+#ifndef ALLHANDS_MATCHING_H
+#define ALLHANDS_MATCHING_H
 
 #include "shm/segment.h"
 

@@ -1,5 +1,6 @@
-/* Progress of messages: waiting threads poll all messages of this rank and sleep when nothing moves; a progress thread polls those
- * that were posted and that no thread waits for; deadlines, dead peers and the end of the group complete the others. */
+/* Progress of messages: waiting threads poll all messages of this rank and sleep when nothing moves; a progress thread
+ * polls those that were posted and that no thread waits for; deadlines, dead peers and the end of the group complete
+ * the others. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdlib.h>
@@ -11,16 +12,39 @@
 
 /* Failures ------------------------------------------------------------------------------------------------- */
 
+/* Longest sleep between two checks: bounds the detection of dead peers. */
+#define SLEEP_NS 50000000L
+
 /* Interval between polls of pidfds and signals while messages move. */
 #define CHECK_NS 10000000L
 
-void ah_p2p_complete_all(struct ah_p2p *p2p, int code, uint32_t culprit)
+static int is_complete(struct ah_request *request)
+{
+    return atomic_load_explicit(&request->complete, memory_order_acquire);
+}
+
+/* Whether no peer knows of a request, so that it can be dropped silently. */
+static int is_local(const struct ah_request *request)
+{
+    return request->state == AH_POSTED;
+}
+
+/* The outcome of the group, AH_OK while it is alive. */
+static int group_status(const struct ah_p2p *p2p, uint32_t *culprit)
+{
+    uint32_t code = atomic_load_explicit(&p2p->group->head->ended, memory_order_acquire);
+
+    if (code != 0)
+        *culprit = code >> 8;
+    return (int)(code & 0xff);
+}
+
+/* Complete all requests with one outcome. */
+static void complete_all(struct ah_p2p *p2p, int code, uint32_t culprit)
 {
     while (p2p->last_active)
         ah_request_complete(p2p, p2p->last_active, code, culprit);
 }
-
-/* Deadlines ----------------------------------------------------------------------------------------------- */
 
 static void expire_requests(struct ah_p2p *p2p, int64_t now)
 {
@@ -30,15 +54,13 @@ static void expire_requests(struct ah_p2p *p2p, int64_t now)
         next = request->previous_active;
         if (now < request->deadline_ns)
             continue;
-        if (!ah_request_is_local(request)) {
+        if (!is_local(request)) {
             ah_group_end(p2p->group, AH_TIMEOUT, peer);
             ah_mailbox_wake_all(p2p->group);
         }
         ah_request_complete(p2p, request, AH_TIMEOUT, peer);
     }
 }
-
-/* Deaths -------------------------------------------------------------------------------------------------- */
 
 /* Poll the processes that requests wait for; returns how many have ended. */
 static int poll_peers(struct ah_p2p *p2p)
@@ -59,7 +81,7 @@ static int poll_peers(struct ah_p2p *p2p)
     return poll(p2p->pollfds, group->ranks, 0);
 }
 
-/* A receive from any source fails only when all peers are gone: one may leave in good order. */
+/* A receive from any source fails only when all peers are dead: one may have ended regularly. */
 static int all_peers_dead(const struct ah_p2p *p2p)
 {
     for (uint32_t rank = 0; rank < p2p->group->ranks; rank++) {
@@ -71,7 +93,7 @@ static int all_peers_dead(const struct ah_p2p *p2p)
 
 static void fail_dead_peers(struct ah_p2p *p2p)
 {
-    int core_is_free = all_peers_dead(p2p);
+    int all_dead = all_peers_dead(p2p);
 
     /* Messages that they sent before they ended still count. */
     while (ah_p2p_poll(p2p) != 0)
@@ -80,7 +102,7 @@ static void fail_dead_peers(struct ah_p2p *p2p)
         uint32_t peer = request->message.peer;
 
         next = request->previous_active;
-        if (peer == AH_ANY_SOURCE ? !core_is_free : p2p->pollfds[peer].revents == 0)
+        if (peer == AH_ANY_SOURCE ? !all_dead : p2p->pollfds[peer].revents == 0)
             continue;
         if (peer == AH_ANY_SOURCE)
             peer = p2p->group->rank == 0 ? 1 : 0;
@@ -91,17 +113,17 @@ static void fail_dead_peers(struct ah_p2p *p2p)
 }
 
 /* Complete requests that a deadline, a dead peer or the end of the group ends. */
-void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now)
+static void check_failures(struct ah_p2p *p2p, int64_t now)
 {
     uint32_t culprit;
     int code;
 
     if (!p2p->last_active)
         return;
-    if ((code = ah_p2p_group_status(p2p, &culprit)) != 0) {
+    if ((code = group_status(p2p, &culprit)) != 0) {
         while (ah_p2p_poll(p2p) != 0)
             continue;
-        ah_p2p_complete_all(p2p, code, culprit);
+        complete_all(p2p, code, culprit);
         return;
     }
     expire_requests(p2p, now);
@@ -122,7 +144,7 @@ void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now)
 #define SHORT_POLLS 60
 
 /* sched_yield takes longer than this only if another thread ran. */
-#define TAKEN_NS 1000
+#define YIELD_NS 1000
 
 /* Yield the core, and note whether another thread ran: where ranks outnumber cores, most may sleep. */
 static void yield_core(struct ah_p2p *p2p)
@@ -130,7 +152,7 @@ static void yield_core(struct ah_p2p *p2p)
     int64_t before = ah_clock_ns();
 
     sched_yield();
-    atomic_store_explicit(&p2p->core_is_free, ah_clock_ns() - before < TAKEN_NS, memory_order_relaxed);
+    atomic_store_explicit(&p2p->core_is_free, ah_clock_ns() - before < YIELD_NS, memory_order_relaxed);
 }
 
 /* Spins before yielding. */
@@ -142,7 +164,7 @@ static uint32_t spin_limit(const struct ah_p2p *p2p)
 }
 
 /* Sleep until a peer wakes us. Returns nonzero if a signal arrived. */
-int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns)
+static int sleep_until_woken(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns)
 {
     struct ah_mailbox *mailbox = p2p->mailbox;
     uint32_t wake_count;
@@ -157,20 +179,21 @@ int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_n
     if (p2p->stopped)
         moved++;
     pthread_mutex_unlock(&p2p->lock);
-    if (moved == 0 && !(request && ah_request_is_complete(request)))
+    if (moved == 0 && !(request && is_complete(request)))
         signalled = ah_mailbox_sleep(mailbox, wake_count, limit_ns);
     atomic_fetch_sub(&mailbox->sleeping, 1);
     return signalled;
 }
 
 /* Poll until `request` is complete or `until_ns` has passed; nonzero if the interrupt check ended the wait. */
-static int wait_for(struct ah_p2p *p2p, struct ah_request *request, int64_t until_ns, const struct ah_interrupt *interrupt)
+static int wait_for(struct ah_p2p *p2p, struct ah_request *request, int64_t until_ns,
+                    const struct ah_interrupt *interrupt)
 {
     const uint32_t spins = spin_limit(p2p), spins_and_yields = spins + p2p->group->yields;
-    uint32_t pollfds = 0, moves = 0;
+    uint32_t polls = 0, moves = 0;
     int64_t now, checked_interrupt_ns = 0;
 
-    while (!ah_request_is_complete(request)) {
+    while (!is_complete(request)) {
         size_t moved = 0;
         int signalled = 0;
 
@@ -179,11 +202,11 @@ static int wait_for(struct ah_p2p *p2p, struct ah_request *request, int64_t unti
             pthread_mutex_unlock(&p2p->lock);
         }
         if (moved != 0) {
-            pollfds = 0;
+            polls = 0;
             if (++moves % 64 != 0)
                 continue;
-        } else if (pollfds < spins_and_yields) {
-            if (pollfds++ < spins)
+        } else if (polls < spins_and_yields) {
+            if (polls++ < spins)
                 ah_relax();
             else
                 yield_core(p2p);
@@ -191,20 +214,20 @@ static int wait_for(struct ah_p2p *p2p, struct ah_request *request, int64_t unti
         }
         now = ah_clock_ns();
         pthread_mutex_lock(&p2p->lock);
-        ah_p2p_check_failures(p2p, now);
+        check_failures(p2p, now);
         pthread_mutex_unlock(&p2p->lock);
-        if (ah_request_is_complete(request) || now >= until_ns)
+        if (is_complete(request) || now >= until_ns)
             break;
         if (moved == 0) {
-            int64_t limit = until_ns - now < AH_SLEEP_NS ? until_ns - now : AH_SLEEP_NS;
+            int64_t limit = until_ns - now < SLEEP_NS ? until_ns - now : SLEEP_NS;
 
             if (request->deadline_ns - now < limit)
                 limit = request->deadline_ns > now ? request->deadline_ns - now : 1;
-            signalled = ah_p2p_sleep(p2p, request, limit);
+            signalled = sleep_until_woken(p2p, request, limit);
         }
         if (checked_interrupt_ns == 0)
             checked_interrupt_ns = now;
-        if (interrupt && !ah_request_is_complete(request) && (signalled || now - checked_interrupt_ns >= AH_SLEEP_NS)) {
+        if (interrupt && !is_complete(request) && (signalled || now - checked_interrupt_ns >= SLEEP_NS)) {
             checked_interrupt_ns = now;
             if (interrupt->check_interrupt(interrupt->context) != 0)
                 return 1;
@@ -230,10 +253,11 @@ static void end_wait(struct ah_p2p *p2p)
 /* Called with the lock held. Whether nothing can be sent or received, with the outcome. */
 static int refused(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
-    outcome->code = ah_p2p_group_status(p2p, &outcome->peer);
+    outcome->code = group_status(p2p, &outcome->peer);
     if (outcome->code == AH_OK && p2p->stopped)
         *outcome = (struct ah_outcome){.code = AH_ABORTED, .peer = p2p->group->rank};
-    if (outcome->code == AH_OK && message->peer >= p2p->group->ranks && (message->sends || message->peer != AH_ANY_SOURCE))
+    if (outcome->code == AH_OK && message->peer >= p2p->group->ranks &&
+        (message->sends || message->peer != AH_ANY_SOURCE))
         *outcome = (struct ah_outcome){.code = AH_INVALID, .peer = p2p->group->rank};
     return outcome->code != AH_OK;
 }
@@ -256,8 +280,8 @@ static void start_timeout(struct ah_request *request)
 /* Remove a request whose memory is about to be freed. */
 static void cancel(struct ah_p2p *p2p, struct ah_request *request)
 {
-    if (!ah_request_is_complete(request)) {
-        if (!ah_request_is_local(request)) {
+    if (!is_complete(request)) {
+        if (!is_local(request)) {
             ah_group_end(p2p->group, AH_ABORTED, p2p->group->rank);
             ah_mailbox_wake_all(p2p->group);
         }
@@ -282,7 +306,7 @@ struct ah_outcome ah_p2p_run(struct ah_p2p *p2p, const struct ah_message *messag
         return outcome;
     }
     ah_request_start(p2p, &request);
-    if (!ah_request_is_complete(&request)) {
+    if (!is_complete(&request)) {
         int interrupted;
 
         begin_wait(p2p);
@@ -303,10 +327,10 @@ struct ah_outcome ah_p2p_run(struct ah_p2p *p2p, const struct ah_message *messag
 static int try_send(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
     struct ah_envelope_header header = {.tag = message->tag,
-                             .bytes = message->bytes,
-                             .source = p2p->group->rank,
-                             .dtype = message->dtype,
-                             .kind = AH_EAGER};
+                                        .bytes = message->bytes,
+                                        .source = p2p->group->rank,
+                                        .dtype = message->dtype,
+                                        .kind = AH_EAGER};
 
     if (p2p->unsent[message->peer].first || !ah_mailbox_put(p2p->group, message->peer, &header, message->data))
         return 0;
@@ -317,17 +341,17 @@ static int try_send(struct ah_p2p *p2p, const struct ah_message *message, struct
 /* Called with the lock held. Receive an eager message that has arrived or arrives at once. */
 static int try_receive(struct ah_p2p *p2p, const struct ah_message *message, struct ah_outcome *outcome)
 {
-    uint32_t pollfds = spin_limit(p2p) != 0 ? SHORT_POLLS : 1;
+    uint32_t polls = spin_limit(p2p) != 0 ? SHORT_POLLS : 1;
     struct ah_request request;
 
     init_request(&request, message, -1);
     ah_request_start(p2p, &request);
-    while (!ah_request_is_complete(&request) && pollfds-- != 0) {
+    while (!is_complete(&request) && polls-- != 0) {
         if (ah_p2p_poll(p2p) == 0)
             ah_relax();
     }
     *outcome = request.outcome;
-    if (ah_request_is_complete(&request))
+    if (is_complete(&request))
         return 1;
     /* It was never visible to a peer. */
     ah_request_remove(p2p, &request);
@@ -365,10 +389,10 @@ struct ah_outcome ah_p2p_post(struct ah_p2p *p2p, const struct ah_message *messa
         return outcome;
     }
     ah_request_start(p2p, request);
-    if (!ah_request_is_complete(request) && !message->sends)
+    if (!is_complete(request) && !message->sends)
         ah_p2p_poll(p2p);
     outcome = request->outcome;
-    if (!ah_request_is_complete(request)) {
+    if (!is_complete(request)) {
         outcome.code = AH_PENDING;
         request->posted = 1;
         p2p->posted++;
@@ -386,7 +410,7 @@ struct ah_outcome ah_p2p_post(struct ah_p2p *p2p, const struct ah_message *messa
 /* Called with the lock held. The caller has the outcome, so the progress thread does not report it. */
 static struct ah_outcome outcome_of(struct ah_p2p *p2p, struct ah_request *request)
 {
-    if (!ah_request_is_complete(request))
+    if (!is_complete(request))
         return (struct ah_outcome){.code = AH_PENDING};
     ah_request_remove(p2p, request);
     return request->outcome;
@@ -399,7 +423,7 @@ struct ah_outcome ah_p2p_wait(struct ah_p2p *p2p, struct ah_request *request, in
     int interrupted = 0;
 
     pthread_mutex_lock(&p2p->lock);
-    if (!ah_request_is_complete(request)) {
+    if (!is_complete(request)) {
         begin_wait(p2p);
         request->waiters++;
         /* The caller's own limit does not end the group. */
@@ -415,7 +439,7 @@ struct ah_outcome ah_p2p_wait(struct ah_p2p *p2p, struct ah_request *request, in
     }
     if (interrupted) {
         outcome = (struct ah_outcome){.code = AH_INTERRUPTED, .peer = p2p->group->rank};
-        if (ah_request_is_complete(request) && request->waiters == 0 && !request->list)
+        if (is_complete(request) && request->waiters == 0 && !request->list)
             ah_request_report(p2p, request);
     } else {
         outcome = outcome_of(p2p, request);
@@ -429,7 +453,7 @@ struct ah_outcome ah_p2p_test(struct ah_p2p *p2p, struct ah_request *request)
     struct ah_outcome outcome;
 
     pthread_mutex_lock(&p2p->lock);
-    if (!ah_request_is_complete(request))
+    if (!is_complete(request))
         ah_p2p_poll(p2p);
     outcome = outcome_of(p2p, request);
     pthread_mutex_unlock(&p2p->lock);
@@ -498,7 +522,7 @@ static void wait_for_work(struct ah_p2p *p2p)
 size_t ah_p2p_progress(struct ah_p2p *p2p, uint64_t *keys, size_t most)
 {
     uint64_t wait_count;
-    uint32_t pollfds = 0, idle = 0, late = 0;
+    uint32_t polls = 0, idle = 0, late = 0;
     size_t number = 0;
 
     pthread_mutex_lock(&p2p->lock);
@@ -512,7 +536,7 @@ size_t ah_p2p_progress(struct ah_p2p *p2p, uint64_t *keys, size_t most)
             break;
         }
         if (busy || (p2p->posted == 0 && !p2p->finished.first)) {
-            pollfds = 0;
+            polls = 0;
             /* Also during another thread's long wait: end_wait wakes this one. */
             p2p->progress_sleeps = idle > WARM_TICKS && !p2p->finished.first;
             wait_for_work(p2p);
@@ -521,21 +545,21 @@ size_t ah_p2p_progress(struct ah_p2p *p2p, uint64_t *keys, size_t most)
         }
         idle = 0;
         if (ah_p2p_poll(p2p) != 0)
-            pollfds = 0;
+            polls = 0;
         else
-            pollfds++;
-        if (pollfds <= p2p->group->yields) {
+            polls++;
+        if (polls <= p2p->group->yields) {
             pthread_mutex_unlock(&p2p->lock);
-            if (pollfds != 0)
+            if (polls != 0)
                 sched_yield();
         } else {
-            int told;
+            int finished;
 
-            ah_p2p_check_failures(p2p, ah_clock_ns());
-            told = p2p->finished.first != NULL;
+            check_failures(p2p, ah_clock_ns());
+            finished = p2p->finished.first != NULL;
             pthread_mutex_unlock(&p2p->lock);
-            if (!told)
-                ah_p2p_sleep(p2p, NULL, AH_SLEEP_NS);
+            if (!finished)
+                sleep_until_woken(p2p, NULL, SLEEP_NS);
         }
         pthread_mutex_lock(&p2p->lock);
     }
@@ -548,7 +572,7 @@ void ah_p2p_stop(struct ah_p2p *p2p)
 {
     pthread_mutex_lock(&p2p->lock);
     p2p->stopped = 1;
-    ah_p2p_complete_all(p2p, AH_ABORTED, p2p->group->rank);
+    complete_all(p2p, AH_ABORTED, p2p->group->rank);
     pthread_cond_signal(&p2p->work);
     pthread_mutex_unlock(&p2p->lock);
     ah_mailbox_wake(p2p->group, p2p->group->rank);

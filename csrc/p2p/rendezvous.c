@@ -16,7 +16,7 @@
 /* Most blocks of one message, so that others find some. With a victim L3 a longer channel is faster (4 MiB: 225 to
  * 263 against 380 us), otherwise a shorter one (1 MiB: 114 against 140). */
 #define MOST_BLOCKS 4
-#define MOST_SWIFT_BLOCKS 8
+#define MOST_BLOCKS_VICTIM_L3 8
 
 /* A power of two, so that a whole number of chunks fills a channel. */
 static size_t chunk_of(size_t bytes)
@@ -32,7 +32,7 @@ static size_t chunk_of(size_t bytes)
  * L2 takes the sender three to five times as long. */
 static int allocate_channel(struct ah_p2p *p2p, struct ah_request *request)
 {
-    uint32_t most = p2p->group->victim_l3 ? MOST_SWIFT_BLOCKS : MOST_BLOCKS;
+    uint32_t most = p2p->group->victim_l3 ? MOST_BLOCKS_VICTIM_L3 : MOST_BLOCKS;
     uint32_t want = (uint32_t)ah_min(most, (request->message.bytes + AH_BLOCK_BYTES - 1) / AH_BLOCK_BYTES);
 
     for (; want > 0; want--) {
@@ -99,8 +99,8 @@ size_t ah_p2p_copy_out(struct ah_p2p *p2p)
         if (bytes == 0)
             continue;
         /* Through the caches: received data is used next (16 MiB there and back: 1.5 against 2.1 ms). */
-        ah_copy(request->message.data + request->moved, ah_block_of(p2p->group, p2p->group->rank, request->channel) + at,
-                bytes, 0);
+        ah_copy(request->message.data + request->moved,
+                ah_block_of(p2p->group, p2p->group->rank, request->channel) + at, bytes, 0);
         request->moved += bytes;
         moved++;
         if (request->moved == request->message.bytes) {
@@ -126,12 +126,14 @@ size_t ah_p2p_copy_in(struct ah_p2p *p2p)
         struct ah_channel *channel = &ah_mailbox_of(p2p->group, message->peer)->channels[request->channel];
         size_t room = request->blocks * AH_BLOCK_BYTES, at = request->moved % room;
         size_t empty = room - (request->moved - atomic_load_explicit(&channel->drained, memory_order_acquire));
-        size_t bytes = ah_min(ah_min(message->bytes - request->moved, chunk_of(message->bytes)), ah_min(empty, room - at));
+        size_t bytes = ah_min(ah_min(message->bytes - request->moved, chunk_of(message->bytes)),
+                              ah_min(empty, room - at));
 
         next = request->next;
         if (bytes == 0)
             continue;
-        ah_nt_store_copy(&p2p->nt_store, ah_block_of(p2p->group, message->peer, request->channel) + at, message->data + request->moved, bytes);
+        ah_nt_store_copy(&p2p->nt_store, ah_block_of(p2p->group, message->peer, request->channel) + at,
+                         message->data + request->moved, bytes);
         request->moved += bytes;
         atomic_store_explicit(&channel->filled, request->moved, memory_order_release);
         if (request->moved == message->bytes || empty - bytes <= room / 2)

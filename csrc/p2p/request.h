@@ -106,46 +106,10 @@ size_t ah_p2p_grant(struct ah_p2p *p2p);
 size_t ah_p2p_copy_out(struct ah_p2p *p2p);
 size_t ah_p2p_copy_in(struct ah_p2p *p2p);
 
-/* Complete the requests that deadlines, dead peers or the end of the group end. */
-void ah_p2p_check_failures(struct ah_p2p *p2p, int64_t now);
-
-/* Complete all requests with one outcome. */
-void ah_p2p_complete_all(struct ah_p2p *p2p, int code, uint32_t culprit);
-
 /* Poll the mailbox and all requests once; returns how many moved. */
 size_t ah_p2p_poll(struct ah_p2p *p2p);
 
 /* Wake the progress thread. */
 void ah_p2p_wake_progress_thread(struct ah_p2p *p2p);
-
-/* Called without the lock ---------------------------------------------------------------------------------- */
-
-/* Longest sleep between two checks: bounds the detection of dead peers. */
-#define AH_SLEEP_NS 50000000L
-
-/* Sleep until a peer wakes us or `request` (may be NULL) is complete. Returns nonzero if a signal arrived. */
-int ah_p2p_sleep(struct ah_p2p *p2p, struct ah_request *request, int64_t limit_ns);
-
-static inline int ah_request_is_complete(struct ah_request *request)
-{
-    return atomic_load_explicit(&request->complete, memory_order_acquire);
-}
-
-/* Whether no peer knows of a request, so that it can be dropped silently. */
-static inline int ah_request_is_local(const struct ah_request *request)
-{
-    return request->state == AH_POSTED;
-}
-
-/* The outcome of the group, AH_OK while it is alive. */
-static inline int ah_p2p_group_status(const struct ah_p2p *p2p, uint32_t *culprit)
-{
-    uint32_t code = atomic_load_explicit(&p2p->group->head->ended, memory_order_acquire);
-
-    if (code != 0)
-        *culprit = code >> 8;
-    return (int)(code & 0xff);
-}
-
 
 #endif

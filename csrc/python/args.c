@@ -1,6 +1,3 @@
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "python/args.h"
 
 #include <stdlib.h>
@@ -35,7 +32,7 @@ int ah_as_parts(uint32_t ranks, PyObject *given, struct ah_part **parts)
     for (uint32_t rank = 0; rank < ranks; rank++) {
         if (ah_as_part(PyTuple_GetItem(given, 2 * rank), PyTuple_GetItem(given, 2 * rank + 1), &(*parts)[rank]) != 0) {
             free(*parts);
-            *parts = NULL; /* the caller frees what it has */
+            *parts = NULL; /* which the caller frees */
             return -1;
         }
     }
@@ -55,9 +52,9 @@ int ah_as_tensor_list(PyObject *given, struct ah_tensor_list *tensors)
         return -1;
     }
     for (size_t index = 0; index < tensors->number; index++) {
-        PyObject *address = PyTuple_GetItem(given, 2 * (Py_ssize_t)index), *bytes = PyTuple_GetItem(given, 2 * (Py_ssize_t)index + 1);
+        Py_ssize_t at = 2 * (Py_ssize_t)index;
 
-        if (ah_as_part(address, bytes, &tensors->parts[index]) != 0) {
+        if (ah_as_part(PyTuple_GetItem(given, at), PyTuple_GetItem(given, at + 1), &tensors->parts[index]) != 0) {
             ah_tensor_list_free(tensors);
             return -1;
         }

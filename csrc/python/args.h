@@ -1,8 +1,8 @@
-/* What Python gives as numbers, taken apart. Each function returns 0, or -1 with an exception set. */
-#ifndef ALLHANDS_ARGUMENT_H
-#define ALLHANDS_ARGUMENT_H
+/* Parsing of arguments. Each function returns 0, or -1 with an exception set. */
+#ifndef ALLHANDS_ARGS_H
+#define ALLHANDS_ARGS_H
 
-#include <Python.h>
+#include "python/object.h"
 
 #include "collectives/collective.h"
 
@@ -14,10 +14,10 @@ int ah_as_int64(PyObject *given, int64_t *nanoseconds);
 
 int ah_as_part(PyObject *address, PyObject *bytes, struct ah_part *part);
 
-/* Parts come as a tuple: address, bytes, address, bytes … The caller frees them. None gives NULL. */
+/* Parse a tuple with the address and bytes of each rank's part; None gives NULL. The caller frees the parts. */
 int ah_as_parts(uint32_t ranks, PyObject *given, struct ah_part **parts);
 
-/* Tensors that are taken as one, in the same form. The caller frees the tensors. */
+/* Parse a tensor list in the same form. The caller frees it. */
 int ah_as_tensor_list(PyObject *given, struct ah_tensor_list *tensors);
 
 #endif

@@ -30,23 +30,11 @@ struct ah_dlpack_tensor {
     uint64_t byte_offset;
 };
 
-/* An owned tensor; the receiver calls `release` once. */
-struct ah_dlpack_managed {
-    uint32_t major, minor;
-    void *context;
-    void (*release)(struct ah_dlpack_managed *self);
-    uint64_t flags;
-    struct ah_dlpack_tensor tensor;
-};
-
 struct ah_dlpack {
     uint32_t major, minor;
-    void *earlier, *allocate, *own;
-    /* Make a Python tensor of it; -1 with an exception set. NULL where not supported. */
-    int (*wrap)(struct ah_dlpack_managed *managed, void **object);
+    void *unused[4]; /* an earlier version; functions that allocate, own and wrap a tensor */
     /* Describe a Python tensor, valid while it is unchanged; -1 with an exception set. NULL where not supported. */
     int (*describe)(void *object, struct ah_dlpack_tensor *tensor);
-    void *stream;
 };
 
 #endif

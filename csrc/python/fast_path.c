@@ -1,36 +1,40 @@
-/* The Python type allhands._core.FastPath: a function of torch.distributed for callers who wait anyway. Plain tensors of
- * a group in shared memory go straight to the core; whatever is not that simple goes the slow path, as it
- * was given. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "python/fast_path.h"
+/* The Python type allhands._core.FastPath: a synchronous function of torch.distributed. Plain tensors of a group in
+ * shared memory are passed to the core directly; every other call takes the slow path with its arguments unchanged. */
+#include "python/object.h"
 
 #include <stddef.h>
 #include <string.h>
 #include <structmember.h>
 
-#include "python/fast_call.h"
-#include "shm/tensor_list.h"
 #include "p2p/matching.h"
+#include "python/py_p2p.h"
+#include "python/torch_facts.h"
 #include "shm/reduce.h"
+#include "shm/tensor_list.h"
 
 /* More than any function of torch.distributed has parameters. */
 #define MOST_PARAMETERS 16
 
-/* Arguments in an array, without a tuple and a dict for each call. The limited API has a name for the flag since 3.12;
- * the bit is the same in 3.11, and so is the one that a caller sets beside the number of arguments. */
+/* Vectorcall: arguments in an array, without a tuple and a dict for each call. The limited API has a name for the flag
+ * since 3.12; the bit is the same in 3.11, and so is the one that a caller sets beside the number of arguments. */
 #ifndef Py_TPFLAGS_HAVE_VECTORCALL
 #define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
 #endif
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 
+/* Roles of parameters; groups/arguments.py uses the same numbers. */
+enum role { OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER, ROLES };
+
+/* Result of the fast path; SLOW_PATH: nothing was done. */
+enum outcome { DONE = 0, SLOW_PATH = 1, RAISED = -1 };
+
 struct fast_path {
     PyObject_HEAD
     PyObject *(*vector)(PyObject *, PyObject *const *, size_t, PyObject *);
     PyObject *dict; /* for functools.update_wrapper */
-    PyObject *facts, *slow_path, *names;
-    PyObject *keys[MOST_PARAMETERS]; /* what is in `names` */
+    PyObject *args; /* of the constructor: owns the objects below */
+    PyObject *facts, *slow_path;
+    PyObject *keys[MOST_PARAMETERS]; /* names of the parameters */
     Py_ssize_t parameters;
     enum role roles[MOST_PARAMETERS];
     enum ah_operation_code kind;
@@ -38,9 +42,25 @@ struct fast_path {
     int whole; /* one tensor where the list form has a tensor for each rank */
 };
 
-/* Sort what was given by what it is for. */
+/* One call. */
+struct call {
+    const struct fast_path *function;
+    struct ah_torch_facts *facts;
+    struct ah_segment *segment;
+    PyObject *group;
+    PyObject *given[ROLES]; /* borrowed; NULL where not given */
+    struct ah_entry *entry;
+    uint64_t number;
+    int64_t began_ns;
+    long source; /* recv: the global rank of the sender */
+    struct ah_part out[AH_MAX_RANKS], in[AH_MAX_RANKS];
+};
+
+/* Arguments ------------------------------------------------------------------------------------------------ */
+
+/* Sort the arguments by role. */
 static int sort(const struct fast_path *self, PyObject *const *args, Py_ssize_t places, PyObject *keywords,
-                struct ah_fast_call *call)
+                struct call *call)
 {
     Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
 
@@ -68,238 +88,358 @@ static int sort(const struct fast_path *self, PyObject *const *args, Py_ssize_t 
     return DONE;
 }
 
-/* Whether the first dimension can be cut into one part for each rank. */
-static int even(const struct ah_fast_call *call, const struct ah_tensor *tensor)
+/* Describe the tensor given for `role`. */
+static int tensor_of(const struct call *call, enum role role, struct ah_tensor *tensor)
 {
-    return tensor->dims > 0 && tensor->shape[0] % call->locked->lock.size == 0;
+    PyObject *given = call->given[role];
+
+    return given && ah_describe_tensor(call->facts, given, tensor) == 0 ? DONE : SLOW_PATH;
+}
+
+/* Find the reduction, and check that it is defined on the dtype. */
+static int reduction_of(const struct call *call, uint32_t dtype, uint32_t *reduction)
+{
+    *reduction = ah_reduction_of(call->facts, call->given[OP]);
+    return ah_reducible(dtype, *reduction) ? DONE : SLOW_PATH;
+}
+
+/* Find the group rank that the call names, as a group rank or a global one. If it names none: `fallback`, unless
+ * negative. */
+static int peer_of(const struct call *call, int fallback, uint32_t *rank)
+{
+    PyObject *own = call->given[GROUP_PEER], *global = call->given[PEER];
+    int named = own && own != Py_None, found;
+    long value;
+
+    if (named && global && global != Py_None)
+        return SLOW_PATH; /* torch explains what is wrong with that */
+    if (!named && (!global || global == Py_None)) {
+        if (fallback < 0)
+            return SLOW_PATH;
+        value = fallback;
+    } else {
+        if (!PyLong_CheckExact(named ? own : global))
+            return SLOW_PATH;
+        value = PyLong_AsLong(named ? own : global);
+        if (value == -1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return SLOW_PATH;
+        }
+    }
+    if (!named && call->segment->ranks) {
+        for (found = 0; found < (int)call->segment->group.ranks; found++) {
+            if (PyLong_AsLong(PyTuple_GetItem(call->segment->ranks, found)) == value)
+                break;
+        }
+        value = found;
+    }
+    *rank = (uint32_t)value;
+    return value >= 0 && value < (long)call->segment->group.ranks ? DONE : SLOW_PATH;
+}
+
+/* Instead of the bytes of a part: the first dimension is cut into equal parts. */
+#define EVENLY SIZE_MAX
+
+/* Fill in `parts` from the argument for `role`: a list of a tensor for each rank, all of the dtype of `first`, or one
+ * tensor that is cut into parts of `bytes`. */
+static int parts_of(const struct call *call, enum role role, size_t bytes, struct ah_part *parts,
+                    struct ah_tensor *first)
+{
+    uint32_t ranks = call->segment->group.ranks;
+    PyObject *list = call->given[role];
+    struct ah_tensor each;
+
+    if (call->function->whole) {
+        if (tensor_of(call, role, first) != DONE)
+            return SLOW_PATH;
+        if (bytes == EVENLY) {
+            if (first->dims == 0 || first->shape[0] % ranks != 0)
+                return SLOW_PATH;
+            bytes = first->part.bytes / ranks;
+        }
+        if (first->part.bytes != bytes * ranks)
+            return SLOW_PATH;
+        for (uint32_t rank = 0; rank < ranks; rank++)
+            parts[rank] = (struct ah_part){.data = first->part.data + rank * bytes, .bytes = bytes};
+        return DONE;
+    }
+    if (!list || !PyList_Check(list) || PyList_Size(list) != (Py_ssize_t)ranks)
+        return SLOW_PATH;
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        if (ah_describe_tensor(call->facts, PyList_GetItem(list, rank), &each) != 0 ||
+            (rank > 0 && each.dtype != first->dtype))
+            return SLOW_PATH;
+        parts[rank] = each.part;
+        if (rank == 0)
+            *first = each;
+    }
+    return DONE;
+}
+
+/* Performing a call ---------------------------------------------------------------------------------------- */
+
+/* As large as the fields of an entry, so that they are copied without being measured. */
+#define NAME(name, number, text) [number] = text,
+static const char DTYPES[AH_RAW + 1][sizeof((struct ah_entry *)0)->dtype] = {AH_DTYPES(NAME)[AH_RAW] = "bytes"};
+static const char REDUCTIONS[AH_PREMUL_SUM + 1][sizeof((struct ah_entry *)0)->reduction] = {AH_REDUCTIONS(NAME)};
+
+/* Write the entry of the call, about the tensor `shown`. */
+static int record(struct call *call, const struct ah_tensor *shown, uint32_t reduction, int32_t root)
+{
+    const struct ah_segment *segment = call->segment;
+    struct ah_entry *entry;
+
+    entry = ah_entry_begin(&segment->recorder->recorder);
+    memcpy(entry->operation, call->function->name, sizeof entry->operation);
+    memcpy(entry->group, segment->name, sizeof entry->group);
+    memcpy(entry->dtype, DTYPES[shown ? shown->dtype : 0], sizeof entry->dtype);
+    memcpy(entry->reduction, REDUCTIONS[reduction], sizeof entry->reduction);
+    entry->bytes = shown ? shown->part.bytes : 0;
+    entry->root = root;
+    entry->sequence = segment->group.sequence;
+    entry->main_thread = PyThread_get_thread_ident() == segment->recorder->main_thread;
+    entry->dims = 0;
+    if (shown) {
+        entry->dims = shown->dims;
+        memcpy(entry->shape, shown->shape, sizeof entry->shape);
+    }
+    if (ah_call_site(call->facts, entry->site, sizeof entry->site) != 0) {
+        ah_entry_set_state(entry, AH_ENTRY_FAILED);
+        return RAISED;
+    }
+    ah_entry_set_state(entry, AH_ENTRY_RUNNING);
+    call->entry = entry;
+    call->number = entry->number;
+    call->began_ns = entry->started_ns;
+    return DONE;
+}
+
+/* Close the entry and let the group raise a failure; `peer` is that of a message, -1 for a collective. */
+static int finish(struct call *call, int code, uint32_t culprit, int peer)
+{
+    char site[sizeof call->entry->site];
+    PyObject *raised;
+
+    memcpy(site, call->entry->site, sizeof site);
+    /* If more calls are pending than there are entries, the entry may belong to another one by now. */
+    if (call->entry->number == call->number)
+        ah_entry_set_state(call->entry, code == AH_OK ? AH_ENTRY_DONE : AH_ENTRY_FAILED);
+    if (code == AH_OK)
+        return DONE;
+    if (code != AH_INTERRUPTED) {
+        raised = PyObject_CallMethod(call->group, "failed", "iI(ssd)i", code, (unsigned int)culprit,
+                                     call->function->name, site, (double)call->began_ns / 1e9, peer);
+        Py_XDECREF(raised);
+        if (raised)
+            PyErr_SetString(PyExc_SystemError, "the group did not say what went wrong");
+    }
+    return RAISED;
+}
+
+/* Perform an operation with the tensor `shown` (NULL for none). `operation` has the reduction, the list and the parts
+ * for each rank; the rest is filled in. A root of -1 is none. */
+static int run(struct call *call, const struct ah_tensor *shown, int32_t root, struct ah_operation *operation)
+{
+    struct ah_segment *segment = call->segment;
+    uint32_t culprit;
+    int code;
+
+    if (!ah_call_lock_try(&segment->lock))
+        return SLOW_PATH;
+    code = record(call, shown, operation->reduction, root);
+    if (code != DONE) {
+        ah_call_lock_release(&segment->lock);
+        return code;
+    }
+    operation->kind = call->function->kind;
+    if (shown) {
+        operation->data = shown->part;
+        operation->dtype = shown->dtype;
+    }
+    operation->root = (uint32_t)root;
+    operation->limit_ns = segment->limit_ns;
+    operation->entry = call->entry;
+    code = ah_segment_run(segment, operation);
+    culprit = segment->group.culprit;
+    ah_call_lock_release(&segment->lock);
+    return finish(call, code, culprit, -1);
 }
 
 /* The operations ------------------------------------------------------------------------------------------- */
 
-static int barrier(struct ah_fast_call *call)
+static int barrier(struct call *call)
 {
-    return ah_fast_call_run(call, NULL, -1, &(struct ah_operation){.kind = AH_BARRIER});
+    return run(call, NULL, -1, &(struct ah_operation){0});
 }
 
-/* Several tensors of one type, reduced as one. */
-static int all_reduce_list(struct ah_fast_call *call)
+/* Several tensors of one dtype, reduced as one. */
+static int all_reduce_list(struct call *call)
 {
-    struct ah_operation move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->facts, call->given[OP])};
     PyObject *given = call->given[OUT];
     Py_ssize_t number = given && PyList_Check(given) ? PyList_Size(given) : 0;
+    struct ah_operation operation = {0};
     struct ah_tensor first = {0}, each;
-    int code = call->segment && number && ah_tensor_list_alloc(&move.tensors, (size_t)number) == 0 ? DONE : SLOW_PATH;
+    int code = number && ah_tensor_list_alloc(&operation.tensors, (size_t)number) == 0 ? DONE : SLOW_PATH;
 
     for (Py_ssize_t index = 0; code == DONE && index < number; index++) {
-        if (ah_describe_tensor(call->facts, PyList_GetItem(given, index), &each) != 0 || (index > 0 && each.dtype != first.dtype))
+        if (ah_describe_tensor(call->facts, PyList_GetItem(given, index), &each) != 0 ||
+            (index > 0 && each.dtype != first.dtype))
             code = SLOW_PATH;
         else
-            move.tensors.parts[index] = each.part;
+            operation.tensors.parts[index] = each.part;
         if (index == 0)
             first = each;
     }
-    if (code == DONE && (!ah_reducible(first.dtype, move.reduction) || !ah_tensor_list_is_disjoint(&move.tensors)))
+    if (code == DONE)
+        code = reduction_of(call, first.dtype, &operation.reduction);
+    if (code == DONE && !ah_tensor_list_is_disjoint(&operation.tensors))
         code = SLOW_PATH;
     if (code == DONE) {
-        ah_tensor_list_set_ends(&move.tensors);
-        first.part.bytes = move.tensors.ends[number - 1];
-        code = ah_fast_call_run(call, &first, -1, &move);
+        ah_tensor_list_set_ends(&operation.tensors);
+        first.part.bytes = operation.tensors.ends[number - 1];
+        code = run(call, &first, -1, &operation);
     }
-    ah_tensor_list_free(&move.tensors);
+    ah_tensor_list_free(&operation.tensors);
     return code;
 }
 
-static int all_reduce(struct ah_fast_call *call)
+static int all_reduce(struct call *call)
 {
-    struct ah_operation move = {.kind = AH_ALL_REDUCE, .reduction = ah_reduction_of(call->facts, call->given[OP])};
+    struct ah_operation operation = {0};
     struct ah_tensor tensor;
 
-    if (!call->whole)
+    if (!call->function->whole)
         return all_reduce_list(call);
-    if (!call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0 ||
-        !ah_reducible(tensor.dtype, move.reduction))
+    if (tensor_of(call, OUT, &tensor) != DONE || reduction_of(call, tensor.dtype, &operation.reduction) != DONE)
         return SLOW_PATH;
-    return ah_fast_call_run(call, &tensor, -1, &move);
+    return run(call, &tensor, -1, &operation);
 }
 
-static int reduce(struct ah_fast_call *call)
+static int reduce(struct call *call)
 {
-    struct ah_operation move = {.kind = AH_REDUCE, .reduction = ah_reduction_of(call->facts, call->given[OP])};
+    struct ah_operation operation = {0};
     struct ah_tensor tensor;
     uint32_t root;
 
-    if (ah_fast_call_peer(call, -1, &root) != DONE || !call->given[OUT] ||
-        ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0 || !ah_reducible(tensor.dtype, move.reduction))
+    if (peer_of(call, -1, &root) != DONE || tensor_of(call, OUT, &tensor) != DONE ||
+        reduction_of(call, tensor.dtype, &operation.reduction) != DONE)
         return SLOW_PATH;
-    return ah_fast_call_run(call, &tensor, (int32_t)root, &move);
+    return run(call, &tensor, (int32_t)root, &operation);
 }
 
-static int broadcast(struct ah_fast_call *call)
+static int broadcast(struct call *call)
 {
     struct ah_tensor tensor;
     uint32_t root;
 
-    if (ah_fast_call_peer(call, -1, &root) != DONE || !call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0)
+    if (peer_of(call, -1, &root) != DONE || tensor_of(call, OUT, &tensor) != DONE)
         return SLOW_PATH;
-    return ah_fast_call_run(call, &tensor, (int32_t)root, &(struct ah_operation){.kind = AH_BROADCAST});
+    return run(call, &tensor, (int32_t)root, &(struct ah_operation){0});
 }
 
-static int all_gather(struct ah_fast_call *call)
+static int all_gather(struct call *call)
 {
-    struct ah_operation move = {.kind = AH_ALL_GATHER, .out = call->out};
     struct ah_tensor in, out;
-    int code;
 
-    if (!call->given[IN] || !call->given[OUT] || ah_describe_tensor(call->facts, call->given[IN], &in) != 0)
+    if (tensor_of(call, IN, &in) != DONE || parts_of(call, OUT, in.part.bytes, call->out, &out) != DONE ||
+        in.dtype != out.dtype)
         return SLOW_PATH;
-    if (call->whole)
-        code = ah_describe_tensor(call->facts, call->given[OUT], &out) == 0 ? ah_fast_call_split(call, out, in.part.bytes, call->out) : SLOW_PATH;
-    else
-        code = ah_fast_call_parts(call, call->given[OUT], call->out, &out);
-    if (code != DONE || in.dtype != out.dtype)
-        return SLOW_PATH;
-    return ah_fast_call_run(call, &in, -1, &move);
+    return run(call, &in, -1, &(struct ah_operation){.out = call->out});
 }
 
-static int gather(struct ah_fast_call *call)
+/* gather and scatter: each rank has a tensor of role `one`, the root also a list of role `all`. */
+static int with_list_at_root(struct call *call, enum role one, enum role all, struct ah_part *parts)
 {
-    PyObject *list = call->given[OUT] == Py_None ? NULL : call->given[OUT];
-    struct ah_operation move = {.kind = AH_GATHER, .out = list ? call->out : NULL};
-    struct ah_tensor in, out;
+    int has_list = call->given[all] && call->given[all] != Py_None;
+    struct ah_operation operation = {0};
+    struct ah_tensor tensor, first;
     uint32_t root;
 
-    if (ah_fast_call_peer(call, 0, &root) != DONE || (call->locked->lock.rank == root) != (list != NULL) || !call->given[IN] ||
-        ah_describe_tensor(call->facts, call->given[IN], &in) != 0)
+    if (peer_of(call, 0, &root) != DONE || (call->segment->group.rank == root) != has_list ||
+        tensor_of(call, one, &tensor) != DONE)
         return SLOW_PATH;
-    if (list && (ah_fast_call_parts(call, list, call->out, &out) != DONE || in.dtype != out.dtype))
+    if (has_list && (parts_of(call, all, 0, parts, &first) != DONE || tensor.dtype != first.dtype))
         return SLOW_PATH;
-    return ah_fast_call_run(call, &in, (int32_t)root, &move);
+    *(all == OUT ? &operation.out : &operation.in) = has_list ? parts : NULL;
+    return run(call, &tensor, (int32_t)root, &operation);
 }
 
-static int scatter(struct ah_fast_call *call)
+static int gather(struct call *call)
 {
-    PyObject *list = call->given[IN] == Py_None ? NULL : call->given[IN];
-    struct ah_operation move = {.kind = AH_SCATTER, .in = list ? call->in : NULL};
-    struct ah_tensor in, out;
-    uint32_t root;
-
-    if (ah_fast_call_peer(call, 0, &root) != DONE || (call->locked->lock.rank == root) != (list != NULL) || !call->given[OUT] ||
-        ah_describe_tensor(call->facts, call->given[OUT], &out) != 0)
-        return SLOW_PATH;
-    if (list && (ah_fast_call_parts(call, list, call->in, &in) != DONE || in.dtype != out.dtype))
-        return SLOW_PATH;
-    return ah_fast_call_run(call, &out, (int32_t)root, &move);
+    return with_list_at_root(call, IN, OUT, call->out);
 }
 
-static int reduce_scatter(struct ah_fast_call *call)
+static int scatter(struct call *call)
 {
-    uint32_t reduction = ah_reduction_of(call->facts, call->given[OP]);
-    struct ah_operation move = {.kind = AH_REDUCE_SCATTER, .in = call->in, .reduction = reduction};
-    struct ah_tensor in, out;
-    int code;
-
-    if (!call->given[IN] || !call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &out) != 0)
-        return SLOW_PATH;
-    if (call->whole)
-        code = ah_describe_tensor(call->facts, call->given[IN], &in) == 0 ? ah_fast_call_split(call, in, out.part.bytes, call->in) : SLOW_PATH;
-    else
-        code = ah_fast_call_parts(call, call->given[IN], call->in, &in);
-    for (uint32_t rank = 0; code == DONE && rank < call->locked->lock.size; rank++)
-        code = call->in[rank].bytes == out.part.bytes ? DONE : SLOW_PATH;
-    if (code != DONE || in.dtype != out.dtype || !ah_reducible(out.dtype, reduction))
-        return SLOW_PATH;
-    return ah_fast_call_run(call, &out, -1, &move);
+    return with_list_at_root(call, OUT, IN, call->in);
 }
 
-static int all_to_all(struct ah_fast_call *call)
+static int reduce_scatter(struct call *call)
 {
-    struct ah_operation move = {.kind = AH_ALL_TO_ALL, .in = call->in, .out = call->out};
+    struct ah_operation operation = {.in = call->in};
     struct ah_tensor in, out;
 
-    if (!call->given[IN] || !call->given[OUT])
+    if (tensor_of(call, OUT, &out) != DONE || parts_of(call, IN, out.part.bytes, call->in, &in) != DONE ||
+        in.dtype != out.dtype || reduction_of(call, out.dtype, &operation.reduction) != DONE)
         return SLOW_PATH;
-    if (call->whole) {
-        if (ah_describe_tensor(call->facts, call->given[IN], &in) != 0 || ah_describe_tensor(call->facts, call->given[OUT], &out) != 0 ||
-            !even(call, &in) || !even(call, &out) || in.part.bytes != out.part.bytes ||
-            ah_fast_call_split(call, in, in.part.bytes / call->locked->lock.size, call->in) != DONE ||
-            ah_fast_call_split(call, out, out.part.bytes / call->locked->lock.size, call->out) != DONE)
+    for (uint32_t rank = 0; rank < call->segment->group.ranks; rank++) {
+        if (call->in[rank].bytes != out.part.bytes)
             return SLOW_PATH;
-    } else if (ah_fast_call_parts(call, call->given[IN], call->in, &in) != DONE ||
-               ah_fast_call_parts(call, call->given[OUT], call->out, &out) != DONE) {
-        return SLOW_PATH;
     }
-    return in.dtype == out.dtype ? ah_fast_call_run(call, &in, -1, &move) : SLOW_PATH;
+    return run(call, &out, -1, &operation);
 }
 
-/* Let the handlers of signals run; `context` is the thread's state, which changes hands. */
-static int check_interrupt(void *context)
+static int all_to_all(struct call *call)
 {
-    PyThreadState **thread = context;
-    int raised;
+    struct ah_tensor in, out;
 
-    PyEval_RestoreThread(*thread);
-    raised = PyErr_CheckSignals();
-    *thread = PyEval_SaveThread();
-    return raised;
+    if (parts_of(call, IN, EVENLY, call->in, &in) != DONE || parts_of(call, OUT, EVENLY, call->out, &out) != DONE ||
+        in.dtype != out.dtype || (call->function->whole && in.part.bytes != out.part.bytes))
+        return SLOW_PATH;
+    return run(call, &in, -1, &(struct ah_operation){.in = call->in, .out = call->out});
 }
 
-static int message(struct ah_fast_call *call, int sends)
+/* send and recv. */
+static int message(struct call *call)
 {
-    struct ah_message message = {.sends = sends};
+    struct ah_message message = {.sends = call->function->kind == AH_SEND};
+    const struct ah_segment *segment = call->segment;
     struct ah_outcome outcome;
     struct ah_tensor tensor;
-    PyThreadState *thread;
-    uint32_t rank;
+    long tag = 0;
     int code;
 
-    if (!call->segment || !call->segment->p2p || ah_fast_call_peer(call, -1, &rank) != DONE || rank == call->locked->lock.rank)
+    if (!segment->p2p || peer_of(call, -1, &message.peer) != DONE || message.peer == segment->group.rank)
         return SLOW_PATH;
-    if (call->given[TAG] && (!PyLong_CheckExact(call->given[TAG]) || PyLong_AsLong(call->given[TAG]) < 0)) {
+    if (call->given[TAG] && (!PyLong_CheckExact(call->given[TAG]) || (tag = PyLong_AsLong(call->given[TAG])) < 0)) {
         PyErr_Clear();
         return SLOW_PATH;
     }
-    if (!call->given[OUT] || ah_describe_tensor(call->facts, call->given[OUT], &tensor) != 0)
+    if (tensor_of(call, OUT, &tensor) != DONE)
         return SLOW_PATH;
     message.data = tensor.part.data;
     message.bytes = tensor.part.bytes;
     message.dtype = tensor.dtype;
-    message.peer = rank;
-    message.tag = call->given[TAG] ? (uint64_t)PyLong_AsLong(call->given[TAG]) : 0;
-    code = ah_fast_call_record(call, &tensor, 0, (int32_t)rank);
+    message.tag = (uint64_t)tag;
+    code = record(call, &tensor, 0, (int32_t)message.peer);
     if (code != DONE)
         return code;
-    if (!ah_p2p_try(call->segment->p2p, &message, &outcome)) {
-        thread = PyEval_SaveThread();
-        outcome = ah_p2p_run(call->segment->p2p, &message, call->locked->lock.limit_ns,
-                             &(struct ah_interrupt){.check_interrupt = check_interrupt, .context = &thread});
-        PyEval_RestoreThread(thread);
-    }
-    call->answer = call->locked->lock.ranks ? PyLong_AsLong(PyTuple_GetItem(call->locked->lock.ranks, rank)) : (long)rank;
-    return ah_fast_call_finish(call, outcome.code, outcome.peer, (int)rank);
+    outcome = ah_send_or_receive(segment->p2p, &message, segment->limit_ns);
+    call->source = segment->ranks ? PyLong_AsLong(PyTuple_GetItem(segment->ranks, message.peer)) : (long)message.peer;
+    return finish(call, outcome.code, outcome.peer, (int)message.peer);
 }
 
-static int send(struct ah_fast_call *call)
-{
-    return message(call, 1);
-}
-
-static int recv(struct ah_fast_call *call)
-{
-    return message(call, 0);
-}
-
-typedef int (*operation)(struct ah_fast_call *);
+typedef int (*operation)(struct call *);
 
 static const operation OPERATIONS[] = {
-    [AH_BARRIER] = barrier,       [AH_ALL_REDUCE] = all_reduce,         [AH_REDUCE] = reduce,
-    [AH_BROADCAST] = broadcast,   [AH_ALL_GATHER] = all_gather,         [AH_GATHER] = gather,
-    [AH_SCATTER] = scatter,       [AH_REDUCE_SCATTER] = reduce_scatter, [AH_ALL_TO_ALL] = all_to_all,
-    [AH_SEND] = send,             [AH_RECV] = recv,
+    [AH_BARRIER] = barrier,     [AH_ALL_REDUCE] = all_reduce,         [AH_REDUCE] = reduce,
+    [AH_BROADCAST] = broadcast, [AH_ALL_GATHER] = all_gather,         [AH_GATHER] = gather,
+    [AH_SCATTER] = scatter,     [AH_REDUCE_SCATTER] = reduce_scatter, [AH_ALL_TO_ALL] = all_to_all,
+    [AH_SEND] = message,        [AH_RECV] = message,
 };
 
 /* The type ------------------------------------------------------------------------------------------------- */
 
-/* As it was given, to the function that knows all ways. */
 static PyObject *call(PyObject *object, PyObject *args, PyObject *keywords)
 {
     return PyObject_Call(((struct fast_path *)object)->slow_path, args, keywords);
@@ -326,19 +466,18 @@ static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged,
 {
     Py_ssize_t places = (Py_ssize_t)(flagged & ~ARGUMENTS_OFFSET);
     struct fast_path *self = (struct fast_path *)object;
-    struct ah_fast_call call;
+    struct call call;
     int outcome;
 
-    /* Not the parts: they are 8 KiB, and only those that are used are written. */
-    memset(&call, 0, offsetof(struct ah_fast_call, out));
+    /* Not the parts: they are 12 KiB, and only those that are used are written. */
+    memset(&call, 0, offsetof(struct call, out));
+    call.function = self;
     call.facts = (struct ah_torch_facts *)self->facts;
-    call.name = self->name;
-    call.whole = self->whole;
     outcome = sort(self, args, places, keywords, &call);
     if (outcome == DONE) {
-        call.locked = ah_engine_of(call.facts, call.given[GROUP], &call.group, &call.segment);
-        outcome = call.locked ? OPERATIONS[self->kind](&call) : SLOW_PATH;
-        Py_XDECREF((PyObject *)call.locked);
+        call.segment = ah_segment_of(call.facts, call.given[GROUP], &call.group);
+        outcome = call.segment ? OPERATIONS[self->kind](&call) : SLOW_PATH;
+        Py_XDECREF((PyObject *)call.segment);
         Py_XDECREF(call.group);
     }
     if (outcome == SLOW_PATH)
@@ -346,59 +485,51 @@ static PyObject *vector(PyObject *object, PyObject *const *args, size_t flagged,
     if (outcome == RAISED)
         return NULL;
     if (self->kind == AH_RECV)
-        return PyLong_FromLong(call.answer);
+        return PyLong_FromLong(call.source);
     Py_RETURN_NONE;
 }
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *facts, *slow_path, *names, *roles, *made;
+    PyObject *facts, *slow_path, *names, *roles;
     struct fast_path *self;
     const char *name;
     int kind, whole;
 
-    if (!PyArg_ParseTuple(args, "OOsO!O!ip:FastPath", &facts, &slow_path, &name, &PyTuple_Type, &names, &PyTuple_Type, &roles,
-                          &kind, &whole))
+    if (!PyArg_ParseTuple(args, "OOsO!O!ip:FastPath", &facts, &slow_path, &name, &PyTuple_Type, &names,
+                          &PyTuple_Type, &roles, &kind, &whole))
         return NULL;
-    if (!ah_as_torch_facts(facts) || PyTuple_Size(names) > MOST_PARAMETERS || PyTuple_Size(names) != PyTuple_Size(roles) ||
+    if (!ah_as_torch_facts(facts) || PyTuple_Size(names) > MOST_PARAMETERS ||
+        PyTuple_Size(names) != PyTuple_Size(roles) ||
         kind < AH_BARRIER || kind >= (int)(sizeof OPERATIONS / sizeof *OPERATIONS)) {
         PyErr_SetString(PyExc_TypeError, "FastPath(facts, slow_path, name, names, roles, kind, whole)");
         return NULL;
     }
-    made = allocate(type, 0);
-    if (!made)
+    self = (struct fast_path *)PyType_GenericAlloc(type, 0);
+    if (!self)
         return NULL;
-    self = (struct fast_path *)made;
     for (Py_ssize_t index = 0; index < PyTuple_Size(roles); index++) {
         long role = PyLong_AsLong(PyTuple_GetItem(roles, index));
 
         self->roles[index] = role >= 0 && role < ROLES ? (enum role)role : OTHER;
         self->keys[index] = PyTuple_GetItem(names, index);
     }
+    self->args = Py_NewRef(args);
     self->parameters = PyTuple_Size(names);
     self->vector = vector;
-    self->facts = Py_NewRef(facts);
-    self->slow_path = Py_NewRef(slow_path);
-    self->names = Py_NewRef(names);
+    self->facts = facts;
+    self->slow_path = slow_path;
     self->kind = (enum ah_operation_code)kind;
     ah_entry_text(self->name, sizeof self->name, name);
     self->whole = whole;
-    return made;
+    return (PyObject *)self;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct fast_path *self)
 {
-    struct fast_path *self = (struct fast_path *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     Py_XDECREF(self->dict);
-    Py_XDECREF(self->facts);
-    Py_XDECREF(self->slow_path);
-    Py_XDECREF(self->names);
-    release(object);
-    Py_DECREF(type);
+    Py_XDECREF(self->args);
+    ah_object_free(self);
 }
 
 /* Pickled by name, as a function is. */
@@ -433,14 +564,9 @@ static PyType_Slot SLOTS[] = {
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_fast_path_spec = {
     .name = "allhands._core.FastPath",
     .basicsize = sizeof(struct fast_path),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .slots = SLOTS,
 };
-
-PyObject *ah_fast_path_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}

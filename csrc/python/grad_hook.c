@@ -1,43 +1,43 @@
-/* The Python type allhands._core.GradHook: what a hook on a parameter does in the usual case, which is to count a gradient
- * and to move it into its bucket. Backward has pushed everything else out of the caches by then, so that each line of
- * Python costs microseconds there. The lists are the reducer's own lists; whatever is unusual goes to its `came`. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "python/grad_hook.h"
+/* The Python type allhands._core.GradHook: the hook of DistributedDataParallel on each parameter, in the usual case:
+ * count the gradient and move it into its bucket. Backward has evicted everything else from the caches by then, so a
+ * line of Python costs microseconds there. The lists belong to the reducer; unusual cases are passed to its `slow`. */
+#include "python/object.h"
 
 #include <stdlib.h>
 
-#include "shm/tensor_list.h"
-#include "shm/copy.h"
 #include "python/torch_facts.h"
+#include "shm/copy.h"
+#include "shm/tensor_list.h"
 
-/* So many bytes take less time than letting go of the interpreter and getting it back, where others want it. */
+/* Copying this much takes less time than releasing the GIL and getting it back from another thread. */
 #define SHORT_BYTES ((size_t)64 << 10)
 
 enum counter_list { COUNTS, LEFT, USED, NEEDED, LISTS };
 
 struct grad_hook {
     PyObject_HEAD
-    PyObject *facts, *parameters, *slow, *complete;
-    PyObject *buckets;           /* tuple: the number of each parameter's bucket */
-    PyObject *views;        /* tuple: where each gradient is to lie, None: where it comes; NULL where all stay, and none is looked at */
-    struct ah_tensor *templates; /* the shape and type that each is to have; no dtype: whatever comes */
-    PyObject *end;          /* weak reference to what is called when backward is over; NULL outside of a pass */
-    PyObject *lists[LISTS]; /* lists, one number for each parameter, LEFT one for each bucket */
+    PyObject *args; /* of the constructor: owns the four objects below */
+    struct ah_torch_facts *facts;
+    PyObject *parameters, *slow, *complete;
+    PyObject *buckets; /* tuple: the number of each parameter's bucket */
+    PyObject *views;   /* tuple: the bucket's view for each gradient, None: it stays; NULL: all stay */
+    struct ah_tensor *templates; /* shape and dtype of each gradient in its bucket; dtype 0: none is required */
+    PyObject *end;               /* weak reference to the callback at the end of backward; NULL outside of a pass */
+    PyObject *lists[LISTS];      /* of the reducer: a number for each parameter, in LEFT for each bucket */
     PyObject *grad, *requires_grad;
 };
 
-/* Whether the gradient can be moved as bytes to where a plain tensor is: it is plain, like that one, and nothing is derived from it
- * later. */
+/* Whether a gradient can be copied as bytes to a plain tensor: it is plain, has the same shape and dtype, and requires
+ * no gradient itself. */
 static int is_movable(struct grad_hook *self, PyObject *gradient, const struct ah_tensor *to, struct ah_tensor *from)
 {
     PyObject *derived;
     int plain;
 
-    if (ah_describe_tensor((struct ah_torch_facts *)self->facts, gradient, from) != 0)
+    if (ah_describe_tensor(self->facts, gradient, from) != 0)
         return 0;
-    if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims || from->dims > AH_ENTRY_DIMS)
+    if (from->dtype != to->dtype || from->part.bytes != to->part.bytes || from->dims != to->dims ||
+        from->dims > AH_ENTRY_DIMS)
         return 0;
     for (uint32_t dim = 0; dim < from->dims; dim++) {
         if (from->shape[dim] != to->shape[dim])
@@ -50,8 +50,8 @@ static int is_movable(struct grad_hook *self, PyObject *gradient, const struct a
     return plain;
 }
 
-/* See to it that the gradient of a parameter lies where it is to lie: 1 if it does, 0 if it cannot be moved so, -1 with
- * an exception set. */
+/* Move the gradient of a parameter into its bucket: 1 if it is there, 0 if it is not movable, -1 with an exception set.
+ * */
 static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gradient)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
@@ -64,7 +64,8 @@ static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gra
         return -1;
     if (gradient == view || view == Py_None)
         return 1;
-    if (gradient == Py_None || ah_describe_tensor((struct ah_torch_facts *)self->facts, view, &to) != 0 || !is_movable(self, gradient, &to, &from))
+    if (gradient == Py_None || ah_describe_tensor(self->facts, view, &to) != 0 ||
+        !is_movable(self, gradient, &to, &from))
         return 0;
     Py_INCREF(parameter);
     Py_INCREF(view);
@@ -78,7 +79,7 @@ static int move_gradient(struct grad_hook *self, Py_ssize_t index, PyObject *gra
     return code == 0 ? 1 : -1;
 }
 
-/* A number of a list; -1 with an exception set. */
+/* Item of a list of numbers; -1 with an exception set. */
 static long get_number(PyObject *list, Py_ssize_t index)
 {
     PyObject *number = PyList_GetItem(list, index);
@@ -93,7 +94,7 @@ static int set_number(PyObject *list, Py_ssize_t index, long number)
     return made ? PyList_SetItem(list, index, made) : -1;
 }
 
-/* Whether a pass is under way; an exception may have ended it. -1 with an exception set. */
+/* Whether a backward pass is running; an exception may have ended it. -1 with an exception set. */
 static int in_pass(struct grad_hook *self)
 {
     PyObject *end = self->end ? PyObject_CallNoArgs(self->end) : NULL;
@@ -103,7 +104,7 @@ static int in_pass(struct grad_hook *self)
     return PyErr_Occurred() ? -1 : alive;
 }
 
-/* The usual case: 1 if it was one, 0 if not, -1 with an exception set. */
+/* Count and move a gradient: 1 if done, 0 if it is an unusual case, -1 with an exception set. */
 static int count_gradient(struct grad_hook *self, Py_ssize_t index)
 {
     PyObject *parameter, *gradient, *number;
@@ -128,7 +129,7 @@ static int count_gradient(struct grad_hook *self, Py_ssize_t index)
         code = gradient == Py_None ? 0 : move_gradient(self, index, gradient);
         Py_DECREF(gradient);
     }
-    /* Another thread may have ended the pass while this one let go of the interpreter. */
+    /* Another thread may have ended the pass while the GIL was released. */
     if (code != 1 || !self->end)
         return code;
     if (set_number(self->lists[COUNTS], index, count) != 0 || set_number(self->lists[USED], index, 1) != 0)
@@ -147,9 +148,8 @@ static int count_gradient(struct grad_hook *self, Py_ssize_t index)
     return 1;
 }
 
-static PyObject *on_gradient(PyObject *object, PyObject *const *given, Py_ssize_t number)
+static PyObject *on_gradient(struct grad_hook *self, PyObject *const *given, Py_ssize_t number)
 {
-    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t index = number == 2 ? PyLong_AsSsize_t(given[0]) : -1;
     int code;
 
@@ -173,9 +173,8 @@ static void clear_pass(struct grad_hook *self)
         Py_CLEAR(self->lists[list]);
 }
 
-static PyObject *begin_pass(PyObject *object, PyObject *args)
+static PyObject *begin_pass(struct grad_hook *self, PyObject *args)
 {
-    struct grad_hook *self = (struct grad_hook *)object;
     PyObject *end, *given[LISTS];
 
     if (!PyArg_ParseTuple(args, "OO!O!O!O!:begin_pass", &end, &PyList_Type, &given[COUNTS], &PyList_Type, &given[LEFT],
@@ -188,15 +187,14 @@ static PyObject *begin_pass(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *disable(PyObject *object, PyObject *Py_UNUSED(none))
+static PyObject *disable(struct grad_hook *self, PyObject *Py_UNUSED(none))
 {
-    clear_pass((struct grad_hook *)object);
+    clear_pass(self);
     Py_RETURN_NONE;
 }
 
-static PyObject *set_places(PyObject *object, PyObject *args)
+static PyObject *set_places(struct grad_hook *self, PyObject *args)
 {
-    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t parameters = PyTuple_Size(self->parameters);
     PyObject *of, *views, *templates;
 
@@ -213,16 +211,15 @@ static PyObject *set_places(PyObject *object, PyObject *args)
     self->buckets = Py_NewRef(of);
     self->views = views == Py_None ? NULL : Py_NewRef(views);
     for (Py_ssize_t index = 0; index < parameters; index++) {
-        if (ah_describe_tensor((struct ah_torch_facts *)self->facts, PyTuple_GetItem(templates, index), &self->templates[index]) != 0)
+        if (ah_describe_tensor(self->facts, PyTuple_GetItem(templates, index), &self->templates[index]) != 0)
             self->templates[index].dtype = 0;
     }
     Py_RETURN_NONE;
 }
 
-/* Whether each parameter requires a gradient as `known` says. */
-static PyObject *trained_as(PyObject *object, PyObject *known)
+/* Whether each parameter requires a gradient exactly if `known` is true for it. */
+static PyObject *trained_as(struct grad_hook *self, PyObject *known)
 {
-    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t parameters = PyTuple_Size(self->parameters);
     int alike = PyList_Check(known) && PyList_Size(known) == parameters;
 
@@ -237,13 +234,15 @@ static PyObject *trained_as(PyObject *object, PyObject *known)
     return PyBool_FromLong(alike);
 }
 
-/* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
+/* Whether the gradient of a parameter can be reduced in place: it is plain, of the required shape and dtype, and used.
+ * */
 static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
 {
     PyObject *parameter = PyTuple_GetItem(self->parameters, index);
     PyObject *trained = gradient == Py_None ? NULL : PyObject_GetAttr(parameter, self->requires_grad);
     struct ah_tensor from;
-    int plain = trained == Py_True && self->templates[index].dtype != 0 && is_movable(self, gradient, &self->templates[index], &from);
+    int plain = trained == Py_True && self->templates[index].dtype != 0 &&
+                is_movable(self, gradient, &self->templates[index], &from);
 
     Py_XDECREF(trained);
     PyErr_Clear();
@@ -252,9 +251,8 @@ static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient
     return plain;
 }
 
-static PyObject *gather(PyObject *object, PyObject *order)
+static PyObject *gather(struct grad_hook *self, PyObject *order)
 {
-    struct grad_hook *self = (struct grad_hook *)object;
     Py_ssize_t number = PyTuple_Check(order) ? PyTuple_Size(order) : 0;
     struct ah_tensor_list tensors = {0};
     PyObject *found = NULL;
@@ -287,62 +285,56 @@ static PyObject *gather(PyObject *object, PyObject *order)
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *facts, *parameters, *slow, *complete, *made;
+    PyObject *facts, *parameters, *slow, *complete;
     struct grad_hook *self;
 
     if (!PyArg_ParseTuple(args, "OO!OO:GradHook", &facts, &PyTuple_Type, &parameters, &slow, &complete))
         return NULL;
     if (!ah_as_torch_facts(facts)) {
-        PyErr_SetString(PyExc_TypeError, "GradHook(facts, parameters, came, complete)");
+        PyErr_SetString(PyExc_TypeError, "GradHook(facts, parameters, slow, complete)");
         return NULL;
     }
-    if (!(made = allocate(type, 0)))
+    self = (struct grad_hook *)PyType_GenericAlloc(type, 0);
+    if (!self)
         return NULL;
-    self = (struct grad_hook *)made;
-    self->facts = Py_NewRef(facts);
-    self->parameters = Py_NewRef(parameters);
-    self->slow = Py_NewRef(slow);
-    self->complete = Py_NewRef(complete);
+    self->args = Py_NewRef(args);
+    self->facts = (struct ah_torch_facts *)facts;
+    self->parameters = parameters;
+    self->slow = slow;
+    self->complete = complete;
     self->buckets = PyTuple_New(0);
     self->views = PyTuple_New(0);
     self->templates = calloc((size_t)PyTuple_Size(parameters) + 1, sizeof *self->templates);
     self->grad = PyUnicode_InternFromString("grad");
     self->requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!self->buckets || !self->views || !self->templates || !self->grad || !self->requires_grad) {
-        Py_DECREF(made);
+        Py_DECREF((PyObject *)self);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    return made;
+    return (PyObject *)self;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct grad_hook *self)
 {
-    struct grad_hook *self = (struct grad_hook *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     clear_pass(self);
-    Py_XDECREF(self->facts);
-    Py_XDECREF(self->parameters);
-    Py_XDECREF(self->slow);
-    Py_XDECREF(self->complete);
+    Py_XDECREF(self->args);
     Py_XDECREF(self->buckets);
     Py_XDECREF(self->views);
     free(self->templates);
     Py_XDECREF(self->grad);
     Py_XDECREF(self->requires_grad);
-    release(object);
-    Py_DECREF(type);
+    ah_object_free(self);
 }
 
 static PyMethodDef METHODS[] = {
-    {"on_gradient", (PyCFunction)(void (*)(void))on_gradient, METH_FASTCALL, "on_gradient($self, index, parameter, /)\n--\n\nNote that a gradient is there."},
-    {"begin_pass", begin_pass, METH_VARARGS, "begin_pass($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
-    {"disable", disable, METH_NOARGS, "disable($self, /)\n--\n\nLeave everything to Python."},
-    {"set_places", set_places, METH_VARARGS, "set_places($self, of, views, templates, /)\n--\n\nSay where gradients are to lie."},
-    {"trained_as", trained_as, METH_O, "trained_as($self, known, /)\n--\n\nTell whether those require gradients that did."},
-    {"gather", gather, METH_O, "gather($self, order, /)\n--\n\nReturn gradients that can be reduced where they lie, or None."},
+    AH_METHOD(on_gradient, METH_FASTCALL,
+              "on_gradient(index, parameter): a hook; the gradient of a parameter has arrived"),
+    AH_METHOD(begin_pass, METH_VARARGS,
+              "begin_pass(end, counts, left, used, needed): count the gradients of a backward pass"),
+    AH_METHOD(disable, METH_NOARGS, "disable(): leave all gradients to Python until the next pass"),
+    AH_METHOD(set_places, METH_VARARGS, "set_places(of, views, templates): where each gradient is moved to"),
+    AH_METHOD(trained_as, METH_O, "trained_as(known) -> whether each parameter requires a gradient as known states"),
+    AH_METHOD(gather, METH_O, "gather(order) -> gradients that can be reduced in place, or None"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -350,18 +342,13 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
     {Py_tp_methods, METHODS},
-    {Py_tp_doc, "GradHook(facts, parameters, came, complete): takes gradients as they come, where that is simple."},
+    {Py_tp_doc, "GradHook(facts, parameters, slow, complete): counts gradients and moves them into their buckets."},
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_grad_hook_spec = {
     .name = "allhands._core.GradHook",
     .basicsize = sizeof(struct grad_hook),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
-
-PyObject *ah_grad_hook_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}

@@ -1,7 +1,4 @@
-/* The Python type allhands._core.FlightRecorder: the recorder of this process, for those who write on it. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
+/* The Python type allhands._core.FlightRecorder: the recorder of this process, for writing. */
 #include "python/py_flight_recorder.h"
 
 #include <pythread.h>
@@ -10,41 +7,34 @@
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct ah_recorder_object *self;
-    PyObject *made;
     int fd;
 
     if (!PyArg_ParseTuple(args, "i:FlightRecorder", &fd))
         return NULL;
-    made = allocate(type, 0);
-    if (!made)
+    self = (struct ah_recorder_object *)PyType_GenericAlloc(type, 0);
+    if (!self)
         return NULL;
-    self = (struct ah_recorder_object *)made;
     self->memory = mmap(NULL, ah_flight_recorder_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (self->memory == MAP_FAILED) {
         self->memory = NULL;
-        Py_DECREF(made);
+        Py_DECREF((PyObject *)self);
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     ah_flight_recorder_format(&self->recorder, self->memory, getpid());
     self->main_thread = PyThread_get_thread_ident();
-    return made;
+    return (PyObject *)self;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct ah_recorder_object *self)
 {
-    struct ah_recorder_object *self = (struct ah_recorder_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     if (self->memory)
         munmap(self->memory, ah_flight_recorder_bytes());
-    release(object);
-    Py_DECREF(type);
+    ah_object_free(self);
 }
 
-int ah_entry_set_shape(struct ah_entry *entry, PyObject *shape)
+/* Record the shape, a tuple of ints, as far as there is room. */
+static int set_shape(struct ah_entry *entry, PyObject *shape)
 {
     Py_ssize_t dims = PyTuple_Size(shape);
 
@@ -54,10 +44,9 @@ int ah_entry_set_shape(struct ah_entry *entry, PyObject *shape)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* (operation, group, dtype, reduction, shape, bytes, root, site) -> number of the entry, which waits. */
-static PyObject *begin(PyObject *object, PyObject *args)
+/* (operation, group, dtype, reduction, shape, bytes, root, site) -> number of the entry, which is in state WAITING. */
+static PyObject *begin(struct ah_recorder_object *self, PyObject *args)
 {
-    struct ah_recorder_object *self = (struct ah_recorder_object *)object;
     const char *operation, *group, *dtype, *reduction, *site;
     unsigned long long bytes;
     struct ah_entry *entry;
@@ -77,7 +66,7 @@ static PyObject *begin(PyObject *object, PyObject *args)
     entry->root = root;
     entry->sequence = 0;
     entry->main_thread = 0;
-    if (ah_entry_set_shape(entry, shape) != 0) {
+    if (set_shape(entry, shape) != 0) {
         ah_entry_set_state(entry, AH_ENTRY_FAILED);
         return NULL;
     }
@@ -85,9 +74,8 @@ static PyObject *begin(PyObject *object, PyObject *args)
     return PyLong_FromUnsignedLongLong(entry->number);
 }
 
-static PyObject *run(PyObject *object, PyObject *args)
+static PyObject *run(struct ah_recorder_object *self, PyObject *args)
 {
-    struct ah_recorder_object *self = (struct ah_recorder_object *)object;
     unsigned long long number, sequence;
     struct ah_entry *entry;
 
@@ -103,9 +91,8 @@ static PyObject *run(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *end(PyObject *object, PyObject *args)
+static PyObject *end(struct ah_recorder_object *self, PyObject *args)
 {
-    struct ah_recorder_object *self = (struct ah_recorder_object *)object;
     unsigned long long number;
     struct ah_entry *entry;
     int well;
@@ -118,9 +105,8 @@ static PyObject *end(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *set_rank(PyObject *object, PyObject *args)
+static PyObject *set_rank(struct ah_recorder_object *self, PyObject *args)
 {
-    struct ah_recorder_object *self = (struct ah_recorder_object *)object;
     int rank, world_size;
 
     if (!PyArg_ParseTuple(args, "ii:set_rank", &rank, &world_size))
@@ -131,11 +117,11 @@ static PyObject *set_rank(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef METHODS[] = {
-    {"begin", begin, METH_VARARGS,
-     "begin(operation, group, dtype, reduction, shape, bytes, root, site) -> number of a entry that waits"},
-    {"run", run, METH_VARARGS, "run(number, sequence): it runs now, as that call of its group"},
-    {"end", end, METH_VARARGS, "end(number, well): it is done"},
-    {"set_rank", set_rank, METH_VARARGS, "set_rank(rank, world_size): whose recorder it is"},
+    AH_METHOD(begin, METH_VARARGS,
+              "begin(operation, group, dtype, reduction, shape, bytes, root, site) -> number of a waiting entry"),
+    AH_METHOD(run, METH_VARARGS, "run(number, sequence): the call runs now; its number in the group"),
+    AH_METHOD(end, METH_VARARGS, "end(number, well): the call has ended"),
+    AH_METHOD(set_rank, METH_VARARGS, "set_rank(rank, world_size): the rank whose recorder it is"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -147,20 +133,14 @@ static PyType_Slot SLOTS[] = {
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_recorder_spec = {
     .name = "allhands._core.FlightRecorder",
     .basicsize = sizeof(struct ah_recorder_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
 
-PyObject *ah_recorder_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}
-
 struct ah_recorder_object *ah_as_recorder(PyObject *object)
 {
-    /* The module has no state to find its types in; what makes an object tells what it is. */
-    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_recorder_object *)object : NULL;
+    return ah_object_made_by(object, make);
 }

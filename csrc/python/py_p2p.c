@@ -1,20 +1,16 @@
-/* The Python type allhands._core.P2P: takes arguments apart, lets go of the interpreter, sends and receives.
+/* The Python type allhands._core.P2P: parses arguments, releases the GIL, sends and receives.
  *
- * Outcomes are one number: peer << 8 | code. A request is a capsule that keeps its Mail alive. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
+ * An outcome is one number: peer << 8 | code. A request is a capsule that keeps its P2P object alive. */
 #include "python/py_p2p.h"
 
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "p2p/mailbox.h"
 #include "python/args.h"
 #include "python/py_segment.h"
-#include "p2p/mailbox.h"
-#include "p2p/matching.h"
 
-/* Keys that one `serve` brings at most; more come with the next one. */
+/* Most keys that one call of `progress` returns; the next call returns the others. */
 #define MOST_KEYS 64
 
 static const char REQUEST[] = "allhands._core.request";
@@ -32,19 +28,7 @@ struct handle {
     struct ah_request *request;
 };
 
-/* Let the handlers of signals run; `context` is the thread's state, which changes hands. */
-static int check_interrupt(void *context)
-{
-    PyThreadState **thread = context;
-    int raised;
-
-    PyEval_RestoreThread(*thread);
-    raised = PyErr_CheckSignals();
-    *thread = PyEval_SaveThread();
-    return raised;
-}
-
-/* Nothing where a handler raised. */
+/* NULL where a signal handler raised. */
 static PyObject *as_python(struct ah_outcome outcome)
 {
     if (outcome.code == AH_INTERRUPTED)
@@ -54,49 +38,55 @@ static PyObject *as_python(struct ah_outcome outcome)
     return PyLong_FromUnsignedLongLong((unsigned long long)outcome.peer << 8 | (unsigned)outcome.code);
 }
 
-/* address, bytes, dtype, peer (-1 for anyone), tag, timeout_ns */
+/* (address, bytes, dtype, peer or -1 for any, tag, timeout_ns) */
 static int as_message(PyObject *const *args, int sends, struct ah_message *message, int64_t *limit)
 {
-    void *data = PyLong_AsVoidPtr(args[0]);
+    struct ah_part part;
     long peer;
 
-    /* A tensor without elements may have no address; arithmetic on none is not defined. */
-    message->data = data ? data : (unsigned char *)"";
-    message->bytes = PyLong_AsSize_t(args[1]);
-    message->dtype = (uint32_t)PyLong_AsUnsignedLong(args[2]);
+    if (ah_as_part(args[0], args[1], &part) != 0 || ah_as_uint32(args[2], &message->dtype) != 0)
+        return -1;
     peer = PyLong_AsLong(args[3]);
+    message->data = part.data;
+    message->bytes = part.bytes;
     message->peer = peer < 0 || peer > UINT32_MAX ? AH_ANY_SOURCE : (uint32_t)peer;
     message->tag = PyLong_AsUnsignedLongLong(args[4]);
     message->sends = sends;
-    *limit = PyLong_AsLongLong(args[5]);
-    return PyErr_Occurred() ? -1 : 0;
+    return PyErr_Occurred() ? -1 : ah_as_int64(args[5], limit);
 }
 
-static PyObject *send_or_receive(struct p2p_object *self, PyObject *const *args, Py_ssize_t n, int sends)
+struct ah_outcome ah_send_or_receive(struct ah_p2p *p2p, const struct ah_message *message, int64_t limit_ns)
+{
+    PyThreadState *thread;
+    const struct ah_interrupt interrupt = {.check_interrupt = ah_check_signals, .context = &thread};
+    struct ah_outcome outcome;
+
+    if (ah_p2p_try(p2p, message, &outcome))
+        return outcome;
+    thread = PyEval_SaveThread();
+    outcome = ah_p2p_run(p2p, message, limit_ns, &interrupt);
+    PyEval_RestoreThread(thread);
+    return outcome;
+}
+
+static PyObject *run(struct p2p_object *self, PyObject *const *args, Py_ssize_t n, int sends)
 {
     struct ah_message message;
-    struct ah_outcome outcome;
-    PyThreadState *thread;
     int64_t limit;
 
     if (ah_check_argument_count(n, 6) != 0 || as_message(args, sends, &message, &limit) != 0)
         return NULL;
-    if (ah_p2p_try(self->p2p, &message, &outcome))
-        return as_python(outcome);
-    thread = PyEval_SaveThread();
-    outcome = ah_p2p_run(self->p2p, &message, limit, &(struct ah_interrupt){.check_interrupt = check_interrupt, .context = &thread});
-    PyEval_RestoreThread(thread);
-    return as_python(outcome);
+    return as_python(ah_send_or_receive(self->p2p, &message, limit));
 }
 
 static PyObject *send(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    return send_or_receive(self, args, n, 1);
+    return run(self, args, n, 1);
 }
 
 static PyObject *recv(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    return send_or_receive(self, args, n, 0);
+    return run(self, args, n, 0);
 }
 
 static void free_handle(PyObject *capsule)
@@ -114,13 +104,12 @@ static void free_handle(PyObject *capsule)
     free(handle);
 }
 
-static PyObject *post_either(struct p2p_object *self, PyObject *const *args, Py_ssize_t n, int sends)
+static PyObject *post(struct p2p_object *self, PyObject *const *args, Py_ssize_t n, int sends)
 {
     struct ah_message message;
     struct ah_outcome outcome;
     struct ah_request *request;
     struct handle *handle;
-    PyThreadState *thread;
     PyObject *capsule;
     uint64_t key;
     int64_t limit;
@@ -133,9 +122,9 @@ static PyObject *post_either(struct p2p_object *self, PyObject *const *args, Py_
     handle = malloc(sizeof *handle);
     if (!handle)
         return PyErr_NoMemory();
-    thread = PyEval_SaveThread();
+    Py_BEGIN_ALLOW_THREADS
     outcome = ah_p2p_post(self->p2p, &message, limit, key, &request);
-    PyEval_RestoreThread(thread);
+    Py_END_ALLOW_THREADS
     if (!request) {
         free(handle);
         return as_python(outcome);
@@ -152,12 +141,12 @@ static PyObject *post_either(struct p2p_object *self, PyObject *const *args, Py_
 
 static PyObject *post_send(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    return post_either(self, args, n, 1);
+    return post(self, args, n, 1);
 }
 
 static PyObject *post_recv(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    return post_either(self, args, n, 0);
+    return post(self, args, n, 0);
 }
 
 static struct ah_request *request_of(const struct p2p_object *self, PyObject *capsule)
@@ -173,18 +162,17 @@ static struct ah_request *request_of(const struct p2p_object *self, PyObject *ca
 
 static PyObject *wait(struct p2p_object *self, PyObject *const *args, Py_ssize_t n)
 {
+    PyThreadState *thread;
+    const struct ah_interrupt interrupt = {.check_interrupt = ah_check_signals, .context = &thread};
     struct ah_request *request;
     struct ah_outcome outcome;
-    PyThreadState *thread;
     int64_t limit;
 
-    if (ah_check_argument_count(n, 2) != 0 || !(request = request_of(self, args[0])))
-        return NULL;
-    limit = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred())
+    if (ah_check_argument_count(n, 2) != 0 || !(request = request_of(self, args[0])) ||
+        ah_as_int64(args[1], &limit) != 0)
         return NULL;
     thread = PyEval_SaveThread();
-    outcome = ah_p2p_wait(self->p2p, request, limit, &(struct ah_interrupt){.check_interrupt = check_interrupt, .context = &thread});
+    outcome = ah_p2p_wait(self->p2p, request, limit, &interrupt);
     PyEval_RestoreThread(thread);
     return as_python(outcome);
 }
@@ -203,44 +191,39 @@ static PyObject *test(struct p2p_object *self, PyObject *const *args, Py_ssize_t
 {
     struct ah_request *request;
     struct ah_outcome outcome;
-    PyThreadState *thread;
 
     if (ah_check_argument_count(n, 1) != 0 || !(request = request_of(self, args[0])))
         return NULL;
-    thread = PyEval_SaveThread();
+    Py_BEGIN_ALLOW_THREADS
     outcome = ah_p2p_test(self->p2p, request);
-    PyEval_RestoreThread(thread);
+    Py_END_ALLOW_THREADS
     return as_python(outcome);
 }
 
 static PyObject *progress(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
     uint64_t keys[MOST_KEYS];
-    PyThreadState *thread;
     PyObject *list;
     size_t number;
 
-    thread = PyEval_SaveThread();
+    Py_BEGIN_ALLOW_THREADS
     number = ah_p2p_progress(self->p2p, keys, MOST_KEYS);
-    PyEval_RestoreThread(thread);
+    Py_END_ALLOW_THREADS
     list = PyList_New((Py_ssize_t)number);
     for (size_t index = 0; list && index < number; index++) {
         PyObject *key = PyLong_FromUnsignedLongLong(keys[index]);
 
-        if (!key || PyList_SetItem(list, (Py_ssize_t)index, key) != 0) {
-            Py_DECREF(list);
-            return NULL;
-        }
+        if (!key || PyList_SetItem(list, (Py_ssize_t)index, key) != 0)
+            Py_CLEAR(list);
     }
     return list;
 }
 
 static PyObject *stop(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
-    PyThreadState *thread = PyEval_SaveThread();
-
+    Py_BEGIN_ALLOW_THREADS
     ah_p2p_stop(self->p2p);
-    PyEval_RestoreThread(thread);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -252,10 +235,11 @@ static PyObject *wake_all(struct p2p_object *self, PyObject *Py_UNUSED(none))
 
 static PyObject *pending_sends(struct p2p_object *self, PyObject *Py_UNUSED(none))
 {
-    PyThreadState *thread = PyEval_SaveThread();
-    size_t number = ah_p2p_pending_sends(self->p2p);
+    size_t number;
 
-    PyEval_RestoreThread(thread);
+    Py_BEGIN_ALLOW_THREADS
+    number = ah_p2p_pending_sends(self->p2p);
+    Py_END_ALLOW_THREADS
     return PyLong_FromSize_t(number);
 }
 
@@ -271,17 +255,12 @@ static PyObject *mismatch(struct p2p_object *self, PyObject *Py_UNUSED(none))
                          (unsigned long long)found->wanted_bytes);
 }
 
-static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct ah_segment *shared;
     struct p2p_object *self;
     PyObject *segment;
 
-    if (keywords && PyDict_Size(keywords) != 0) {
-        PyErr_SetString(PyExc_TypeError, "P2P takes no keywords");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "O:P2P", &segment))
         return NULL;
     shared = ah_as_segment(segment);
@@ -289,11 +268,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_TypeError, "P2P takes a Segment");
         return NULL;
     }
-    self = (struct p2p_object *)allocate(type, 0);
+    self = (struct p2p_object *)PyType_GenericAlloc(type, 0);
     if (!self)
         return NULL;
-    self->segment = segment;
-    Py_INCREF(segment);
+    self->segment = Py_NewRef(segment);
     self->group = &shared->group;
     self->process = getpid();
     self->p2p = ah_p2p_open(self->group);
@@ -305,37 +283,34 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
     return (PyObject *)self;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct p2p_object *self)
 {
-    struct p2p_object *self = (struct p2p_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     if (self->p2p) {
         ah_as_segment(self->segment)->p2p = NULL;
         ah_p2p_free(self->p2p);
     }
     Py_XDECREF(self->segment);
-    release(object);
-    Py_DECREF(type);
+    ah_object_free(self);
 }
 
-#define FAST(name, text) {#name, (PyCFunction)(void (*)(void))(name), METH_FASTCALL, text}
-#define BARE(name, text) {#name, (PyCFunction)(void (*)(void))(name), METH_NOARGS, text}
-
 static PyMethodDef METHODS[] = {
-    FAST(send, "send(address, bytes, dtype, dest, tag, timeout_ns) -> outcome"),
-    FAST(recv, "recv(address, bytes, dtype, source, tag, timeout_ns) -> outcome; source -1: anyone"),
-    FAST(post_send, "post_send(address, bytes, dtype, dest, tag, timeout_ns, key) -> outcome or request"),
-    FAST(post_recv, "post_recv(address, bytes, dtype, source, tag, timeout_ns, key) -> outcome or request"),
-    FAST(wait, "wait(request, limit_ns) -> outcome, or -1 where it is still under way"),
-    FAST(start_timeout, "due(request): its timeout begins now, as in a wait without a limit"),
-    FAST(test, "test(request) -> outcome, or -1 where it is still under way"),
-    BARE(progress, "serve() -> keys of posted messages that are over; none once stopped"),
-    BARE(stop, "stop(): end all that this rank has under way"),
-    BARE(wake_all, "ring(): wake everyone who sleeps, to test whether the group is over"),
-    BARE(pending_sends, "unsent() -> how many posted sends are under way"),
-    BARE(mismatch, "odd() -> (source, target, tag, dtype, bytes, dtype, bytes) of the first message that did not fit, or None"),
+    AH_METHOD(send, METH_FASTCALL, "send(address, bytes, dtype, dest, tag, timeout_ns) -> outcome"),
+    AH_METHOD(recv, METH_FASTCALL, "recv(address, bytes, dtype, source, tag, timeout_ns) -> outcome; source -1: any"),
+    AH_METHOD(post_send, METH_FASTCALL,
+              "post_send(address, bytes, dtype, dest, tag, timeout_ns, key) -> outcome or request"),
+    AH_METHOD(post_recv, METH_FASTCALL,
+              "post_recv(address, bytes, dtype, source, tag, timeout_ns, key) -> outcome or request"),
+    AH_METHOD(wait, METH_FASTCALL, "wait(request, limit_ns) -> outcome, or -1 if it is not complete"),
+    AH_METHOD(start_timeout, METH_FASTCALL,
+              "start_timeout(request): start its timeout, as a wait without a limit does"),
+    AH_METHOD(test, METH_FASTCALL, "test(request) -> outcome, or -1 if it is not complete"),
+    AH_METHOD(progress, METH_NOARGS, "progress() -> keys of posted messages that are complete; none once stopped"),
+    AH_METHOD(stop, METH_NOARGS, "stop(): abort all pending messages of this rank"),
+    AH_METHOD(wake_all, METH_NOARGS, "wake_all(): wake all sleeping ranks, which check whether the group has ended"),
+    AH_METHOD(pending_sends, METH_NOARGS, "pending_sends() -> number of posted sends that are not complete"),
+    AH_METHOD(mismatch, METH_NOARGS,
+              "mismatch() -> (source, target, tag, dtype, bytes, dtype, bytes) of the first message "
+              "that did not fit its receive, or None"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -347,14 +322,9 @@ static PyType_Slot SLOTS[] = {
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_p2p_spec = {
     .name = "allhands._core.P2P",
     .basicsize = sizeof(struct p2p_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
-
-PyObject *ah_p2p_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &SPEC, NULL);
-}

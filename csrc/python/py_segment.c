@@ -1,84 +1,161 @@
-/* The Python type allhands._core.Segment: lets go of the interpreter, calls an operation. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "python/py_segment.h"
 
 #include <errno.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 #include <sys/mman.h>
 
 #include "python/args.h"
-#include "recorder/flight_recorder.h"
-#include "shm/fingerprint.h"
-#include "collectives/collective.h"
-#include "shm/helper_threads.h"
-#include "shm/reduce.h"
 #include "python/py_window.h"
+#include "shm/fingerprint.h"
+#include "shm/helper_threads.h"
+#include "shm/tensor_list.h"
 
-/* What moves no more than this on the fast path is done before another thread would have had the interpreter. */
+/* A call on the fast path that moves no more than this is over before another thread would have got the GIL. */
 #define SHORT_BYTES ((size_t)4 << 10)
 
-/* Let go of the interpreter's lock; `context` is a segment. */
-static void on_long_wait(void *context)
+/* Release the GIL; `context` is the PyThreadState * to keep. */
+static void release_gil(void *context)
 {
-    struct ah_segment *self = context;
-
-    self->lock.thread = PyEval_SaveThread();
+    *(PyThreadState **)context = PyEval_SaveThread();
 }
 
-static int collect(struct ah_group *group, const struct ah_operation *move)
+int ah_check_signals(void *context)
 {
-    switch (move->kind) {
+    PyThreadState **thread = context;
+    int raised;
+
+    PyEval_RestoreThread(*thread);
+    raised = PyErr_CheckSignals();
+    *thread = PyEval_SaveThread();
+    return raised;
+}
+
+/* Operations ----------------------------------------------------------------------------------------------- */
+
+static int dispatch(struct ah_group *group, const struct ah_operation *call)
+{
+    switch (call->kind) {
     case AH_BARRIER:
-        return ah_barrier(group, move->limit_ns);
+        return ah_barrier(group, call->limit_ns);
     case AH_ALL_REDUCE:
-        if (move->tensors.number)
-            return ah_all_reduce_list(group, move->tensors, move->dtype, move->reduction, move->limit_ns);
-        return ah_all_reduce(group, move->data, move->dtype, move->reduction, move->limit_ns);
+        if (call->tensors.number)
+            return ah_all_reduce_list(group, call->tensors, call->dtype, call->reduction, call->limit_ns);
+        return ah_all_reduce(group, call->data, call->dtype, call->reduction, call->limit_ns);
     case AH_REDUCE:
-        return ah_reduce_to_root(group, move->data, move->dtype, move->reduction, move->root, move->limit_ns);
+        return ah_reduce_to_root(group, call->data, call->dtype, call->reduction, call->root, call->limit_ns);
     case AH_BROADCAST:
-        return ah_broadcast(group, move->data, move->dtype, move->root, move->limit_ns);
+        return ah_broadcast(group, call->data, call->dtype, call->root, call->limit_ns);
     case AH_ALL_GATHER:
-        return ah_all_gather(group, move->data, move->out, move->dtype, move->limit_ns);
+        return ah_all_gather(group, call->data, call->out, call->dtype, call->limit_ns);
     case AH_GATHER:
-        return ah_gather(group, move->data, move->out, move->dtype, move->root, move->limit_ns);
+        return ah_gather(group, call->data, call->out, call->dtype, call->root, call->limit_ns);
     case AH_SCATTER:
-        return ah_scatter(group, move->in, move->data, move->dtype, move->root, move->limit_ns);
+        return ah_scatter(group, call->in, call->data, call->dtype, call->root, call->limit_ns);
     case AH_REDUCE_SCATTER:
-        return ah_reduce_scatter(group, move->in, move->data, move->dtype, move->reduction, move->limit_ns);
+        return ah_reduce_scatter(group, call->in, call->data, call->dtype, call->reduction, call->limit_ns);
     case AH_ALL_TO_ALL:
-        return ah_all_to_all(group, move->in, move->out, move->dtype, move->limit_ns);
+        return ah_all_to_all(group, call->in, call->out, call->dtype, call->limit_ns);
     default:
         return AH_INVALID;
     }
 }
 
-/* A segment's move, see struct ah_call_lock. */
-static int move(void *object, struct ah_operation *move)
+int ah_segment_run(struct ah_segment *self, struct ah_operation *operation)
 {
-    struct ah_segment *self = object;
+    struct ah_group *group = &self->group;
     int code;
 
-    if (move->kind == AH_ALL_REDUCE && !move->tensors.number)
-        ah_find_window(&self->group, &move->data);
-    if (move->entry)
-        self->group.now_ns = move->entry->started_ns;
-    /* For what moves little, the lock is let go of only where others have to be waited for. */
-    if (move->entry && move->entry->bytes <= SHORT_BYTES)
-        self->group.on_long_wait = on_long_wait;
+    if (operation->kind == AH_ALL_REDUCE && !operation->tensors.number)
+        ah_find_window(group, &operation->data);
+    if (operation->entry)
+        group->now_ns = operation->entry->started_ns;
+    /* A short call releases the GIL only if it has to wait for others. */
+    if (operation->entry && operation->entry->bytes <= SHORT_BYTES)
+        group->on_long_wait = release_gil;
     else
-        on_long_wait(self);
-    code = collect(&self->group, move);
-    if (self->group.on_long_wait)
-        self->group.on_long_wait = NULL;
+        release_gil(&self->thread);
+    code = dispatch(group, operation);
+    if (group->on_long_wait)
+        group->on_long_wait = NULL;
     else
-        PyEval_RestoreThread(self->lock.thread);
+        PyEval_RestoreThread(self->thread);
     return code;
 }
+
+/* The outcome of a call as a number; NULL where a signal handler raised. */
+static PyObject *to_python(int code)
+{
+    return code == AH_INTERRUPTED ? NULL : PyLong_FromLong(code);
+}
+
+/* Parse one argument. Parts for each rank ('i', 'o', 'l') are parsed later; bytes ('b') are parsed with their
+ * address. */
+static int parse(char what, PyObject *const *arg, struct ah_operation *operation)
+{
+    switch (what) {
+    case 'a':
+        return ah_as_part(arg[0], arg[1], &operation->data);
+    case 'd':
+        return ah_as_uint32(*arg, &operation->dtype);
+    case 'x':
+        return ah_as_uint32(*arg, &operation->reduction);
+    case 'r':
+        return ah_as_uint32(*arg, &operation->root);
+    case 't':
+        return ah_as_int64(*arg, &operation->limit_ns);
+    default:
+        return 0;
+    }
+}
+
+/* Perform an operation whose arguments are described by `format`, one letter for each; see `parse`. */
+static PyObject *perform(struct ah_segment *self, enum ah_operation_code kind, const char *format,
+                         PyObject *const *args, Py_ssize_t n)
+{
+    const char *in_at = strchr(format, 'i'), *out_at = strchr(format, 'o'), *list_at = strchr(format, 'l');
+    struct ah_part *in = NULL, *out = NULL;
+    struct ah_operation operation = {.kind = kind};
+    PyObject *result = NULL;
+
+    if (ah_check_argument_count(n, (Py_ssize_t)strlen(format)) != 0)
+        return NULL;
+    for (Py_ssize_t index = 0; index < n; index++) {
+        if (parse(format[index], &args[index], &operation) != 0)
+            return NULL;
+    }
+    /* Parts come last, because they have to be freed. */
+    if ((!in_at || ah_as_parts(self->group.ranks, args[in_at - format], &in) == 0) &&
+        (!out_at || ah_as_parts(self->group.ranks, args[out_at - format], &out) == 0) &&
+        (!list_at || ah_as_tensor_list(args[list_at - format], &operation.tensors) == 0)) {
+        operation.in = in;
+        operation.out = out;
+        result = to_python(ah_segment_run(self, &operation));
+    }
+    free(in);
+    free(out);
+    ah_tensor_list_free(&operation.tensors);
+    return result;
+}
+
+#define OPERATION(name, kind, format)                                                            \
+    static PyObject *name(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)          \
+    {                                                                                            \
+        return perform(self, kind, format, args, n);                                             \
+    }
+
+OPERATION(barrier, AH_BARRIER, "t")
+OPERATION(all_reduce, AH_ALL_REDUCE, "abdxt")
+OPERATION(all_reduce_list, AH_ALL_REDUCE, "ldxt")
+OPERATION(reduce, AH_REDUCE, "abdxrt")
+OPERATION(broadcast, AH_BROADCAST, "abdrt")
+OPERATION(all_gather, AH_ALL_GATHER, "abodt")
+OPERATION(gather, AH_GATHER, "abodrt")
+OPERATION(scatter, AH_SCATTER, "iabdrt")
+OPERATION(reduce_scatter, AH_REDUCE_SCATTER, "iabdxt")
+OPERATION(all_to_all, AH_ALL_TO_ALL, "iodt")
 
 static PyObject *compare_only(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -87,8 +164,9 @@ static PyObject *compare_only(struct ah_segment *self, PyObject *const *args, Py
     int64_t limit;
     int code;
 
-    if (ah_check_argument_count(n, 6) != 0 || ah_as_uint32(args[0], &kind) != 0 || ah_as_uint32(args[1], &reduction) != 0 ||
-        ah_as_uint32(args[2], &dtype) != 0 || ah_as_int64(args[5], &limit) != 0)
+    if (ah_check_argument_count(n, 6) != 0 || ah_as_uint32(args[0], &kind) != 0 ||
+        ah_as_uint32(args[1], &reduction) != 0 || ah_as_uint32(args[2], &dtype) != 0 ||
+        ah_as_int64(args[5], &limit) != 0)
         return NULL;
     call.kind = (uint16_t)kind;
     call.reduce = (uint16_t)reduction;
@@ -97,9 +175,62 @@ static PyObject *compare_only(struct ah_segment *self, PyObject *const *args, Py
     call.root = (int16_t)PyLong_AsLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    AH_WITHOUT_GIL(self, code, ah_compare_only(&self->group, &call, limit));
-    return ah_outcome_to_python(code);
+    release_gil(&self->thread);
+    code = ah_compare_only(&self->group, &call, limit);
+    PyEval_RestoreThread(self->thread);
+    return to_python(code);
 }
+
+/* The call lock -------------------------------------------------------------------------------------------- */
+
+/* Wait for the lock, however long the calls before take; each of them has a deadline. */
+static PyObject *enter(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    int taken = ah_call_lock_try(&self->lock);
+
+    while (!taken) {
+        Py_BEGIN_ALLOW_THREADS
+        taken = ah_call_lock_sleep(&self->lock);
+        Py_END_ALLOW_THREADS
+        if (!taken && PyErr_CheckSignals() != 0)
+            return NULL;
+    }
+    return Py_NewRef((PyObject *)self);
+}
+
+static PyObject *release(struct ah_segment *self, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n))
+{
+    ah_call_lock_release(&self->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *configure_fast_path(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
+{
+    const char *name;
+
+    if (ah_check_argument_count(n, 4) != 0 || ah_as_int64(args[0], &self->limit_ns) != 0)
+        return NULL;
+    name = PyUnicode_AsUTF8AndSize(args[1], NULL);
+    if (!name)
+        return NULL;
+    ah_entry_text(self->name, sizeof self->name, name);
+    if (args[2] != Py_None && (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != (Py_ssize_t)self->group.ranks)) {
+        PyErr_SetString(PyExc_ValueError, "a global rank for each rank");
+        return NULL;
+    }
+    if (!ah_as_recorder(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "not a recorder");
+        return NULL;
+    }
+    Py_XDECREF((PyObject *)self->recorder);
+    self->recorder = (struct ah_recorder_object *)Py_NewRef(args[3]);
+    Py_CLEAR(self->ranks);
+    if (args[2] != Py_None)
+        self->ranks = Py_NewRef(args[2]);
+    Py_RETURN_NONE;
+}
+
+/* The group ------------------------------------------------------------------------------------------------ */
 
 static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -114,7 +245,7 @@ static PyObject *end(struct ah_segment *self, PyObject *const *args, Py_ssize_t 
 static PyObject *leave(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     ah_group_leave(&self->group);
-    /* Where a call runs in spite of that, the hands go with the segment. */
+    /* If a call runs in spite of that, the helper threads end with the segment. */
     if (ah_call_lock_try(&self->lock)) {
         Py_BEGIN_ALLOW_THREADS
         ah_helper_threads_stop(&self->group);
@@ -156,19 +287,24 @@ static PyObject *enable_single_copy(struct ah_segment *self, PyObject *const *ar
     Py_RETURN_NONE;
 }
 
+static PyObject *sequence(struct ah_segment *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromUnsignedLongLong(self->group.sequence);
+}
+
 static PyObject *culprit(struct ah_segment *self, PyObject *Py_UNUSED(none))
 {
     return PyLong_FromUnsignedLong(self->group.culprit);
 }
 
-/* (sequence, kind, reduction, dtype, bytes, root, list digest) of the last call of a rank. */
+/* (sequence, kind, reduction, dtype, bytes, root, list digest) of a rank's call with the sequence of our last one. */
 static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t n)
 {
     const struct ah_member *member;
     const struct ah_fingerprint *fingerprint;
     struct ah_call theirs;
     uint32_t rank, after = (uint32_t)self->group.call.sequence + 1;
-    int came;
+    int begun;
 
     if (ah_check_argument_count(n, 1) != 0 || ah_as_uint32(args[0], &rank) != 0)
         return NULL;
@@ -178,115 +314,110 @@ static PyObject *call(struct ah_segment *self, PyObject *const *args, Py_ssize_t
     }
     member = &self->group.members[rank];
     fingerprint = ah_fingerprint_of(&self->group, rank);
-    /* Another's call is looked at once it is whole, and we ourselves came if we got as far as showing ours. */
-    came = ah_has_reached(rank == self->group.rank ? atomic_load(&fingerprint->stamp) : atomic_load(&member->begun), after);
+    /* A peer's fingerprint can be read once it has begun the call; our own must be published. */
+    begun = ah_has_reached(atomic_load(rank == self->group.rank ? &fingerprint->stamp : &member->begun), after);
     theirs = fingerprint->call;
-    if (!came)
+    if (!begun)
         theirs.sequence = UINT64_MAX;
-    if (theirs.count == 0) /* sizes may differ between ranks: its own largest */
-        theirs.count = fingerprint->bytes != AH_NO_PAYLOAD ? fingerprint->bytes : atomic_load(&member->largest[(after - 1) % AH_CALL_DEPTH]);
+    if (theirs.count == 0) /* ranks may differ: the largest part of this one */
+        theirs.count = fingerprint->bytes != AH_NO_PAYLOAD ? fingerprint->bytes
+                                                           : atomic_load(&member->largest[(after - 1) % AH_CALL_DEPTH]);
     return Py_BuildValue("(KkkkKiK)", (unsigned long long)theirs.sequence, (unsigned long)theirs.kind,
                          (unsigned long)theirs.reduce, (unsigned long)theirs.dtype, (unsigned long long)theirs.count,
                          (int)theirs.root, (unsigned long long)theirs.list_digest);
 }
 
-static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *keywords)
+/* The type ------------------------------------------------------------------------------------------------- */
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *pidfds, *made;
     struct ah_segment *self;
+    PyObject *pidfds;
     const char *nonce;
     Py_ssize_t nonce_bytes, bytes;
     unsigned int rank;
     int fd;
 
-    if (keywords && PyDict_Size(keywords) != 0) {
-        PyErr_SetString(PyExc_TypeError, "Segment takes no keywords");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "inIy#O!:Segment", &fd, &bytes, &rank, &nonce, &nonce_bytes, &PyTuple_Type, &pidfds))
         return NULL;
     if (nonce_bytes != 16 || bytes <= 0) {
         PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes and a size above 0");
         return NULL;
     }
-    made = allocate(type, PyTuple_Size(pidfds));
-    if (!made)
+    self = (struct ah_segment *)PyType_GenericAlloc(type, PyTuple_Size(pidfds));
+    if (!self)
         return NULL;
-    self = (struct ah_segment *)made;
     for (Py_ssize_t index = 0; index < PyTuple_Size(pidfds); index++)
         self->pidfds[index] = (int)PyLong_AsLong(PyTuple_GetItem(pidfds, index));
     self->bytes = (size_t)bytes;
     self->memory = PyErr_Occurred() ? MAP_FAILED : mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (self->memory == MAP_FAILED) {
         self->memory = NULL;
-        Py_DECREF(made);
+        Py_DECREF((PyObject *)self);
         return PyErr_Occurred() ? NULL : PyErr_SetFromErrno(PyExc_OSError);
     }
     if (ah_segment_open(&self->group, self->memory, self->bytes, rank, (const unsigned char *)nonce, self->pidfds) !=
             AH_OK ||
         PyTuple_Size(pidfds) != (Py_ssize_t)self->group.ranks) {
-        Py_DECREF(made);
+        Py_DECREF((PyObject *)self);
         PyErr_SetString(PyExc_ValueError, "this is not the segment that was announced");
         return NULL;
     }
-    ah_call_lock_init(&self->lock, self->group.rank, self->group.ranks, &self->group.sequence, move);
-    self->group.check_interrupt = ah_call_lock_check_signals;
-    self->group.context = self;
-    return made;
+    self->group.check_interrupt = ah_check_signals;
+    self->group.context = &self->thread;
+    return (PyObject *)self;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct ah_segment *self)
 {
-    struct ah_segment *self = (struct ah_segment *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
-    /* No call runs any more, and hands have no use for the interpreter's lock. */
+    /* No call runs any more, and helper threads do not use the GIL. */
     ah_helper_threads_stop(&self->group);
     if (self->memory)
         munmap(self->memory, self->bytes);
     free(self->pids);
-    ah_call_lock_clear(&self->lock);
-    release(object);
-    Py_DECREF(type);
+    Py_XDECREF(self->ranks);
+    Py_XDECREF((PyObject *)self->recorder);
+    ah_object_free(self);
 }
 
-#define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))(name), METH_FASTCALL, text}
-
 static PyMethodDef METHODS[] = {
-    AH_OPERATION_METHOD(barrier, "barrier(timeout_ns) -> code"),
-    METHOD(compare_only, "compare_only(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(all_reduce, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(all_reduce_list, "all_reduce_list(tensors, dtype, reduction, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(reduce, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(all_gather, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(gather, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(scatter, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(reduce_scatter, "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
-    AH_OPERATION_METHOD(all_to_all, "all_to_all(in, out, dtype, timeout_ns) -> code"),
-    METHOD(end, "end(rank): the group is over because of rank"),
-    METHOD(set_wait_policy, "set_wait_policy(spins, yields): how often to test before sleeping"),
-    METHOD(enable_single_copy, "enable_single_copy(pids): large tensors may be read from the process of each rank. All ranks, before a call."),
-    {"configure_fast_path", (PyCFunction)(void (*)(void))ah_call_lock_configure, METH_FASTCALL,
-     "configure_fast_path(limit_ns, name, ranks, recorder): what the fast path has to know of the group"},
-    {"sequence", ah_call_lock_sequence, METH_NOARGS, "sequence() -> number of the next call"},
-    {"__enter__", (PyCFunction)(void (*)(void))ah_call_lock_enter, METH_NOARGS, "Wait for our turn."},
-    {"__exit__", (PyCFunction)(void (*)(void))ah_call_lock_exit, METH_FASTCALL, "Let the next one have it."},
-    METHOD(call, "call(rank) -> (sequence, operation, reduction, dtype, bytes, root, list_digest)"),
-    {"leave", (PyCFunction)(void (*)(void))leave, METH_NOARGS, "leave(): this rank makes no further call"},
-    {"culprit", (PyCFunction)(void (*)(void))culprit, METH_NOARGS, "culprit() -> rank of the last bad end"},
+    AH_METHOD(barrier, METH_FASTCALL, "barrier(timeout_ns) -> code"),
+    AH_METHOD(compare_only, METH_FASTCALL, "compare_only(kind, reduction, dtype, bytes, root, timeout_ns) -> code"),
+    AH_METHOD(all_reduce, METH_FASTCALL, "all_reduce(address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_METHOD(all_reduce_list, METH_FASTCALL, "all_reduce_list(tensors, dtype, reduction, timeout_ns) -> code"),
+    AH_METHOD(reduce, METH_FASTCALL, "reduce(address, bytes, dtype, reduction, root, timeout_ns) -> code"),
+    AH_METHOD(broadcast, METH_FASTCALL, "broadcast(address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_METHOD(all_gather, METH_FASTCALL, "all_gather(address, bytes, out, dtype, timeout_ns) -> code"),
+    AH_METHOD(gather, METH_FASTCALL, "gather(address, bytes, out, dtype, root, timeout_ns) -> code"),
+    AH_METHOD(scatter, METH_FASTCALL, "scatter(in, address, bytes, dtype, root, timeout_ns) -> code"),
+    AH_METHOD(reduce_scatter, METH_FASTCALL,
+              "reduce_scatter(in, address, bytes, dtype, reduction, timeout_ns) -> code"),
+    AH_METHOD(all_to_all, METH_FASTCALL, "all_to_all(in, out, dtype, timeout_ns) -> code"),
+    AH_METHOD(end, METH_FASTCALL, "end(rank): end the group because of rank"),
+    AH_METHOD(set_wait_policy, METH_FASTCALL, "set_wait_policy(spins, yields): how often to poll before sleeping"),
+    AH_METHOD(enable_single_copy, METH_FASTCALL,
+              "enable_single_copy(pids): allow reading large tensors from the process of each rank"),
+    AH_METHOD(configure_fast_path, METH_FASTCALL,
+              "configure_fast_path(limit_ns, name, ranks, recorder): what the fast path needs to know of the group"),
+    AH_METHOD(sequence, METH_NOARGS, "sequence() -> number of the next call"),
+    {"__enter__", (PyCFunction)(void (*)(void))enter, METH_NOARGS, "Take the call lock."},
+    {"__exit__", (PyCFunction)(void (*)(void))release, METH_FASTCALL, "Release the call lock."},
+    AH_METHOD(call, METH_FASTCALL, "call(rank) -> (sequence, operation, reduction, dtype, bytes, root, list_digest)"),
+    AH_METHOD(leave, METH_NOARGS, "leave(): this rank makes no further call"),
+    AH_METHOD(culprit, METH_NOARGS, "culprit() -> rank that the last failed call is about"),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef MEMBERS[] = {
-    {"queued", T_UINT, offsetof(struct ah_segment, lock.queued), 0, "calls that wait for their turn"},
-    {"fast_path_closed", T_INT, offsetof(struct ah_segment, lock.fast_path_closed), 0, "not 0: no more calls of the fast path"},
-    {"found_mismatch", T_INT, offsetof(struct ah_segment, group.found_mismatch), READONLY, "not 0: this rank found what ended the group"},
-    {"window_calls", T_ULONGLONG, offsetof(struct ah_segment, group.window_calls), READONLY, "calls that were done in a window"},
-    {"victim_l3", T_INT, offsetof(struct ah_segment, group.victim_l3), READONLY, "whether caches hand over what others write: not 0"},
-    {"single_copy_calls", T_ULONGLONG, offsetof(struct ah_segment, group.single_copy_calls), READONLY, "calls done by reading others' memory"},
+    {"queued", T_UINT, offsetof(struct ah_segment, queued), 0, "calls that wait for the call lock"},
+    {"fast_path_closed", T_INT, offsetof(struct ah_segment, fast_path_closed), 0,
+     "not 0: no more calls on the fast path"},
+    {"found_mismatch", T_INT, offsetof(struct ah_segment, group.found_mismatch), READONLY,
+     "not 0: this rank found the mismatch that ended the group"},
+    {"window_calls", T_ULONGLONG, offsetof(struct ah_segment, group.window_calls), READONLY,
+     "calls performed in a window"},
+    {"single_copy_calls", T_ULONGLONG, offsetof(struct ah_segment, group.single_copy_calls), READONLY,
+     "calls performed by single copy"},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -299,7 +430,7 @@ static PyType_Slot SLOTS[] = {
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_segment_spec = {
     .name = "allhands._core.Segment",
     .basicsize = sizeof(struct ah_segment),
     .itemsize = sizeof(int),
@@ -307,55 +438,51 @@ static PyType_Spec SPEC = {
     .slots = SLOTS,
 };
 
-PyObject *ah_segment_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}
-
 struct ah_segment *ah_as_segment(PyObject *object)
 {
-    /* The module has no state to find its types in; what makes an object tells what it is. */
-    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_segment *)object : NULL;
+    return ah_object_made_by(object, make);
 }
 
 /* Functions of the module ---------------------------------------------------------------------------------- */
 
 PyObject *ah_py_segment_bytes(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned int ranks, hands = 0;
+    unsigned int ranks, helper_threads = 0;
     Py_ssize_t slot_bytes;
 
-    if (!PyArg_ParseTuple(args, "In|I:segment_bytes", &ranks, &slot_bytes, &hands))
+    if (!PyArg_ParseTuple(args, "In|I:segment_bytes", &ranks, &slot_bytes, &helper_threads))
         return NULL;
-    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes, hands));
+    return PyLong_FromSize_t(ah_segment_bytes(ranks, (size_t)slot_bytes, helper_threads));
 }
 
 PyObject *ah_py_segment_format(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned int ranks, hands = 0;
+    unsigned int ranks, helper_threads = 0;
     Py_ssize_t slot_bytes, nonce_bytes;
     const char *nonce;
     size_t bytes;
     void *memory;
     int fd, code, victim_l3 = ah_has_victim_l3();
 
-    if (!PyArg_ParseTuple(args, "iIny#|Ip:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes, &hands, &victim_l3))
+    if (!PyArg_ParseTuple(args, "iIny#|Ip:segment_format", &fd, &ranks, &slot_bytes, &nonce, &nonce_bytes,
+                          &helper_threads, &victim_l3))
         return NULL;
-    if (nonce_bytes != 16 || ranks == 0 || hands > AH_MAX_HELPER_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "a nonce of 16 bytes, at least one rank, and no more hands than MOST_HANDS");
+    if (nonce_bytes != 16 || ranks == 0 || helper_threads > AH_MAX_HELPER_THREADS) {
+        PyErr_SetString(PyExc_ValueError,
+                        "a nonce of 16 bytes, at least one rank, and at most MAX_HELPER_THREADS helper threads");
         return NULL;
     }
-    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes, hands);
+    bytes = ah_segment_bytes(ranks, (size_t)slot_bytes, helper_threads);
     memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return PyErr_SetFromErrno(PyExc_OSError);
-    ah_segment_format(memory, ranks, (size_t)slot_bytes, hands, victim_l3, (const unsigned char *)nonce);
-    /* Give every page now: running out of memory is found out here, not by a signal in the middle of a copy. */
+    ah_segment_format(memory, ranks, (size_t)slot_bytes, helper_threads, victim_l3, (const unsigned char *)nonce);
+    /* Allocate every page now: a lack of memory is an error here, and SIGBUS in the middle of a copy. */
     Py_BEGIN_ALLOW_THREADS
     code = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
     Py_END_ALLOW_THREADS
     munmap(memory, bytes);
-    if (code != 0 && code != EINVAL) { /* EINVAL: a kernel before 5.14 gives pages when they are touched */
+    if (code != 0 && code != EINVAL) { /* EINVAL: a kernel before 5.14 allocates pages when they are touched */
         errno = code;
         return PyErr_SetFromErrno(PyExc_OSError);
     }

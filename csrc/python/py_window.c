@@ -1,6 +1,3 @@
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "python/py_window.h"
 
 #include <sys/mman.h>
@@ -17,7 +14,8 @@ void ah_find_window(const struct ah_group *group, struct ah_part *part)
     for (const struct ah_window *each = group->windows; each; each = each->next) {
         const unsigned char *own = each->base + group->rank * each->stride;
 
-        if (part->data >= own && part->data < own + each->stride && part->bytes <= (size_t)(own + each->stride - part->data)) {
+        if (part->data >= own && part->data < own + each->stride &&
+            part->bytes <= (size_t)(own + each->stride - part->data)) {
             part->window = each;
             return;
         }
@@ -26,10 +24,9 @@ void ah_find_window(const struct ah_group *group, struct ah_part *part)
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct ah_segment *segment;
-    PyObject *given, *made;
     struct window *self;
+    PyObject *given;
     Py_ssize_t stride;
     int fd;
 
@@ -40,31 +37,26 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(ke
         PyErr_SetString(PyExc_TypeError, "Window(segment, fd, stride)");
         return NULL;
     }
-    made = allocate(type, 0);
-    if (!made)
+    self = (struct window *)PyType_GenericAlloc(type, 0);
+    if (!self)
         return NULL;
-    self = (struct window *)made;
     self->bytes = (size_t)stride * segment->group.ranks;
     self->window.stride = (size_t)stride;
     self->window.base = mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (self->window.base == MAP_FAILED) {
         self->window.base = NULL;
-        Py_DECREF(made);
+        Py_DECREF((PyObject *)self);
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     self->segment = Py_NewRef(given);
     self->window.id = ++segment->group.windows_made;
     self->window.next = segment->group.windows;
     segment->group.windows = &self->window;
-    return made;
+    return (PyObject *)self;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct window *self)
 {
-    struct window *self = (struct window *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     if (self->segment) {
         const struct ah_window **link = &ah_as_segment(self->segment)->group.windows;
 
@@ -76,12 +68,11 @@ static void unmake(PyObject *object)
     }
     if (self->window.base)
         munmap(self->window.base, self->bytes);
-    release(object);
-    Py_DECREF(type);
+    ah_object_free(self);
 }
 
-/* Our own region, for a tensor to stand on. */
-static int own(PyObject *object, Py_buffer *view, int flags)
+/* This rank's region, for a tensor. */
+static int get_buffer(PyObject *object, Py_buffer *view, int flags)
 {
     struct window *self = (struct window *)object;
     uint32_t rank = ah_as_segment(self->segment)->group.rank;
@@ -93,19 +84,15 @@ static int own(PyObject *object, Py_buffer *view, int flags)
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_bf_getbuffer, own},
-    {Py_tp_doc, "Window(segment, fd, stride): memory that all ranks of a group share; its buffer is our own region."},
+    {Py_bf_getbuffer, get_buffer},
+    {Py_tp_doc,
+     "Window(segment, fd, stride): memory that all ranks of a group share; its buffer is the region of this rank."},
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_window_spec = {
     .name = "allhands._core.Window",
     .basicsize = sizeof(struct window),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
-
-PyObject *ah_window_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}

@@ -1,6 +1,3 @@
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "python/torch_facts.h"
 
 #include <stdio.h>
@@ -17,11 +14,10 @@ static const char *const NAMES[AH_NAMES] = {
     [AH_NAME_SHAPE] = "shape",
     [AH_NAME_WORLD] = "WORLD",
     [AH_NAME_SEGMENT] = "segment",
-    [AH_NAME_FAILED] = "failed",
     [AH_NAME_FILENAME] = "co_filename",
 };
 
-/* Whether attribute or method `name` of a tensor is true. What raises is not plain either. */
+/* Whether attribute or method `name` of a tensor is true; not if it raises. */
 static int is(struct ah_torch_facts *facts, PyObject *tensor, enum ah_name name, int call)
 {
     PyObject *answer = call ? PyObject_CallMethodObjArgs(tensor, facts->names[name], NULL)
@@ -55,24 +51,25 @@ static uint32_t dtype_of(struct ah_torch_facts *facts, PyObject *tensor)
     return number;
 }
 
-/* Whether torch has put off negating the tensor. It is looked at each time, because assigning to `data` changes it and may
- * leave all else as it was. */
+/* Whether the tensor's negative bit is set (or cannot be read). Not remembered, because an assignment to `data` can
+ * change it and nothing else. */
 static int is_negated(struct ah_torch_facts *facts, PyObject *tensor)
 {
     PyObject *answer;
     int no;
 
     answer = facts->negated ? facts->negated(tensor, NULL)
-                          : PyObject_CallMethodObjArgs(tensor, facts->names[AH_NAME_IS_NEG], NULL);
+                            : PyObject_CallMethodObjArgs(tensor, facts->names[AH_NAME_IS_NEG], NULL);
     no = answer == Py_False;
-    if (!answer) /* what raises is not plain either */
+    if (!answer)
         PyErr_Clear();
     Py_XDECREF(answer);
     return !no;
 }
 
-/* Ask the tensor one thing after the other. */
-static int ask_each(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
+/* Describe a tensor by its attributes. */
+static int describe_by_attributes(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain,
+                                  size_t *elements)
 {
     PyObject *address, *shape;
 
@@ -99,7 +96,7 @@ static int ask_each(struct ah_torch_facts *facts, PyObject *tensor, struct ah_te
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Our number for a type of DLPack, 0 for one that is only moved. */
+/* Our number for a dtype of DLPack; 0 for those that the fast path does not handle. */
 static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
 {
     uint32_t wide = found->bits == 8 ? 0 : found->bits == 16 ? 1 : found->bits == 32 ? 2 : found->bits == 64 ? 3 : 9;
@@ -122,8 +119,8 @@ static uint32_t dtype_from(const struct ah_dlpack_tensor *found)
     }
 }
 
-/* Let torch describe the tensor in one call. */
-static int ask_once(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
+/* Describe a tensor with one call of torch. */
+static int describe_by_dlpack(struct ah_torch_facts *facts, PyObject *tensor, struct ah_tensor *plain, size_t *elements)
 {
     struct ah_dlpack_tensor found;
 
@@ -133,7 +130,7 @@ static int ask_once(struct ah_torch_facts *facts, PyObject *tensor, struct ah_te
     plain->dims = (uint32_t)found.dims;
     plain->part.data = (unsigned char *)found.data + found.byte_offset;
     for (int32_t dim = found.dims - 1; dim >= 0; dim--) {
-        /* A dimension of one is never stepped along, whatever its stride. */
+        /* The stride of a dimension of size one has no meaning. */
         if (found.shape[dim] != 1 && (size_t)found.strides[dim] != *elements && *elements != 0)
             return -1;
         *elements *= (size_t)found.shape[dim];
@@ -150,9 +147,9 @@ int ah_describe_tensor(struct ah_torch_facts *facts, PyObject *tensor, struct ah
 
     if (!is_tensor(facts, tensor))
         return -1;
-    asked = facts->dlpack ? ask_once(facts, tensor, plain, &elements) : ask_each(facts, tensor, plain, &elements);
+    asked = (facts->dlpack ? describe_by_dlpack : describe_by_attributes)(facts, tensor, plain, &elements);
     size = asked == 0 ? ah_dtype_bytes(plain->dtype) : 1;
-    /* The memory of a view that torch has put off negating holds the opposite of its values. */
+    /* The memory of a tensor with the negative bit holds its values negated. */
     if (asked != 0 || is_negated(facts, tensor)) {
         PyErr_Clear();
         return -1;
@@ -176,8 +173,8 @@ uint32_t ah_reduction_of(const struct ah_torch_facts *facts, PyObject *given)
     return 0;
 }
 
-/* Whether `state` is of the type that is known: then `kept` has its attributes. */
-static int knows(struct ah_torch_facts *facts, PyObject *state)
+/* Whether `state` is of the known type; then `kept` has its attributes. */
+static int is_known(struct ah_torch_facts *facts, PyObject *state)
 {
     PyObject *kept;
 
@@ -197,14 +194,16 @@ static int knows(struct ah_torch_facts *facts, PyObject *state)
     return 1;
 }
 
-/* The default group, as a new reference. `WORLD` is a property of a class and asks another one; both are Python code, and
- * cost more than all else that is found out about a call. So torch's state is looked at directly, if it is of the type
- * that is known. */
+/* The default group, as a new reference. `WORLD` is a property in Python that reads another one, and costs more than
+ * the rest of the fast path's checks. So torch's state is read directly if it has the known type. */
 static PyObject *default_group(struct ah_torch_facts *facts)
 {
     if (facts->world != Py_None) {
         PyObject *state = PyDict_GetItemWithError(PyTuple_GetItem(facts->world, 0), PyTuple_GetItem(facts->world, 1));
-        PyObject *found = state && knows(facts, state) ? PyDict_GetItemWithError(facts->kept, PyTuple_GetItem(facts->world, 3)) : NULL;
+        PyObject *found = NULL;
+
+        if (state && is_known(facts, state))
+            found = PyDict_GetItemWithError(facts->kept, PyTuple_GetItem(facts->world, 3));
 
         if (found)
             return Py_NewRef(found);
@@ -212,18 +211,15 @@ static PyObject *default_group(struct ah_torch_facts *facts)
     return PyObject_GetAttr(facts->member, facts->names[AH_NAME_WORLD]);
 }
 
-struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found, struct ah_segment **segment)
+struct ah_segment *ah_segment_of(struct ah_torch_facts *facts, PyObject *given, PyObject **found)
 {
     PyObject *group, *object = NULL;
-    struct ah_locked *locked;
+    struct ah_segment *segment;
 
     *found = NULL;
     if (PyDict_Size(facts->coalescing) != 0)
         return NULL;
-    if (given && given != Py_None)
-        group = Py_NewRef(given);
-    else
-        group = default_group(facts);
+    group = given && given != Py_None ? Py_NewRef(given) : default_group(facts);
     if (group && group != Py_None)
         object = PyObject_GetAttr(group, facts->names[AH_NAME_SEGMENT]);
     if (!object) {
@@ -231,24 +227,24 @@ struct ah_locked *ah_engine_of(struct ah_torch_facts *facts, PyObject *given, Py
         Py_XDECREF(group);
         return NULL;
     }
-    *segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
-    if (*segment && !facts->segment_type)
+    segment = Py_TYPE(object) == facts->segment_type ? (struct ah_segment *)object : ah_as_segment(object);
+    if (segment && !facts->segment_type)
         facts->segment_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
-    locked = *segment ? (struct ah_locked *)object : NULL;
-    if (!locked || !locked->lock.recorder || locked->lock.fast_path_closed || locked->lock.queued || locked->lock.size > AH_MAX_RANKS) {
+    if (!segment || !segment->recorder || segment->fast_path_closed || segment->queued ||
+        segment->group.ranks > AH_MAX_RANKS) {
         Py_DECREF(object);
         Py_DECREF(group);
         return NULL;
     }
     *found = group;
-    return locked;
+    return segment;
 }
 
-/* Which instruction a frame is at. Python has it since 3.11, outside the limited API; without it, `ask` finds the place. The frame's
- * attribute of that name would cost a small call a fifteenth of its time. */
+/* The instruction that a frame executes. In Python since 3.11, outside the limited API; without it `call_site` is
+ * called. The frame's attribute f_lasti would cost a small call a fifteenth of its time. */
 int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
-/* Where the call stands ----------------------------------------------------------------------------------- */
+/* The user's line of a call ------------------------------------------------------------------------------- */
 
 static int is_foreign(const struct ah_torch_facts *facts, PyObject *filename)
 {
@@ -259,8 +255,8 @@ static int is_foreign(const struct ah_torch_facts *facts, PyObject *filename)
     return 0;
 }
 
-/* Ask Python, which walks up to the first frame that is the user's. */
-static int ask(struct ah_torch_facts *facts, char *text, size_t size)
+/* Call the Python function that walks up to the first frame of the user's code. */
+static int find_site(struct ah_torch_facts *facts, char *text, size_t size)
 {
     PyObject *answer = PyObject_CallNoArgs(facts->call_site);
     const char *found = answer ? PyUnicode_AsUTF8AndSize(answer, NULL) : NULL;
@@ -296,17 +292,17 @@ int ah_call_site(struct ah_torch_facts *facts, char *text, size_t size)
     PyObject *code;
 
     if (at < 0)
-        return ask(facts, text, size);
+        return find_site(facts, text, size);
     code = (PyObject *)PyFrame_GetCode(frame);
-    /* Finding the line from the instruction takes longer the longer the function is, so it is remembered. The code
-     * is kept, so that no other can come to stand at its address. */
+    /* Finding the line of an instruction takes longer the longer the function is, so it is cached. The reference to the
+     * code object keeps its address from being reused. */
     site = &facts->sites[((uintptr_t)code / 64 + (unsigned int)at) % AH_SITES];
     if (site->code != code || site->at != at) {
         char found[sizeof site->text];
 
         if (describe(facts, frame, code, found, sizeof found) != 0) {
             Py_DECREF(code);
-            return PyErr_Occurred() ? -1 : ask(facts, text, size);
+            return PyErr_Occurred() ? -1 : find_site(facts, text, size);
         }
         Py_XDECREF(site->code);
         site->code = Py_NewRef(code);
@@ -322,107 +318,77 @@ int ah_call_site(struct ah_torch_facts *facts, char *text, size_t size)
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *tensors, *dtypes, *reductions, *member, *coalescing, *call_site, *foreign, *capsule, *world, *is_neg;
-    PyObject *made;
-    struct ah_torch_facts *self;
+    struct ah_torch_facts *self = (struct ah_torch_facts *)PyType_GenericAlloc(type, 0);
+    PyObject *capsule, *is_neg;
 
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &tensors, &PyDict_Type, &dtypes, &PyTuple_Type,
-                          &reductions, &member, &PyDict_Type, &coalescing, &call_site, &PyTuple_Type, &foreign, &capsule,
-                          &world, &is_neg))
+    if (!self)
         return NULL;
-    if (world != Py_None && (!PyTuple_Check(world) || PyTuple_Size(world) != 4 || !PyDict_Check(PyTuple_GetItem(world, 0)))) {
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!OO!OOO:TorchFacts", &PyTuple_Type, &self->tensors, &PyDict_Type,
+                          &self->dtypes, &PyTuple_Type, &self->reductions, &self->member, &PyDict_Type,
+                          &self->coalescing, &self->call_site, &PyTuple_Type, &self->foreign, &capsule, &self->world,
+                          &is_neg))
+        goto failed;
+    self->args = Py_NewRef(args);
+    if (self->world != Py_None && (!PyTuple_Check(self->world) || PyTuple_Size(self->world) != 4 ||
+                                   !PyDict_Check(PyTuple_GetItem(self->world, 0)))) {
         PyErr_SetString(PyExc_TypeError, "a dict, a name, a type and a name, or None");
-        return NULL;
+        goto failed;
     }
-    if (PyTuple_Size(reductions) != AH_TORCH_REDUCTIONS) {
+    if (PyTuple_Size(self->reductions) != AH_TORCH_REDUCTIONS) {
         PyErr_SetString(PyExc_TypeError, "an object or None for each reduction");
-        return NULL;
+        goto failed;
     }
-    made = allocate(type, 0);
-    if (!made)
-        return NULL;
-    self = (struct ah_torch_facts *)made;
     if (capsule != Py_None) {
         const struct ah_dlpack *found = PyCapsule_GetPointer(capsule, AH_DLPACK_CAPSULE);
 
-        if (!found) {
-            Py_DECREF(made);
-            return NULL;
-        }
+        if (!found)
+            goto failed;
         if (found->major == AH_DLPACK_MAJOR && found->describe)
             self->dlpack = found;
     }
-    self->capsule = Py_NewRef(capsule);
-    self->tensors = Py_NewRef(tensors);
-    self->dtypes = Py_NewRef(dtypes);
-    self->reductions = Py_NewRef(reductions);
-    self->member = Py_NewRef(member);
-    self->world = Py_NewRef(world);
-    self->is_neg = Py_NewRef(is_neg);
     if (PyCFunction_Check(is_neg) && PyCFunction_GetFlags(is_neg) == METH_NOARGS)
         self->negated = PyCFunction_GetFunction(is_neg);
-    self->coalescing = Py_NewRef(coalescing);
-    self->call_site = Py_NewRef(call_site);
-    self->foreign = Py_NewRef(foreign);
     for (size_t name = 0; name < AH_NAMES; name++) {
-        self->names[name] = PyUnicode_InternFromString(NAMES[name]);
-        if (!self->names[name]) {
-            Py_DECREF(made);
-            return NULL;
-        }
+        if (!(self->names[name] = PyUnicode_InternFromString(NAMES[name])))
+            goto failed;
     }
-    return made;
+    return (PyObject *)self;
+
+failed:
+    Py_DECREF((PyObject *)self);
+    return NULL;
 }
 
-static void unmake(PyObject *object)
+static void unmake(struct ah_torch_facts *self)
 {
-    struct ah_torch_facts *self = (struct ah_torch_facts *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
-    Py_XDECREF(self->tensors);
-    Py_XDECREF(self->dtypes);
-    Py_XDECREF(self->reductions);
-    Py_XDECREF(self->member);
-    Py_XDECREF(self->world);
+    Py_XDECREF(self->args);
     Py_XDECREF(self->state);
     Py_XDECREF(self->kept);
-    Py_XDECREF(self->is_neg);
     Py_XDECREF((PyObject *)self->segment_type);
-    Py_XDECREF(self->coalescing);
-    Py_XDECREF(self->call_site);
-    Py_XDECREF(self->foreign);
-    Py_XDECREF(self->capsule);
     for (size_t name = 0; name < AH_NAMES; name++)
         Py_XDECREF(self->names[name]);
     for (size_t site = 0; site < AH_SITES; site++)
         Py_XDECREF(self->sites[site].code);
-    release(object);
-    Py_DECREF(type);
+    ah_object_free(self);
 }
 
 static PyType_Slot SLOTS[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, unmake},
-    {Py_tp_doc, "TorchFacts(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
+    {Py_tp_doc,
+     "TorchFacts(tensors, dtypes, reductions, member, coalescing, call_site, foreign, capsule, world, is_neg): "
                 "what the fast path knows of torch."},
     {0, NULL},
 };
 
-static PyType_Spec SPEC = {
+PyType_Spec ah_torch_facts_spec = {
     .name = "allhands._core.TorchFacts",
     .basicsize = sizeof(struct ah_torch_facts),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = SLOTS,
 };
 
-PyObject *ah_torch_facts_type(void)
-{
-    return PyType_FromSpec(&SPEC);
-}
-
 struct ah_torch_facts *ah_as_torch_facts(PyObject *object)
 {
-    return PyType_GetSlot(Py_TYPE(object), Py_tp_new) == (void *)make ? (struct ah_torch_facts *)object : NULL;
+    return ah_object_made_by(object, make);
 }

@@ -39,8 +39,8 @@ static int in_progress(const struct ah_entry *entry)
     return entry->state == AH_ENTRY_WAITING || entry->state == AH_ENTRY_RUNNING;
 }
 
-/* One thread at a time writes, so the stamp needs no step that cannot be divided: that would wait until others have seen
- * all that a call has stored before it. */
+/* One thread writes at a time, so the stamp needs no atomic read-modify-write, which would wait for all earlier stores
+ * of the call. */
 static void open_entry(struct ah_entry *entry)
 {
     uint64_t stamp = atomic_load_explicit(&entry->stamp, memory_order_relaxed);
@@ -55,7 +55,7 @@ struct ah_entry *ah_entry_begin(struct ah_flight_recorder *recorder)
     uint64_t number = ++recorder->header->last;
     struct ah_entry *entry = &recorder->entries[number % AH_RECORDER_ENTRIES];
 
-    /* Mostly the next place is free; where it is not, look for the oldest of those that are done. */
+    /* Usually the next place is free; otherwise take the oldest entry that is complete. */
     if (in_progress(entry)) {
         struct ah_entry *oldest = NULL;
 
@@ -85,7 +85,8 @@ void ah_entry_set_state(struct ah_entry *entry, enum ah_entry_state state)
     if (state == AH_ENTRY_DONE || state == AH_ENTRY_FAILED)
         entry->ended_ns = now;
     entry->state = state;
-    atomic_store_explicit(&entry->stamp, atomic_load_explicit(&entry->stamp, memory_order_relaxed) + 1, memory_order_release);
+    atomic_store_explicit(&entry->stamp, atomic_load_explicit(&entry->stamp, memory_order_relaxed) + 1,
+                          memory_order_release);
 }
 
 struct ah_entry *ah_entry_find(struct ah_flight_recorder *recorder, uint64_t number)

@@ -1,7 +1,7 @@
 /* The flight recorder: the current and last calls of this process in its groups, in memory that other processes can
  * read while it hangs. One thread writes at a time (the GIL ensures that). */
-#ifndef ALLHANDS_BOARD_H
-#define ALLHANDS_BOARD_H
+#ifndef ALLHANDS_FLIGHT_RECORDER_H
+#define ALLHANDS_FLIGHT_RECORDER_H
 
 #include <stdalign.h>
 #include <stdatomic.h>
@@ -16,17 +16,17 @@
 
 enum ah_entry_state { AH_ENTRY_FREE, AH_ENTRY_WAITING, AH_ENTRY_RUNNING, AH_ENTRY_DONE, AH_ENTRY_FAILED };
 
-/* Its layout is known to src/allhands/entries.py too: a change needs a new AH_RECORDER_VERSION. */
+/* src/allhands/observe/flight_recorder.py has this layout too: a change needs a new AH_RECORDER_VERSION. */
 struct ah_entry {
     alignas(64) _Atomic uint64_t stamp; /* odd while the entry is being written */
-    uint64_t number;                    /* runs through all entries of the process, from 1 */
+    uint64_t number;                    /* of all entries of the process, from 1 */
     uint64_t sequence;                  /* of the call in its group */
     uint64_t bytes;
     int64_t issued_ns, started_ns, ended_ns; /* CLOCK_MONOTONIC; 0 for not yet */
     uint32_t state;
-    uint32_t main_thread;   /* whether the main_thread thread runs it */
-    int32_t root;    /* in the group; -1 for none */
-    uint32_t dims;   /* how many the tensor has, also beyond AH_ENTRY_DIMS */
+    uint32_t main_thread; /* whether the main thread runs it */
+    int32_t root;         /* in the group; -1 for none */
+    uint32_t dims;        /* of the tensor, also beyond AH_ENTRY_DIMS */
     uint64_t shape[AH_ENTRY_DIMS];
     char operation[24], group[24], dtype[12], reduction[12], site[64];
 };

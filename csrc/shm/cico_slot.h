@@ -1,6 +1,6 @@
 /* Copy-in/copy-out slots: where the chunk of a ticket is. */
-#ifndef ALLHANDS_SLOT_H
-#define ALLHANDS_SLOT_H
+#ifndef ALLHANDS_CICO_SLOT_H
+#define ALLHANDS_CICO_SLOT_H
 
 #include "shm/segment.h"
 

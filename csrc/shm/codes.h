@@ -1,5 +1,6 @@
-/* Numbers of dtypes, reductions, operations and outcomes, each with its name: the only definition. `_core` exports them to
- * Python as DTYPES, REDUCTIONS, OPERATIONS and OUTCOMES. Ranks compare the numbers, so a change needs a new segment version. */
+/* Numbers of dtypes, reductions, operations and outcomes, each with its name: the only definition. `_core` exports them
+ * to Python as DTYPES, REDUCTIONS, OPERATIONS and OUTCOMES. Ranks compare the numbers, so a change needs a new segment
+ * version. */
 #ifndef ALLHANDS_CODES_H
 #define ALLHANDS_CODES_H
 
@@ -67,10 +68,12 @@
 /* AH_RAW: bytes that are only copied. Larger numbers are dtypes of the caller's that are compared and copied. */
 enum ah_dtype { AH_DTYPES(AH_ENUMERATOR) AH_RAW = 14 };
 
-/* Added to the number of a real dtype: complex numbers with such parts. Reduced as their parts, compared as a dtype of their own. */
+/* Added to the number of a real dtype: complex numbers with such parts. Reduced as their parts, compared as a dtype of
+ * their own. */
 #define AH_COMPLEX 0x100u
 
-/* PREMUL_SUM: a sum of values that the caller has multiplied already. It has a number so that peers can tell it from SUM. */
+/* PREMUL_SUM: a sum of values that the caller has multiplied; a number of its own, so that peers distinguish it from
+ * SUM. */
 enum ah_reduction { AH_REDUCTIONS(AH_ENUMERATOR) };
 
 enum ah_operation_code { AH_OPERATIONS(AH_ENUMERATOR) };

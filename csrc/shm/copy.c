@@ -6,7 +6,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Stores that do not first read the line they replace: 18 against 10.7 GB/s from memory to memory. */
+/* Non-temporal stores do not first read the line that they replace: 18 against 10.7 GB/s from memory to memory. */
 __attribute__((target("avx"))) static void stream_avx(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t head = (32 - (uintptr_t)to % 32) % 32;
@@ -29,21 +29,21 @@ __attribute__((target("avx"))) static void stream_avx(unsigned char *to, const u
         _mm256_stream_si256((__m256i *)(to + 96), d);
     }
     memcpy(to, from, bytes);
-    /* Such stores are not ordered with the flag that follows them. */
+    /* Non-temporal stores are not ordered with the counter that is set next. */
     _mm_sfence();
 }
 #endif
 
-void ah_copy(void *to, const void *from, size_t bytes, int stream)
+void ah_copy(void *to, const void *from, size_t bytes, int bypass)
 {
     if (bytes == 0)
         return;
 #if defined(__x86_64__)
-    if (stream && __builtin_cpu_supports("avx")) {
+    if (bypass && __builtin_cpu_supports("avx")) {
         stream_avx(to, from, bytes);
         return;
     }
 #endif
-    (void)stream;
+    (void)bypass;
     memcpy(to, from, bytes);
 }

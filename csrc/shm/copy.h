@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-/* Copy; with `stream` past the caches, for targets that are not read again soon. */
-void ah_copy(void *to, const void *from, size_t bytes, int stream);
+/* Copy; with `bypass` past the caches (non-temporal stores), for targets that are not read again soon. */
+void ah_copy(void *to, const void *from, size_t bytes, int bypass);
 
 #endif

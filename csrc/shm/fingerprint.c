@@ -27,15 +27,16 @@ static int compare(struct ah_group *group, uint32_t rank, uint32_t sequence)
         theirs->dtype == mine->dtype && theirs->count == mine->count && theirs->root == mine->root &&
         theirs->list_digest == mine->list_digest)
         return AH_OK;
-    /* Whoever writes the sentence asks about this call. */
+    /* The report is about this call. */
     group->call = *mine;
     return ah_call_mismatch(group, rank);
 }
 
-/* The same for a call that we left: nobody has looked at sizes there. */
-static int compare_left(struct ah_group *group, uint32_t rank, uint32_t sequence)
+/* The same for a call that ended uncompared: part sizes were not compared there either. */
+static int compare_uncompared(struct ah_group *group, uint32_t rank, uint32_t sequence)
 {
-    const struct ah_fingerprint *mine = fingerprint_at(group, group->rank, sequence), *theirs = fingerprint_at(group, rank, sequence);
+    const struct ah_fingerprint *mine = fingerprint_at(group, group->rank, sequence);
+    const struct ah_fingerprint *theirs = fingerprint_at(group, rank, sequence);
     int code = compare(group, rank, sequence);
 
     if (code == AH_OK && mine->call.kind == AH_SCATTER && mine->bytes != theirs->bytes) {
@@ -51,26 +52,27 @@ static int is_published(const struct ah_group *group, uint32_t rank, uint32_t se
                           sequence + 1);
 }
 
-/* Compare what we left below `end` with what `rank` has called of it by now; `checked` is the first that was not. */
-static int compare_left_calls_of(struct ah_group *group, uint32_t rank, uint32_t end, uint32_t *checked)
+/* Compare our uncompared calls below `end` with those that `rank` has published; `checked` is the first that it has
+ * not. */
+static int compare_uncompared_with(struct ah_group *group, uint32_t rank, uint32_t end, uint32_t *checked)
 {
     uint32_t sequence = group->uncompared;
     int code = AH_OK;
 
     while (code == AH_OK && sequence != end && is_published(group, rank, sequence))
-        code = compare_left(group, rank, sequence++);
+        code = compare_uncompared(group, rank, sequence++);
     *checked = sequence;
     return code;
 }
 
-/* Compare what we left with what everyone has called by now, and say so. */
-static int compare_left_calls(struct ah_group *group)
+/* Compare our uncompared calls with those that all ranks have published, and publish how far. */
+static int compare_all_uncompared(struct ah_group *group)
 {
     struct ah_member *self = &group->members[group->rank];
     uint32_t end = (uint32_t)group->sequence, all = end, checked;
 
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
-        int code = compare_left_calls_of(group, rank, end, &checked);
+        int code = compare_uncompared_with(group, rank, end, &checked);
 
         if (code != AH_OK)
             return code;
@@ -82,16 +84,17 @@ static int compare_left_calls(struct ah_group *group)
     return AH_OK;
 }
 
-/* The same before a call that waits for everyone: of two ranks that differ, whoever comes to it last finds the other's fingerprint,
- * and so nobody gets through that call. The fence is for two that come at the same time: each has published its own fingerprint, and
- * at least one of them sees the other's. */
-static int compare_left_calls_fenced(struct ah_group *group)
+/* The same before a call that waits for all ranks: of two ranks that differ, the later one finds the other's
+ * fingerprint, so neither completes that call. The fence is for two that arrive at the same time: each has published
+ * its fingerprint, and at least one of them sees the other's. */
+static int compare_all_uncompared_fenced(struct ah_group *group)
 {
     atomic_thread_fence(memory_order_seq_cst);
-    return compare_left_calls(group);
+    return compare_all_uncompared(group);
 }
 
-/* Wait until the fingerprint of the call AH_CALL_DEPTH before this one may be written: we have compared it, and nobody needs it. */
+/* Wait until the fingerprint of the call AH_CALL_DEPTH before this one may be reused: we have compared that call, and
+ * no rank needs the fingerprint. */
 static int await_free_fingerprint(struct ah_group *group, uint32_t oldest)
 {
     uint32_t reusable;
@@ -101,7 +104,7 @@ static int await_free_fingerprint(struct ah_group *group, uint32_t oldest)
         for (uint32_t rank = 0; code == AH_OK && rank < group->ranks; rank++)
             code = ah_wait_word(group, rank, &fingerprint_at(group, rank, oldest - 1)->stamp, oldest);
         if (code == AH_OK)
-            code = compare_left_calls(group);
+            code = compare_all_uncompared(group);
         if (code != AH_OK)
             return code;
     }
@@ -122,7 +125,8 @@ static int await_free_fingerprint(struct ah_group *group, uint32_t oldest)
     return AH_OK;
 }
 
-int ah_call_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest, int64_t timeout_ns)
+int ah_call_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest,
+                  int64_t timeout_ns)
 {
     struct ah_member *self = &group->members[group->rank];
     int64_t now = group->now_ns ? group->now_ns : ah_clock_ns();
@@ -135,14 +139,14 @@ int ah_call_begin(struct ah_group *group, const struct ah_call *call, uint32_t b
     if ((!ah_has_reached(group->uncompared, oldest) || !ah_has_reached(group->reusable, oldest)) &&
         (code = await_free_fingerprint(group, oldest)) != AH_OK)
         return code;
-    if (call->root < 0 && group->uncompared != sequence && (code = compare_left_calls_fenced(group)) != AH_OK)
+    if (call->root < 0 && group->uncompared != sequence && (code = compare_all_uncompared_fenced(group)) != AH_OK)
         return code;
     group->call = *call;
     group->call.sequence = group->sequence++;
     fingerprint = ah_fingerprint_of(group, group->rank);
     fingerprint->call = group->call;
     fingerprint->bytes = bytes;
-    if (fingerprint->window != 0) /* else the second line is left alone */
+    if (fingerprint->window != 0) /* else the second cache line is not written */
         fingerprint->window = 0;
     atomic_store_explicit(&self->largest[sequence % AH_CALL_DEPTH], largest, memory_order_relaxed);
     atomic_store_explicit(&self->begun, sequence + 1, memory_order_release);
@@ -174,19 +178,19 @@ int ah_call_compare_all(struct ah_group *group)
         if (rank != group->rank)
             code = ah_call_compare_one(group, rank);
         if (code == AH_OK && group->uncompared != sequence)
-            code = compare_left_calls_of(group, rank, sequence, &checked);
+            code = compare_uncompared_with(group, rank, sequence, &checked);
     }
     if (code != AH_OK)
         return code;
     group->uncompared = sequence;
-    /* Everyone is done with all calls before this one, and in the last one that has no root everyone compared with all. */
+    /* All ranks have ended the calls before this one, and in the last one without a root all compared with all. */
     group->reusable = ah_has_reached(group->reusable, group->synchronized) ? group->reusable : group->synchronized;
     if (group->call.root < 0)
         group->synchronized = sequence + 1;
     return AH_OK;
 }
 
-/* Get the line that the next call writes first, while the caller is about other things: others have read it. */
+/* Prefetch the line that the next call writes first: other ranks have read it. */
 static void prefetch_next(struct ah_group *group)
 {
 #if defined(__x86_64__)

@@ -9,8 +9,8 @@
  *
  * This finds every mismatch: a rank compares its call at least with that of its root, and a rank that is a root
  * compares with all ranks before any rank completes the next call without a root. */
-#ifndef ALLHANDS_CARD_H
-#define ALLHANDS_CARD_H
+#ifndef ALLHANDS_FINGERPRINT_H
+#define ALLHANDS_FINGERPRINT_H
 
 #include "shm/segment.h"
 
@@ -23,16 +23,18 @@ static inline struct ah_fingerprint *ah_fingerprint_of(const struct ah_group *gr
 /* The payload of `rank` for the current call; `bytes` is at most AH_PAYLOAD_BYTES. */
 static inline unsigned char *ah_payload_of(const struct ah_group *group, uint32_t rank, size_t bytes)
 {
-    size_t sheet = (size_t)rank * AH_CALL_DEPTH + group->call.sequence % AH_CALL_DEPTH;
+    size_t page = (size_t)rank * AH_CALL_DEPTH + group->call.sequence % AH_CALL_DEPTH;
 
-    return bytes <= AH_INLINE_BYTES ? ah_fingerprint_of(group, rank)->inline_payload : group->payloads + sheet * AH_PAYLOAD_BYTES;
+    return bytes <= AH_INLINE_BYTES ? ah_fingerprint_of(group, rank)->inline_payload
+                                    : group->payloads + page * AH_PAYLOAD_BYTES;
 }
 
 /* Begin a call: write our fingerprint once its place is free; the caller adds the payload and publishes it. Where
  * ranks may differ in the size of their parts, `bytes` is the size of one (AH_NO_PAYLOAD: data goes through the
  * slots) and `largest` that of our largest; else both are 0. They are written even if the group has ended, for
  * reports. */
-int ah_call_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest, int64_t timeout_ns);
+int ah_call_begin(struct ah_group *group, const struct ah_call *call, uint32_t bytes, size_t largest,
+                  int64_t timeout_ns);
 
 /* Publish our fingerprint; it and its payload are written. */
 void ah_call_publish(struct ah_group *group);

@@ -9,10 +9,10 @@
 
 #include "shm/wait.h"
 
-/* Less is not worth waking a thread for, which takes some 50 us. */
+/* Smallest part of a thread: waking one takes some 50 us. */
 #define LEAST_PART ((size_t)256 << 10)
 
-/* How long to wait for helpers before looking whether a signal came. */
+/* Longest wait for helpers between two checks for signals. */
 #define CHECK_NS 50000000L
 
 struct helper {
@@ -27,9 +27,9 @@ struct helper {
 struct ah_helper_threads {
     pthread_mutex_t lock;
     pthread_cond_t job_ready, job_done;
-    pid_t owner;   /* a forked child has the memory and not the threads */
-    uint32_t job_number; /* goes up with each job */
-    uint32_t running; /* helpers that are not done with it */
+    pid_t owner;         /* a forked child has the memory and not the threads */
+    uint32_t job_number; /* incremented with each job */
+    uint32_t running;    /* helpers that have not finished it */
     int stopping;
     ah_part_work work;
     const void *job;
@@ -68,7 +68,7 @@ static void *helper_main(void *given)
     return NULL;
 }
 
-/* The signals of the process are for the threads that it knows of. */
+/* Signals of the process are left to its other threads. */
 static void start(struct helper *helper)
 {
     sigset_t all, before;
@@ -78,7 +78,7 @@ static void start(struct helper *helper)
         return;
     helper->started = pthread_create(&helper->thread, NULL, helper_main, helper) == 0;
     if (helper->started)
-        pthread_setname_np(helper->thread, "allhands-helper"); /* as top and the doctor show it; at most 15 letters */
+        pthread_setname_np(helper->thread, "allhands-helper"); /* shown by top; at most 15 characters */
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
@@ -107,7 +107,7 @@ static struct ah_helper_threads *start_all(struct ah_group *group)
     return all;
 }
 
-/* Bring the view of a helper up to date with the call that runs. */
+/* Copy what the running call needs into the view of a helper. */
 static void update_view(const struct ah_group *group, struct ah_group *view)
 {
     view->deadline_ns = group->deadline_ns;
@@ -116,7 +116,7 @@ static void update_view(const struct ah_group *group, struct ah_group *view)
     view->culprit = group->culprit;
 }
 
-/* Wait until all helpers are done: by the deadline, or soon after the group's end, which each of them looks at. A handler that
+/* Wait until all helpers have finished; each of them checks the deadline and the group's end. A signal handler that
  * raised ends the group. */
 static int await_helpers(struct ah_group *group, struct ah_helper_threads *all)
 {

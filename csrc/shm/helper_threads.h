@@ -1,22 +1,23 @@
-/* Hands: threads of a rank that help with a large call where there are cores for them. One core moves a quarter of what the
- * memory of a common machine could; the helper_threads of a rank share the tensor between them, each with the same helper of the
- * other ranks, in counters and slots of its own. What is reduced, and in which order, does not depend on how many there are. */
+/* Helper threads of a rank, for large calls on machines with spare cores: one core uses about a quarter of a common
+ * machine's memory bandwidth. The threads of a rank split the tensor; each works with the same helper of the other
+ * ranks, in counters and slots of its own. The order of reduction does not depend on their number. */
 #ifndef ALLHANDS_HELPER_THREADS_H
 #define ALLHANDS_HELPER_THREADS_H
 
 #include "shm/segment.h"
 
-/* One part of a call: number `part` of `parts`, as `view` sees the group. Part 0 is done by the caller, in the group itself. */
+/* Performs part number `part` of `parts` of a call, in the group as `view` sees it. Part 0 is the caller's, in the
+ * group itself. */
 typedef int (*ah_part_work)(struct ah_group *view, const void *job, uint32_t part, uint32_t parts);
 
-/* How many parts `bytes` are to be done in: the same on every rank. */
+/* Number of parts for a call of `bytes`: the same on every rank. */
 uint32_t ah_part_count(const struct ah_group *group, size_t bytes);
 
-/* Do all parts of a job at once, and return when all are over: AH_OK, or how one of them ended. A helper that could not be
- * started costs time, and nothing else: its part is done after the caller's own. */
+/* Perform all parts of a job concurrently and return when all have ended: AH_OK, or the outcome of one that failed. The
+ * part of a helper that could not be started is performed by the caller, after its own. */
 int ah_run_parts(struct ah_group *group, ah_part_work work, const void *job, uint32_t parts);
 
-/* Let the helper_threads go; no call runs. */
+/* End the threads; no call may run. */
 void ah_helper_threads_stop(struct ah_group *group);
 
 #endif

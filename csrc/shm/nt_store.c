@@ -6,30 +6,32 @@
 #include <x86intrin.h>
 #endif
 
-/* What is timed: more than a timer's own time, and as much as a block of results has in one piece. */
+/* Smallest timed write: takes longer than reading the timer, and is as large as a contiguous piece of a block of
+ * results. */
 #define TIMED_BYTES ((size_t)8 << 10)
 
-/* Less than this goes by way of the caches: it is there before the reader looks. */
+/* Writes up to this size always go through the caches: they arrive before the reader looks. */
 #define SMALL_BYTES ((size_t)4 << 10)
 
-/* One in so many goes the other way: the worse takes up to ten times as long. A prime, so that calls that all write as often do not
- * send the same of their chunks there each time. Where the facts that is consumed seems to be the worse, it is seen to at once. */
+/* One write in so many probes the other method: the worse one takes up to ten times as long. A prime, so that equal
+ * calls do not always probe with the same chunk. If the current method seems the worse one, probes are more frequent.
+ * */
 #define PROBE_EVERY 61
 #define PROBE_SOON 5
 
-/* A mean of the last ones, about so many: of the facts that is consumed many, because the first writes of a call are faster than its others;
- * of the other one few, because it is consumed seldom. */
+/* Number of writes in the moving averages: many for the current method, because the first writes of a call are faster
+ * than its others; few for the other one, because it is measured seldom. */
 #define MEAN_CHOSEN 16
 #define MEAN_PROBED 2
 
-/* More than this was no write but an interruption. Where no cache is shared it takes a third. */
+/* A longer time includes an interruption: without a shared cache a write takes a third of this. */
 #define MAX_TICKS ((uint64_t)1 << 15)
 
-/* How many times running the other way has to be better: what the system did meanwhile must not decide. */
+/* Consecutive probes that must favour the other method, so that a disturbance of the system does not decide. */
 #define STREAK_LENGTH 2
 
-/* Whoever reads what went bypass the caches fetches it from memory, which takes about this much longer than from a cache that both cores
- * share. A difference and no ratio: what is written comes from memory itself, or from the first-level cache. */
+/* What a reader loses if it fetches the data from memory instead of a cache that both cores share. A difference, not a
+ * ratio: the time of the write itself depends on whether its source is in memory or in L1. */
 #define FETCH_TICKS 1500
 
 static int is_bypass_better(const struct ah_nt_store *store)
@@ -52,7 +54,7 @@ int ah_nt_store_choose(struct ah_nt_store *store)
 {
     uint32_t every = is_bypass_better(store) != store->bypass ? PROBE_SOON : PROBE_EVERY;
 
-    /* Not the very first, which finds pages that nobody has touched yet. */
+    /* Not the very first write, which may fault pages in. */
     return ++store->writes % every == 0 ? !store->bypass : store->bypass;
 }
 

@@ -3,8 +3,8 @@
  * costs more than a write to memory: all_reduce of 16 MiB with 2 ranks takes 2.3 ms bypassing and 9.2 through the
  * caches there, but 2.8 against 1.5 where they share one. This can change at run time, because a virtual machine's
  * cores move. So writes are timed, and now and then one probes the other method. */
-#ifndef ALLHANDS_STORE_H
-#define ALLHANDS_STORE_H
+#ifndef ALLHANDS_NT_STORE_H
+#define ALLHANDS_NT_STORE_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -13,8 +13,8 @@
 struct ah_nt_store {
     int bypass;          /* whether writes bypass the caches */
     uint32_t writes;     /* number of writes */
-    uint32_t streak;    /* consecutive probes in which the other method was better */
-    uint64_t ticks[2]; /* mean ticks of each method for TIMED_BYTES */
+    uint32_t streak;     /* consecutive probes in which the other method was better */
+    uint64_t ticks[2];   /* mean ticks of each method for TIMED_BYTES */
 };
 
 /* Copy to memory that another rank reads next. */

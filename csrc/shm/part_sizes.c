@@ -13,12 +13,15 @@ size_t ah_part_table_bytes(const struct ah_group *group)
     return (group->ranks * sizeof(struct part_entry) + AH_ALIGN - 1) / AH_ALIGN * AH_ALIGN;
 }
 
-/* From one table to the next: nobody knows yet what the others move. Less is better for inline_payload parts, more for large ones. */
+/* Step of the rotation in a slot (cico_slot.h): a constant, because the sizes of other ranks are not known yet. A
+ * smaller one is better for small parts, a larger one for large parts. */
 #define STEP_BYTES ((size_t)128 << 10)
 
 static unsigned char *table_at(const struct ah_group *group, uint32_t rank, uint32_t ticket)
 {
-    return ah_cico_slot_at(group, rank, ticket, STEP_BYTES + ah_part_table_bytes(group), ah_part_table_bytes(group) + AH_CHUNK_BYTES);
+    size_t table = ah_part_table_bytes(group);
+
+    return ah_cico_slot_at(group, rank, ticket, STEP_BYTES + table, table + AH_CHUNK_BYTES);
 }
 
 unsigned char *ah_slot_after_table(const struct ah_group *group, uint32_t rank, uint32_t ticket)
@@ -48,7 +51,8 @@ void ah_write_part_table(struct ah_group *group, uint32_t first, const struct ah
 
 static size_t largest_of(const struct ah_group *group, uint32_t rank)
 {
-    return atomic_load_explicit(&group->members[rank].largest[group->call.sequence % AH_CALL_DEPTH], memory_order_relaxed);
+    return atomic_load_explicit(&group->members[rank].largest[group->call.sequence % AH_CALL_DEPTH],
+                                memory_order_relaxed);
 }
 
 size_t ah_largest_of_all(const struct ah_group *group)
@@ -69,7 +73,7 @@ int ah_any_single_copy(const struct ah_group *group)
     return 0;
 }
 
-/* What `from` part_entry for `to`. */
+/* The entry of `from` for `to`. */
 static const struct part_entry *part_entry(const struct ah_group *group, uint32_t first, uint32_t from, uint32_t to)
 {
     return (const struct part_entry *)table_at(group, from, first) + to;

@@ -1,8 +1,8 @@
 /* Sizes that only the sender knows. Each rank publishes its largest part, so that all ranks use the same number of
  * chunks, and writes a table of the sizes for each rank at the head of its first slot, so that a receiver that
  * expects another size finds out before it copies. The table also has addresses, for single copy. */
-#ifndef ALLHANDS_SIZES_H
-#define ALLHANDS_SIZES_H
+#ifndef ALLHANDS_PART_SIZES_H
+#define ALLHANDS_PART_SIZES_H
 
 #include "collectives/collective.h"
 

@@ -4,10 +4,10 @@
 #include <stdalign.h>
 #include <string.h>
 
-/* A block of each source is reduced before the next: 16 KiB of accumulator stay in the first-level cache. */
+/* Each block of the sources is reduced before the next: 16 KiB of accumulator stay in L1. */
 #define BLOCK 4096u
 
-/* One binary for all: the loader picks the widest vectors that the processor has. */
+/* One binary for all processors: the loader picks the version with the widest vectors. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -19,14 +19,14 @@
 #define MULTIPLY(a, b) ((a) * (b))
 #define LESS(a, b) ((b) < (a) ? (b) : (a))
 #define MORE(a, b) ((b) > (a) ? (b) : (a))
-/* A NaN anywhere is a NaN in the result, whichever side it stands on. */
+/* A NaN in either operand is a NaN in the result. */
 #define LESS_F(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
 #define MORE_F(a, b) ((b) > (a) || (b) != (b) ? (b) : (a))
 #define AND(a, b) ((a) & (b))
 #define OR(a, b) ((a) | (b))
 #define XOR(a, b) ((a) ^ (b))
 
-/* out[i] = a[i] op b[i]; out may be a or b, which is no dependence between iterations. */
+/* out[i] = a[i] op b[i]; out may be a or b, which makes no dependence between iterations. */
 #define PAIR(name, type, wide, op)                                                \
     WIDE static void name(void *out, const void *a, const void *b, size_t n)      \
     {                                                                             \
@@ -36,7 +36,7 @@
             to[i] = (type)op((wide)left[i], (wide)right[i]);                      \
     }
 
-/* Unsigned arithmetic wraps, as torch's does; in C the signed kind must not. */
+/* Unsigned arithmetic wraps, as torch's does; overflow of signed integers is undefined in C. */
 #define INTEGERS(suffix, type, unsigned_type)                \
     PAIR(sum_##suffix, type, unsigned_type, ADD)             \
     PAIR(product_##suffix, type, unsigned_type, MULTIPLY)    \
@@ -52,7 +52,7 @@
     PAIR(min_##suffix, type, type, LESS_F)     \
     PAIR(max_##suffix, type, type, MORE_F)
 
-/* uint32_t and not the narrow type itself: narrow unsigned types become signed int, whose product may overflow. */
+/* uint32_t, not the narrow type: narrow unsigned types are promoted to signed int, whose product may overflow. */
 INTEGERS(u8, uint8_t, uint32_t)
 INTEGERS(i8, int8_t, uint32_t)
 INTEGERS(u16, uint16_t, uint32_t)
@@ -66,11 +66,11 @@ FLOATS(f64, double)
 
 typedef void (*pair)(void *, const void *, const void *, size_t);
 
-#define ROW_I(suffix) {0, sum_##suffix, 0, product_##suffix, min_##suffix, max_##suffix, and_##suffix, or_##suffix, xor_##suffix}
-#define ROW_F(suffix) {0, sum_##suffix, sum_##suffix, product_##suffix, min_##suffix, max_##suffix, 0, 0, 0, sum_##suffix}
+#define ROW_I(type) {0, sum_##type, 0, product_##type, min_##type, max_##type, and_##type, or_##type, xor_##type}
+#define ROW_F(type) {0, sum_##type, sum_##type, product_##type, min_##type, max_##type, 0, 0, 0, sum_##type}
 
-/* By dtype and reduction; 16-bit floats are reduced as the 32-bit ones they are widened to. A bool is 0 or 1, so
- * that "and" and "or" are its product, sum, least and greatest. */
+/* By dtype and reduction; 16-bit floats are widened and reduced in 32 bits. A bool is 0 or 1, so "and" is its product
+ * and minimum, "or" its sum and maximum. */
 static const pair PAIRS[AH_RAW + 1][AH_PREMUL_SUM + 1] = {
     [AH_U8] = ROW_I(u8),
     [AH_I8] = ROW_I(i8),
@@ -112,7 +112,7 @@ WIDE static void widen_bf16(float *out, const void *source, size_t n)
     }
 }
 
-/* To the nearest, ties to even; a NaN stays one. */
+/* Rounds to nearest, ties to even; a NaN stays a NaN. */
 WIDE static void narrow_bf16(void *out, const float *source, size_t n)
 {
     uint16_t *to = out;
@@ -177,7 +177,7 @@ static void narrow_f16_plain(void *out, const float *source, size_t n)
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* The compiler does not vectorise the conversion by itself; the processor has had one for long. */
+/* The compiler does not vectorise the conversion by itself. */
 __attribute__((target("avx,f16c"))) static void widen_f16_fast(float *out, const void *source, size_t n)
 {
     const uint16_t *from = source;
@@ -235,7 +235,7 @@ WIDE static void divide_f32(float *values, size_t n, float by)
         values[i] /= by;
 }
 
-/* Stores a value for each element, in one place or two. */
+/* Store a value for each element, to one array or two. */
 #define STORE(type, value)                                                  \
     do {                                                                    \
         if (also) {                                                         \
@@ -249,12 +249,12 @@ WIDE static void divide_f32(float *values, size_t n, float by)
         }                                                                   \
     } while (0)
 
-/* A sum and one or three more, divided by a number that may be 1. Reading from four ranks at once keeps memory busier than reading
- * from one after the other (4 ranks on 2 cores, 256 MiB: 70 ms, against 76); the order of the additions is the same. Where the
- * number is a power of two, multiplying by its inverse gives the same bits in a fraction of the time. */
+/* Add one or three arrays to a sum, and divide by `number`, which may be 1. Reading four ranks at once uses more of the
+ * memory bandwidth than one after the other (4 ranks on 2 cores, 256 MiB: 70 ms against 76); the order of the additions
+ * is the same. If the number is a power of two, multiplying by its inverse gives the same bits in less time. */
 #define MORE_OF(name, type)                                                                              \
-    WIDE static void name(void *out, void *also, const void *sum, const void *const *more, uint32_t some, size_t at, size_t n, \
-                          uint32_t number)                                                               \
+    WIDE static void name(void *out, void *also, const void *sum, const void *const *more, uint32_t some, \
+                          size_t at, size_t n, uint32_t number)                                          \
     {                                                                                                    \
         type *to = out, *second = also, by = (type)number, inverse = 1 / by;                             \
         const type *a = sum, *b = (const type *)more[0] + at;                                            \
@@ -295,14 +295,15 @@ static void reduce_halves(uint32_t dtype, uint32_t reduction, void *out, const v
     }
 }
 
-/* Where block `at` of a source begins. */
+/* The address of element `at` of a source. */
 static const unsigned char *block_of(const void *source, size_t at, size_t size)
 {
     return (const unsigned char *)source + at * size;
 }
 
 /* The sum of floats of 32 or 64 bits, divided by `by`. */
-static void add_up(uint32_t dtype, void *out, void *also, const void *const *sources, uint32_t number, size_t elements, uint32_t by)
+static void add_up(uint32_t dtype, void *out, void *also, const void *const *sources, uint32_t number, size_t elements,
+                   uint32_t by)
 {
     alignas(64) unsigned char total[BLOCK * 4];
     size_t size = ah_dtype_bytes(dtype), block = sizeof total / size;
@@ -318,8 +319,9 @@ static void add_up(uint32_t dtype, void *out, void *also, const void *const *sou
             last = source + some == number;
             /* `out` may be a source that comes later, so it is written last. */
             (dtype == AH_F32 ? more_of_f32 : more_of_f64)(
-                last ? (unsigned char *)out + at * size : total, last && also ? (unsigned char *)also + at * size : NULL, sum,
-                sources + source, some, at, n, last ? by : 1);
+                last ? (unsigned char *)out + at * size : total,
+                last && also ? (unsigned char *)also + at * size : NULL, sum, sources + source, some, at, n,
+                last ? by : 1);
         }
     }
 }
@@ -335,14 +337,15 @@ static void combine(uint32_t dtype, pair step, void *out, const void *const *sou
         for (uint32_t source = 1; source < number; source++) {
             const void *before = source == 1 ? block_of(sources[0], at, size) : total;
 
-            /* `out` is written last here too. */
-            step(source + 1 == number ? (unsigned char *)out + at * size : total, before, block_of(sources[source], at, size), n);
+            /* `out` is written last, as in `add_up`. */
+            step(source + 1 == number ? (unsigned char *)out + at * size : total, before,
+                 block_of(sources[source], at, size), n);
         }
     }
 }
 
-void ah_reduce_twice(uint32_t dtype, uint32_t reduction, void *out, void *also, const void *const *sources, uint32_t number,
-                     size_t elements)
+void ah_reduce_twice(uint32_t dtype, uint32_t reduction, void *out, void *also, const void *const *sources,
+                     uint32_t number, size_t elements)
 {
     int sum = reduction == AH_SUM || reduction == AH_AVG || reduction == AH_PREMUL_SUM;
     size_t bytes = elements * ah_dtype_bytes(dtype);
@@ -363,7 +366,8 @@ void ah_reduce_twice(uint32_t dtype, uint32_t reduction, void *out, void *also, 
         memcpy(also, out, bytes);
 }
 
-void ah_reduce(uint32_t dtype, uint32_t reduction, void *out, const void *const *sources, uint32_t number, size_t elements)
+void ah_reduce(uint32_t dtype, uint32_t reduction, void *out, const void *const *sources, uint32_t number,
+               size_t elements)
 {
     ah_reduce_twice(dtype, reduction, out, NULL, sources, number, elements);
 }

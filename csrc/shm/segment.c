@@ -7,7 +7,7 @@
 
 #define PAGE 4096u
 
-/* Where the system does not say. */
+/* Assumed size of L2 where the system does not report it. */
 #define SECOND_LEVEL ((size_t)1 << 20)
 
 static const uint64_t MAGIC = 0x73646e61686c6c61; /* "allhands" */
@@ -57,10 +57,10 @@ int ah_has_victim_l3(void)
 #endif
 }
 
-/* What a rank writes before it comes to the same line again. A line that others have read is in their second-level caches, and is
- * written three to five times as fast once newer ones have driven it out (64 KiB of two ranks: 2 us against 7 to 10; a ring of all
- * ranks of one such cache 6, of four 2, of sixteen 4 and of fifty 6, which the third level does not hold any more). Where slots are not
- * victim_l3 nothing is gained, and a few percent are lost. */
+/* Bytes that a rank writes before it reuses a line. A line that other ranks have read is in their L2; rewriting it is
+ * three to five times as fast once it has been evicted from there (64 KiB, two ranks: 2 us against 7 to 10; with rings
+ * of all ranks that take 1, 4, 16 and 50 times an L2: 6, 2, 4 and 6 us, the last beyond L3). Without a victim L3
+ * rotation costs a few percent. */
 static size_t ring_bytes(uint32_t ranks, int victim_l3)
 {
     long second = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -68,7 +68,8 @@ static size_t ring_bytes(uint32_t ranks, int victim_l3)
     return victim_l3 ? 4 * (second > 0 ? (size_t)second : SECOND_LEVEL) / ranks : 0;
 }
 
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t helper_threads, int victim_l3, const unsigned char nonce[16])
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t helper_threads, int victim_l3,
+                       const unsigned char nonce[16])
 {
     struct ah_header *head = memory;
 
@@ -114,7 +115,8 @@ int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t
 void ah_segment_helper_view(const struct ah_group *group, uint32_t helper, struct ah_group *view)
 {
     const struct ah_header *head = group->head;
-    unsigned char *own = (unsigned char *)group->head + helpers_offset(head->ranks, head->slot_bytes) + helper * helper_bytes(head->ranks);
+    unsigned char *own = (unsigned char *)group->head + helpers_offset(head->ranks, head->slot_bytes) +
+                         helper * helper_bytes(head->ranks);
 
     memset(view, 0, sizeof *view);
     view->head = group->head;

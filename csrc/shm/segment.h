@@ -1,6 +1,6 @@
 /* The shared segment of a group on one host: its layout, and one process's view of it.
  *
- *   header | members | payloads | slots | mailboxes (mailbox.h) | members and slots of each helper thread (helper_threads.h)
+ *   header | members | payloads | slots | mailboxes (mailbox.h) | members and slots of each helper thread
  *
  * A member writes only its own part (except `waiters`), every rank reads all of it. Data moves in chunks with a
  * running number, the ticket; all ranks use the same tickets in the same order, because they make the same calls
@@ -77,7 +77,7 @@ struct ah_member {
     _Atomic uint32_t reduced;
     _Atomic uint32_t consumed;
     _Atomic uint32_t left;  /* not 0: it makes no further call */
-    _Atomic uint32_t read_failed; /* not 0: it could not read another's memory */
+    _Atomic uint32_t read_failed; /* not 0: it could not read a peer's memory */
     /* Written by waiting ranks: on a line of its own, so that waiting does not slow the owner. */
     alignas(AH_ALIGN) _Atomic uint32_t waiters;
     _Atomic uint32_t wake_count;
@@ -94,8 +94,8 @@ struct ah_header {
     uint32_t version;
     uint32_t ranks;
     uint32_t helper_threads; /* of each rank */
-    uint64_t slot_bytes; /* of one slot, without padding */
-    uint64_t ring_bytes; /* bytes of the slots of a rank that are used in rotation */
+    uint64_t slot_bytes;     /* of one slot, without padding */
+    uint64_t ring_bytes;     /* bytes of the slots of a rank that are used in rotation */
     uint32_t victim_l3;      /* not 0: see ah_has_victim_l3 */
     uint64_t total_bytes;
     unsigned char nonce[16];
@@ -130,12 +130,12 @@ struct ah_group {
     uint32_t ticket;
     uint64_t sequence;
     struct ah_call call;
-    uint32_t uncompared; /* the first call that was not compared with all ranks */
-    uint32_t reusable;    /* no rank needs a fingerprint of calls below this sequence */
-    uint32_t synchronized;     /* after the last call in which all ranks waited for all */
-    int wake_due;       /* a counter was set and sleepers were not checked */
-    int found_mismatch;        /* this rank found the mismatch that ended the group */
-    int64_t now_ns;      /* the time, if the caller has just read it; else 0 */
+    uint32_t uncompared;   /* the first call that was not compared with all ranks */
+    uint32_t reusable;     /* no rank needs a fingerprint of calls below this sequence */
+    uint32_t synchronized; /* after the last call in which all ranks waited for all */
+    int wake_due;          /* a counter was set and sleepers were not checked */
+    int found_mismatch;    /* this rank found the mismatch that ended the group */
+    int64_t now_ns;        /* the time, if the caller has just read it; else 0 */
     int64_t deadline_ns; /* of the current call, on CLOCK_MONOTONIC */
     uint32_t culprit;    /* of the call that ended badly */
     uint32_t spins;      /* spins before yielding */
@@ -145,8 +145,8 @@ struct ah_group {
     const struct ah_window *windows;
     uint32_t windows_made;
     unsigned long long window_calls;  /* calls that were done in a window */
-    unsigned long long single_copy_calls; /* calls that were done by reading the others' memory */
-    struct ah_helper_threads *helper_threads;     /* NULL before the first call that they help with */
+    unsigned long long single_copy_calls; /* calls that were done by single copy */
+    struct ah_helper_threads *helper_threads; /* NULL before the first call that uses them */
     /* Called periodically while waiting; nonzero interrupts the call and ends the group. */
     int (*check_interrupt)(void *context);
     /* Called once before a wait that may be long (the GIL is released there); may be NULL. */
@@ -161,7 +161,8 @@ size_t ah_segment_bytes(uint32_t ranks, size_t slot_bytes, uint32_t helper_threa
 int ah_has_victim_l3(void);
 
 /* Write the header; the memory is `ah_segment_bytes` of zeroed pages. */
-void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t helper_threads, int victim_l3, const unsigned char nonce[16]);
+void ah_segment_format(void *memory, uint32_t ranks, size_t slot_bytes, uint32_t helper_threads, int victim_l3,
+                       const unsigned char nonce[16]);
 
 /* Attach to a mapped segment as `rank`; AH_INVALID if the header is not valid. `pidfds` stays the caller's. */
 int ah_segment_open(struct ah_group *group, void *memory, size_t bytes, uint32_t rank,

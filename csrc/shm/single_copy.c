@@ -5,7 +5,7 @@
 
 #include "shm/wait.h"
 
-/* Read at a time, so that a group that ends meanwhile is noticed: a millisecond or so. */
+/* Bytes per read, about a millisecond: the end of the group is checked in between. */
 #define SOME_BYTES ((size_t)8 << 20)
 
 int ah_single_copy_read(struct ah_group *group, uint32_t rank, void *to, uint64_t address, size_t bytes)
@@ -35,7 +35,7 @@ int ah_single_copy_finish(struct ah_group *group, uint32_t ticket, int code)
     ah_counter_set(group, AH_REDUCED, ticket + 1);
     if ((code = ah_wait_all(group, AH_REDUCED, ticket + 1)) != AH_OK)
         return code;
-    /* Nobody can say so of a later call yet: that one begins with a meeting, and we are not there. */
+    /* The flags are of this call: a later one begins with a comparison that this rank has not joined. */
     for (uint32_t rank = 0; rank < group->ranks; rank++) {
         if (atomic_load_explicit(&group->members[rank].read_failed, memory_order_relaxed) != 0)
             group->pids = NULL;

@@ -3,12 +3,12 @@
  * Containers and hardened kernels may forbid it. The first call tries; at its end all ranks publish whether it
  * worked, and if it failed for one, all repeat that call through the slots and none tries again. Memory is only read:
  * a reused pid could yield wrong data only in a call that fails anyway, because the owner is dead. */
-#ifndef ALLHANDS_REACH_H
-#define ALLHANDS_REACH_H
+#ifndef ALLHANDS_SINGLE_COPY_H
+#define ALLHANDS_SINGLE_COPY_H
 
 #include "shm/segment.h"
 
-/* Not an ah_outcome_code: someone could not read, and everyone knows. */
+/* Not an ah_outcome_code: a rank could not read, and all ranks know it. */
 #define AH_NOT_READ (-1)
 
 /* Below this a second copy is cheaper than pinning the peer's pages and the final synchronisation (all_to_all of

@@ -1,6 +1,6 @@
 /* Tensor lists: tensors of one type that an operation handles as if they were contiguous. */
-#ifndef ALLHANDS_BUNDLE_H
-#define ALLHANDS_BUNDLE_H
+#ifndef ALLHANDS_TENSOR_LIST_H
+#define ALLHANDS_TENSOR_LIST_H
 
 #include "collectives/collective.h"
 #include "shm/copy.h"
@@ -8,7 +8,8 @@
 /* Smallest copy that may bypass the caches: each such copy costs a fence. */
 #define AH_BYPASS_LEAST_BYTES ((size_t)4 << 10)
 
-/* Make reusable for `number` tensors, whose parts the caller writes and then counts. 0, or -1 where there is no memory. */
+/* Allocate a list of `number` tensors; the caller writes the parts and then calls `ah_tensor_list_set_ends`. Returns -1
+ * without memory. */
 int ah_tensor_list_alloc(struct ah_tensor_list *tensors, size_t number);
 
 void ah_tensor_list_free(struct ah_tensor_list *tensors);
@@ -16,7 +17,7 @@ void ah_tensor_list_free(struct ah_tensor_list *tensors);
 /* Compute the end of each tensor. */
 void ah_tensor_list_set_ends(struct ah_tensor_list *tensors);
 
-/* Whether no two tensors overlap. Those that do must be reduced one after the other. */
+/* Whether no two tensors overlap. Overlapping ones must be reduced one after the other. */
 int ah_tensor_list_is_disjoint(const struct ah_tensor_list *tensors);
 
 /* Return a digest of the sizes, which ranks compare beside their sum; 0 for a single tensor. */
@@ -37,7 +38,8 @@ static inline unsigned char *ah_tensor_list_at(const struct ah_tensor_list *tens
 }
 
 /* Copy `bytes` from position `at` to contiguous memory that other ranks read. */
-static inline void ah_tensor_list_copy_in(const struct ah_tensor_list *tensors, size_t at, struct ah_nt_store *store, unsigned char *to, size_t bytes)
+static inline void ah_tensor_list_copy_in(const struct ah_tensor_list *tensors, size_t at, struct ah_nt_store *store,
+                                          unsigned char *to, size_t bytes)
 {
     for (size_t some, span; bytes > 0; at += some, to += some, bytes -= some) {
         const unsigned char *from = ah_tensor_list_at(tensors, at, &span);
@@ -49,13 +51,14 @@ static inline void ah_tensor_list_copy_in(const struct ah_tensor_list *tensors, 
 
 /* Copy from contiguous memory to position `at`; with `bypass` past the caches, except short ones, which cost a fence
  * each. */
-static inline void ah_tensor_list_copy_out(const struct ah_tensor_list *tensors, size_t at, const unsigned char *from, size_t bytes, int stream)
+static inline void ah_tensor_list_copy_out(const struct ah_tensor_list *tensors, size_t at, const unsigned char *from,
+                                           size_t bytes, int bypass)
 {
     for (size_t some, span; bytes > 0; at += some, from += some, bytes -= some) {
         unsigned char *to = ah_tensor_list_at(tensors, at, &span);
 
         some = ah_min(span, bytes);
-        ah_copy(to, from, some, stream && some >= AH_BYPASS_LEAST_BYTES);
+        ah_copy(to, from, some, bypass && some >= AH_BYPASS_LEAST_BYTES);
     }
 }
 

@@ -9,11 +9,10 @@
 #include <time.h>
 #include <unistd.h>
 
-/* How long to sleep before looking at deadline, end and liveness again: a dead peer is noticed within this. */
+/* Longest sleep between two checks of deadline, end and liveness: bounds the detection of dead peers. */
 #define SLEEP_NS 50000000L
 
-/* How often to look before letting go of what the caller holds: some microseconds, within which a rank that is on its
- * facts comes. */
+/* Polls before `on_long_wait`: some microseconds, enough for a rank that has begun its call. */
 #define SHORT_SPINS 100
 
 int64_t ah_clock_ns(void)
@@ -48,7 +47,7 @@ void ah_counter_set(struct ah_group *group, enum ah_counter counter, uint32_t ti
     struct ah_member *self = &group->members[group->rank];
 
     atomic_store_explicit(counter_of(self, counter), ticket, memory_order_release);
-    /* Whoever began to wait before this store is seen by the load below; whoever begins after it sees it. */
+    /* Store-load fence: a waiter that registered before this store is seen below; a later one sees the store. */
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&self->waiters, memory_order_relaxed) != 0)
         wake(self);
@@ -105,7 +104,7 @@ static int is_dead(const struct ah_group *group, uint32_t rank)
     return look.fd >= 0 && poll(&look, 1, 0) == 1;
 }
 
-/* Sleep until `rank` rings, at most a sleep_until_woken. */
+/* Sleep until the owner of `member` wakes its waiters, at most SLEEP_NS. */
 static void sleep_until_woken(struct ah_member *member, _Atomic uint32_t *counter, uint32_t ticket)
 {
     const struct timespec limit = {.tv_nsec = SLEEP_NS};
@@ -156,7 +155,7 @@ int ah_wait_word(struct ah_group *group, uint32_t rank, _Atomic uint32_t *word, 
         if ((code = ah_group_status(group)) != 0)
             return code;
         if (last_look || ah_clock_ns() >= group->deadline_ns) {
-            /* One more look at the counter after the look that found_mismatch it late or dead: it may have posted last. */
+            /* Check the word once more: the peer may have set it just before it died, left or was late. */
             if (!last_look) {
                 last_look = AH_TIMEOUT;
                 continue;

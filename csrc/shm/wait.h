@@ -14,10 +14,10 @@ void ah_counter_set(struct ah_group *group, enum ah_counter counter, uint32_t ti
  * sleepers needs a full fence (all_reduce of 1 MiB: 3% with 2 ranks, 5% with 4). */
 void ah_counter_set_lazy(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
-/* Wait until `counter` of `rank` has single_copy_calls `ticket`. */
+/* Wait until `counter` of `rank` has reached `ticket`. */
 int ah_wait_counter(struct ah_group *group, uint32_t rank, enum ah_counter counter, uint32_t ticket);
 
-/* Wait until `counter` of every rank has single_copy_calls `ticket`. */
+/* Wait until `counter` of every rank has reached `ticket`. */
 int ah_wait_all(struct ah_group *group, enum ah_counter counter, uint32_t ticket);
 
 /* Wait until our slot for chunk `ticket` may be written: all ranks have consumed its previous chunk. */

@@ -1,4 +1,4 @@
-"""The C core (`csrc/`), built on Linux only: what Python's own library does not offer. It writes no sentences."""
+"""The C core (`csrc/`), built on Linux only: what Python's own library does not offer. It returns no text."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -17,34 +17,27 @@ def set_parent_death_signal(signal: int, /) -> int:
 def adopt_orphans() -> int:
     """Become the parent of every descendant whose own parent ends, instead of init; return 0 or an errno.
 
-    Whoever adopts must also reap: the adopted stay zombies until they are waited for.
-    """
-
-def peer_credentials(fd: int, /) -> tuple[int, int, int]:
-    """Return (pid, uid, gid) of the process at the other end of the connected Unix socket ``fd``.
-
-    They are those of the moment when it connected (or listened, or called socketpair), vouched for by the
-    kernel. A pid of 0 means that the peer is in a pid namespace that cannot be seen from here. Raises OSError.
+    The caller must also reap them: they stay zombies until they are waited for.
     """
 
 def segment_bytes(ranks: int, slot_bytes: int, helper_threads: int = 0, /) -> int:
-    """Return how large the segment of a group is whose ranks have ``hands`` each."""
+    """Return the size of the segment of a group whose ranks have ``helper_threads`` each."""
 
 def segment_format(
     fd: int, ranks: int, slot_bytes: int, nonce: bytes, helper_threads: int = 0, victim_l3: bool = ..., /
 ) -> None:
-    """Make ``fd``, a file of `segment_bytes` zeros, the segment of a group, and give it all its memory.
+    """Make ``fd``, a file of `segment_bytes` zeros, the segment of a group, and allocate all its memory.
 
-    Raises OSError where there is not enough: found out here, and not by a signal in the middle of a copy.
+    Raises OSError if there is not enough memory, which would otherwise be a SIGBUS in the middle of a copy.
     """
 
 def reducible(dtype: int, reduction: int, /) -> bool:
     """Tell whether a reduction is defined on a dtype."""
 
 def reduce(dtype: int, reduction: int, out: int, sources: tuple[int, ...], size: int, /) -> None:
-    """Reduce ``size`` bytes at each of ``sources``, all of them addresses, in that order into those at ``out``.
+    """Reduce ``size`` bytes at each of the addresses ``sources``, in that order, into those at ``out``.
 
-    ``out`` may be one of the sources. The interpreter runs on meanwhile. Whoever gives addresses keeps the memory.
+    ``out`` may be one of the sources. Releases the GIL. The caller keeps the memory alive.
     """
 
 def disjoint(tensors: tuple[int, ...], /) -> bool:
@@ -63,10 +56,10 @@ MAX_HELPER_THREADS: int
 MAX_RANKS: int
 
 def flight_recorder_bytes() -> int:
-    """Return how large a board is."""
+    """Return the size of a flight recorder."""
 
 class FlightRecorder:
-    """The board of this process, in a file of `flight_recorder_bytes` zeros."""
+    """The flight recorder of this process, in a file of `flight_recorder_bytes` zeros."""
 
     def __new__(cls, fd: int, /) -> Self: ...
     def begin(
@@ -81,25 +74,25 @@ class FlightRecorder:
         site: str,
         /,
     ) -> int:
-        """Note an operation that waits; return the number of the note."""
+        """Record an operation that waits; return the number of its entry."""
 
     def run(self, number: int, sequence: int, /) -> None:
-        """Note that it runs now, as that call of its group."""
+        """Record that it runs now, as call ``sequence`` of its group."""
 
     def end(self, number: int, well: bool, /) -> None:
-        """Note that it is done."""
+        """Record that it has ended."""
 
     def set_rank(self, rank: int, world_size: int, /) -> None:
-        """Say whose board it is."""
+        """Record the rank of this process."""
 
 class Window:
-    """Memory that all ranks of a group share, a region of ``stride`` bytes for each; its buffer is our own region."""
+    """Memory that all ranks of a group share, a region of ``stride`` bytes each; its buffer is this rank's region."""
 
     def __new__(cls, segment: Segment, fd: int, stride: int, /) -> Self: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class TorchFacts:
-    """What the fast path knows of torch; see csrc/way.h."""
+    """What the fast path knows of torch; see csrc/python/torch_facts.h."""
 
     def __new__(
         cls,
@@ -117,7 +110,7 @@ class TorchFacts:
     ) -> Self: ...
 
 class FastPath:
-    """A function of torch.distributed for callers who wait anyway, and the ``slow_path`` one for what is not plain."""
+    """A synchronous function of torch.distributed. ``slow_path`` is called for all but plain tensors."""
 
     def __new__(
         cls,
@@ -133,22 +126,22 @@ class FastPath:
     def __call__(self, *args: Any, **kw: Any) -> Any: ...
 
 class GradHook:
-    """Takes gradients as they come, in the slow_path case: counts them, and moves them to where they are reduced.
+    """The hook on each parameter in the usual case: counts gradients and moves them into their buckets.
 
-    The books are lists of the caller's, which it may read and write between gradients. ``came(index)`` is called for
-    whatever is not slow_path, ``complete()`` when a bucket has all its gradients.
+    The counts are in lists of the caller, which it may read and write between gradients. ``slow(index)`` is called in
+    unusual cases, ``complete()`` when a bucket has all its gradients.
     """
 
     def __new__(
         cls,
         facts: TorchFacts,
         parameters: tuple[Any, ...],
-        came: Callable[[int], None],
+        slow: Callable[[int], None],
         complete: Callable[[], None],
         /,
     ) -> Self: ...
     def on_gradient(self, index: int, parameter: Any, /) -> None:
-        """Note that the gradient of a parameter is there: a hook."""
+        """Count and move the gradient of a parameter: a hook."""
 
     def begin_pass(
         self,
@@ -159,39 +152,39 @@ class GradHook:
         needed: list[int],
         /,
     ) -> None:
-        """Take part in a pass while the weak reference ``end`` is alive."""
+        """Handle the gradients of a backward pass while the weak reference ``end`` is alive."""
 
     def disable(self) -> None:
-        """Leave everything to ``came`` until the next `begin`."""
+        """Pass all gradients to ``slow`` until the next `begin_pass`."""
 
     def set_places(self, of: tuple[int, ...], views: tuple[Any, ...] | None, likes: tuple[Any, ...], /) -> None:
-        """Say in which bucket each parameter is, and where its gradient is to lie (None: it stays where it is).
+        """Set the bucket of each parameter, and the view that its gradient is moved to (None: it stays in place).
 
-        Without ``views`` all stay, and whether there is a gradient is seen when they are gathered. ``likes`` are
-        tensors of the shape and type that each has in its bucket, None for a sparse one; they stay as they are.
+        Without ``views`` all gradients stay in place until `gather`. ``likes`` are tensors of the shape and dtype that
+        each gradient has in its bucket, None for a sparse one.
         """
 
     def trained_as(self, known: list[bool], /) -> bool:
-        """Tell whether the parameters that require gradients are those that ``known`` says, one for each."""
+        """Tell whether each parameter requires a gradient exactly if its item of ``known`` is true."""
 
     def gather(self, order: tuple[int, ...], /) -> list[Any] | None:
-        """Return the gradients of parameters by their numbers; None where one cannot be reduced where it lies."""
+        """Return the gradients of parameters by their numbers; None if one of them cannot be reduced in place."""
 
 class Segment:
-    """One rank's view of a group's shared memory. One call at a time; the interpreter runs on meanwhile.
+    """One rank's view of a group's shared memory. One call at a time, with the GIL released.
 
-    Tensors are given as address and bytes, lists as a tuple of both for each rank. Each call returns a code: 0 ok,
-    1 timeout, 2 dead, 3 aborted, 4 mismatch, 5 broken; `culprit` is then the rank that it is about.
+    Tensors are given as address and bytes, lists as a tuple of both for each rank. Each call returns one of OUTCOMES;
+    after a failure `culprit` is the rank that caused it.
     """
 
     def __new__(cls, fd: int, size: int, rank: int, nonce: bytes, pidfds: tuple[int, ...], /) -> Self: ...
     def barrier(self, timeout_ns: int, /) -> int: ...
     def compare_only(self, kind: int, reduction: int, dtype: int, size: int, root: int, timeout_ns: int, /) -> int:
-        """A barrier that compares a call which is then done by other means."""
+        """A barrier that compares a call, which another engine then performs."""
 
     def all_reduce(self, address: int, size: int, dtype: int, reduction: int, timeout_ns: int, /) -> int: ...
     def all_reduce_list(self, tensors: tuple[int, ...], dtype: int, reduction: int, timeout_ns: int, /) -> int:
-        """Reduce several tensors of one type as one. They are `disjoint`, and of the same sizes on every rank."""
+        """Reduce several tensors of one dtype as one. They are `disjoint`, and of the same sizes on every rank."""
 
     def reduce(self, address: int, size: int, dtype: int, reduction: int, root: int, timeout_ns: int, /) -> int: ...
     def broadcast(self, address: int, size: int, dtype: int, root: int, timeout_ns: int, /) -> int: ...
@@ -207,36 +200,34 @@ class Segment:
     ) -> int: ...
     def all_to_all(self, given: tuple[int, ...], out: tuple[int, ...], dtype: int, timeout_ns: int, /) -> int: ...
     def end(self, rank: int, /) -> None:
-        """The group is over because of ``rank``: whoever waits in it wakes."""
+        """End the group because of ``rank``, and wake all waiting ranks."""
 
     def set_wait_policy(self, spins: int, yields: int, /) -> None:
-        """Set how often to look, and then to give the core away, before sleeping."""
+        """Set how often a wait polls, then yields the core, before it sleeps."""
 
     def enable_single_copy(self, pids: tuple[int, ...], /) -> None:
-        """Let large tensors be read from the process of each rank. Every rank says this once, before its first call."""
+        """Allow reading large tensors from the process of each rank. Called once by all ranks, before a call."""
 
     def call(self, rank: int, /) -> tuple[int, int, int, int, int, int, int]:
-        """Return (sequence, operation, reduction, dtype, bytes, root, list_digest) of a rank.
+        """Return (sequence, operation, reduction, dtype, bytes, root, list_digest) of a call of ``rank``.
 
-        It is the call that the rank makes where we made our last.
-
-        The sequence is the maximum of 64 bits if the rank has not begun that call. ``list_digest`` is 0 for one tensor.
+        It is the call with the sequence of this rank's last one. The returned sequence is 2**64 - 1 if ``rank`` has
+        not begun it. ``list_digest`` is 0 for one tensor.
         """
 
-    # Calls that wait for their turn, and whether the fast path is shut.
+    # Calls that wait for the call lock, and whether the fast path is closed.
     queued: int
     fast_path_closed: int
-    # Calls that were done in a window, without staging.
+    # Calls that were performed in a window, and by single copy.
     window_calls: int
     single_copy_calls: int
+    # Not 0 if this rank found the mismatch that ended the group.
     found_mismatch: int
-    # Not 0 where caches hand over what other ranks write.
-    victim_l3: int
 
     def configure_fast_path(
-        self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, board: FlightRecorder, /
+        self, limit_ns: int, name: str, ranks: tuple[int, ...] | None, recorder: FlightRecorder, /
     ) -> None:
-        """Say what the fast path has to know: the limit of a call, the group's name and global ranks, the board."""
+        """Open the fast path: timeout, name and global ranks (None: the same) of the group, and the recorder."""
 
     def sequence(self) -> int:
         """Return the number of the next call."""
@@ -244,57 +235,57 @@ class Segment:
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
     def leave(self) -> None:
-        """Say that this rank makes no further call."""
+        """Publish that this rank makes no further call."""
 
     def culprit(self) -> int:
-        """Return the rank that the last bad end is about."""
+        """Return the rank that caused the last failure."""
 
 class P2P:
     """One rank's messages to and from single ranks, beside its collectives. Any number of threads may call.
 
-    Peers are ranks of the group, a source of -1 is anyone. An outcome is one number, ``peer << 8 | code``: with code 0
-    the other rank, with any other the rank that it is about. Whoever posts keeps the memory until the message is over.
+    Peers are group ranks; a source of -1 accepts any. An outcome is one number, ``peer << 8 | code``: with code 0 the
+    other rank, otherwise the culprit. The caller keeps the memory of a posted message until it is complete.
     """
 
     def __new__(cls, segment: Segment, /) -> Self:
-        """Only one for each Segment."""
+        """Make the only one of a Segment."""
 
     def send(self, address: int, size: int, dtype: int, dest: int, tag: int, timeout_ns: int, /) -> int:
-        """Send and wait until the message is on its way: in the other rank's box, or wholly in blocks."""
+        """Send, and wait until the message is in the target's mailbox, or its last byte in a channel."""
 
     def recv(self, address: int, size: int, dtype: int, source: int, tag: int, timeout_ns: int, /) -> int:
-        """Receive and wait until it is there."""
+        """Receive and wait for completion."""
 
     def post_send(
         self, address: int, size: int, dtype: int, dest: int, tag: int, timeout_ns: int, key: int, /
     ) -> int | Request:
-        """Begin to send; return the outcome where it is over at once. The timeout runs from the first wait."""
+        """Post a send; return the outcome if it completes at once. The timeout starts with the first wait."""
 
     def post_recv(
         self, address: int, size: int, dtype: int, source: int, tag: int, timeout_ns: int, key: int, /
     ) -> int | Request:
-        """Begin to receive; return the outcome where it is over at once. The timeout runs from the first wait."""
+        """Post a receive; return the outcome if it completes at once. The timeout starts with the first wait."""
 
     def wait(self, request: Request, limit_ns: int, /) -> int:
-        """Wait for the end of a posted message (negative: without a limit); -1 where it is still under way."""
+        """Wait for a posted message (negative: without a limit); -1 if it is not complete."""
 
     def start_timeout(self, request: Request, /) -> None:
-        """Let the timeout of a posted message begin now, as a wait without a limit does."""
+        """Start the timeout of a posted message, as a wait without a limit does."""
 
     def test(self, request: Request, /) -> int:
-        """Return the outcome of a posted message, -1 where it is still under way."""
+        """Return the outcome of a posted message, -1 if it is not complete."""
 
     def progress(self) -> list[int]:
-        """Move posted messages on until some are over that nobody waited for; return their keys, none once stopped."""
+        """Progress posted messages until some complete without a waiting thread; return their keys, [] once stopped."""
 
     def stop(self) -> None:
-        """End `serve` and all that this rank has under way; other ranks are not told."""
+        """End `progress` and abort all pending messages of this rank; peers are not notified."""
 
     def wake_all(self) -> None:
-        """Wake everyone who sleeps, to look whether the group is over."""
+        """Wake all sleeping ranks, which check whether the group has ended."""
 
     def pending_sends(self) -> int:
-        """Return how many posted sends are under way."""
+        """Return the number of posted sends that are not complete."""
 
     def mismatch(self) -> tuple[int, int, int, int, int, int, int] | None:
         """Return the first message of the group that did not fit its receive.

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from conformance.engines import CPU, OnEngine, available
-from ranks import harness
 
 
 @pytest.fixture(params=[*CPU, pytest.param("cuda_ipc", marks=pytest.mark.gpu)])
-def any_engine(request: pytest.FixtureRequest, nursery: None) -> OnEngine:
+def any_engine(request: pytest.FixtureRequest, fork_server: None) -> OnEngine:
     """Each engine, those of CUDA tensors too."""
-    del nursery
+    del fork_server
     return available(request.param)
 
 
 @pytest.fixture(params=CPU)
-def engine(request: pytest.FixtureRequest, nursery: None) -> OnEngine:
+def engine(request: pytest.FixtureRequest, fork_server: None) -> OnEngine:
     """Each engine of CPU tensors."""
-    del nursery
+    del fork_server
     return available(request.param)
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[None]:
-    """Import torch once for all ranks of all tests; started before a test counts what it leaves behind."""
-    harness.nursery()
-    yield
-    harness.forget_nursery()

@@ -67,8 +67,8 @@ class Ear(logging.Handler):
 logging.getLogger("allhands").addHandler(Ear())
 world = World(rank, 2, local_rank=rank, local_world_size=2, node_rank=0, source="launcher", socket=socket_name)
 claim = Claim(this_process(), "gloo", "", "", "2.11.0", "0", "launcher", 60.0)
-seat = answer_roll_call(world, claim, settings=Settings(token=token), deadline=time.monotonic() + 60)
-member = seat.member
+joined = answer_roll_call(world, claim, settings=Settings(token=token), deadline=time.monotonic() + 60)
+member = joined.member
 print("joined", flush=True)
 stop = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()

@@ -8,7 +8,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # Failures are reported in well under a second; an order of magnitude wider for loaded machines.
 MOST_S = 10.0

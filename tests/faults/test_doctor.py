@@ -27,7 +27,7 @@ from allhands.doctor.peer_server import PeerServer
 from allhands.environments.world import Address
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 DOCTOR = [sys.executable, "-m", "allhands", "doctor"]
 MEMORY = Path("/sys/fs/cgroup/memory")

@@ -11,7 +11,7 @@ import pytest
 import leaks
 from ranks.harness import launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # How soon survivors must know.
 SOON_S = 1.0
@@ -120,7 +120,7 @@ if rank:
     assert {(result.returncode, result.complaints) for result in results} == {(0, "")}
 
 
-def test_using_no_group_says_so() -> None:
+def test_using_no_group_is_an_error() -> None:
     """Before init a call raises not-initialised (a ValueError, as torch's); after destroy, where that was."""
     result = launch(
         """
@@ -185,7 +185,7 @@ except dist.PeerLost as problem:
     assert result["next"] == result["before"]
 
 
-def test_destroy_waits_a_bounded_time_and_names_who_was_busy() -> None:
+def test_destroy_waits_a_bounded_time_and_names_the_busy_rank() -> None:
     """Leaving while a peer still computes waits ALLHANDS_DESTROY_TIMEOUT, then says who was where; the peer goes on."""
     results = launch(
         INIT
@@ -389,7 +389,7 @@ dist.destroy_process_group()
         assert (result.returncode, result.complaints) == (0, "")
 
 
-def test_a_forked_child_is_told_that_it_has_no_group() -> None:
+def test_a_forked_child_has_no_group() -> None:
     """A child forked from a rank that uses the group gets forked-process at once, and the rank's group is unharmed."""
     results = launch(
         INIT
@@ -454,7 +454,7 @@ if {how!r} == "kill":
         assert result["x"] == 1.0
 
 
-def test_a_block_says_a_mismatch_once() -> None:
+def test_a_block_reports_a_mismatch_once() -> None:
     """An exception that says already who did what leaves a `with` block as it is, not as the cause of itself."""
     script = """
 import torch

@@ -34,7 +34,7 @@ FRAMES = 5_000
 MOST_GROWTH = 4 * 2**20
 
 
-def test_strangers_cannot_harm_a_group() -> None:
+def test_unauthenticated_connections_cannot_harm_a_group() -> None:
     """Malformed frames at every stage: members go on, the coordinator stays the same process and grows by nothing."""
     with coordinator() as beside:
         members, attacker = Members(beside), Attacker(beside, seed=1)

@@ -11,7 +11,7 @@ import pytest
 from faults.calls import NAMES
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 WORLD = 4
 FALLS = 2
@@ -151,7 +151,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline(name: str) -> 
 
 
 @pytest.mark.parametrize("sub", [False, True])
-def test_a_rank_that_leaves_in_good_order_keeps_nobody_waiting(sub: bool) -> None:
+def test_a_rank_that_leaves_in_good_order_keeps_no_rank_waiting(sub: bool) -> None:
     """Whoever waits for a rank that destroyed the group is told so, long before the timeout."""
     results = harness.launch(
         f"""

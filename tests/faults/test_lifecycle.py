@@ -12,7 +12,7 @@ import pytest
 import leaks
 from ranks.harness import Result, launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # How soon survivors must know.
 SOON_S = 1.0

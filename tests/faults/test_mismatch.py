@@ -12,7 +12,7 @@ import pytest
 from faults.calls import KINDS, NAMES, REDUCING, ROOTED, Call
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 WORLD = 4
 # Without rank 0, so that ranks of the group are not ranks of the world.
@@ -84,9 +84,9 @@ for number, (usual, odd, who, where, library, later) in enumerate(CASES):
     gate(f"formed{number}")  # a mismatch among SUB ends the new_group of a rank that is still in it
     group, members = (sub, SUB) if where == "sub" else (dist.group.WORLD, list(range(size)))
     if rank in members:
-        seat = members.index(rank)
+        group_rank = members.index(rank)
         call = Call(*(odd if rank == who else usual))
-        made = tensors(call, seat, len(members))
+        made = tensors(call, group_rank, len(members))
         before = [each.clone() for each in made.taken]
 
         def run():
@@ -165,7 +165,7 @@ def judge(case: Case, said: dict[str, Any]) -> list[str]:
     return problems
 
 
-def test_whatever_one_rank_calls_differently_everyone_is_told() -> None:
+def test_a_different_call_of_one_rank_is_an_error_on_every_rank() -> None:
     """Operation, type, count, root, reduction: all ranks get collective-mismatch that names the odd one and both calls.
 
     Every second difference, the ways to call in turn; the soak test does all of both. After each, the same processes
@@ -209,7 +209,7 @@ say(found=attempt(lambda: dist.all_reduce(torch.ones(7 if rank in (0, 2) else 9)
         assert "ranks 1 and 3 called all_reduce" in found["text"]
 
 
-def test_who_comes_later_than_the_mismatch_is_heard_too() -> None:
+def test_a_rank_that_calls_after_the_mismatch_is_in_the_diagnosis() -> None:
     """The first two to come differ, and only the later ones show which of them is the odd one."""
     results = harness.launch(
         FORM
@@ -262,7 +262,7 @@ for number, (name, call) in enumerate(CALLS):
         assert not result["fewer"]["kind"]
 
 
-def test_one_size_between_two_ranks_is_everyones_business() -> None:
+def test_a_difference_between_two_ranks_is_an_error_on_every_rank() -> None:
     """Splits of all_to_all_single that do not fit between two ranks end the group; the others hear it at the next call.
 
     What the others had for each other did fit: they may have it already.
@@ -357,7 +357,7 @@ else:
 """
 
 
-def test_who_skips_a_call_is_named_at_the_deadline() -> None:
+def test_a_rank_that_skips_a_call_is_named_at_the_deadline() -> None:
     """At the timeout everyone who waits gets collective-timeout with the rank that skipped and what it does instead."""
     sources = {
         (skip, name): FORM + SKIP.format(does=does, name=name, later=index % 2)
@@ -374,7 +374,7 @@ def test_who_skips_a_call_is_named_at_the_deadline() -> None:
             assert result["same"], "a tensor was written although not everyone came"
 
 
-def test_who_goes_on_to_the_next_call_is_found_out_at_once() -> None:
+def test_a_rank_that_makes_the_next_call_is_named_at_once() -> None:
     """A rank that skips one call and makes the next meets the others in the one it skipped: a mismatch."""
     results = harness.launch(
         FORM

@@ -16,7 +16,7 @@ import pytest
 from faults.rollcalls import AT_ONCE_S, GRACE_S, PATIENT_S, PLACES, SCRIPT, TIMEOUT_S, alone, place
 from ranks.harness import Result, free_port, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def formed_again(results: list[Result]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_is_told_why_the_group_cannot_form(name: str, tmp_path: Path) -> None:
+def test_every_rank_gets_the_reason_why_the_group_cannot_form(name: str, tmp_path: Path) -> None:
     """Each cause reaches every rank with the same slug and ranks, in time, and a second attempt succeeds."""
     # The places take turns, so that each meets many causes; all of them with all would be minutes.
     kind = PLACES[list(CASES).index(name) % len(PLACES)]
@@ -165,7 +165,7 @@ def test_every_rank_is_told_why_the_group_cannot_form(name: str, tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_is_told_wherever_they_meet(name: str, kind: str, tmp_path: Path) -> None:
+def test_every_rank_gets_the_reason_with_every_rendezvous(name: str, kind: str, tmp_path: Path) -> None:
     """The same for every cause at every kind of meeting place."""
     if (name, kind) == ("duplicate rank 0", "file"):
         pytest.skip("the file tells the second rank 0 that it is in use; that has its own test")
@@ -193,7 +193,7 @@ def tell(name: str, kind: str, folder: Path) -> None:
     formed_again(results)
 
 
-def test_nccl_without_a_gpu_is_told_by_all() -> None:
+def test_nccl_without_a_gpu_is_an_error_on_all_ranks() -> None:
     """Every rank that asks for nccl where there is none says so itself, at once."""
     where = {"init_method": f"tcp://127.0.0.1:{free_port()}"}
     slugs = {"nccl-missing", "gpu-missing"}  # the first where torch was built without NCCL
@@ -207,7 +207,7 @@ def test_nccl_without_a_gpu_is_told_by_all() -> None:
     formed_again(results)
 
 
-def test_a_double_that_comes_late_is_refused_and_the_group_unharmed() -> None:
+def test_a_late_duplicate_is_refused_and_the_group_unharmed() -> None:
     """A second process with a rank of a complete group is told duplicate-rank; the group does not notice."""
     results = launch(
         f"""

@@ -12,7 +12,7 @@ import leaks
 from faults.rollcalls import AT_ONCE_S, GRACE_S, JOB, alone, place, service
 from ranks.harness import launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -127,7 +127,7 @@ say(left=os.path.exists({str(path)!r}))
     assert not path.exists()
 
 
-def test_a_file_that_a_killed_job_left_is_replaced(tmp_path: Path) -> None:
+def test_a_file_of_a_killed_job_is_replaced(tmp_path: Path) -> None:
     """The notice of a rank 0 that was killed in its roll call does not stand in the way of the next job."""
     path = tmp_path / "meeting"
     waiting = f"""

@@ -12,11 +12,11 @@ import pytest
 from faults.rollcalls import GRACE_S, PATIENT_S, PLACES, TIMEOUT_S, alone, connected, place
 from ranks.harness import Job, free_port, launch, running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_rank_0_never_comes(kind: str, tmp_path: Path) -> None:
+def test_rank_0_does_not_start(kind: str, tmp_path: Path) -> None:
     """Where rank 0 is missing, the others say so at the deadline: refused at an address, missing elsewhere."""
     found = alone({"rank": 1, "world_size": 2, "timeout": 1.5, **place(kind, tmp_path)})
     expected = ("connection-refused", "ConnectError") if kind == "tcp" else ("missing-ranks", "RollCallTimeout")

@@ -100,7 +100,7 @@ dist.destroy_process_group()
     assert len({(result["total"], result["bits"]) for result in results}) == 1
 
 
-def test_nobody_waits_on_the_host() -> None:
+def test_no_rank_waits_on_the_host() -> None:
     """A rank issues many calls while another is busy elsewhere, and goes on; results are right once they are used."""
     results = harness.launch(
         FORM
@@ -316,7 +316,7 @@ dist.destroy_process_group()
     check(results)
 
 
-def test_what_cannot_be_captured_says_so() -> None:
+def test_calls_that_cannot_be_captured_are_errors() -> None:
     """A collective inside a CUDA graph's capture is refused by name, and the group goes on."""
     results = harness.launch(
         FORM

@@ -91,16 +91,8 @@ class Network:
         }
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[None]:
-    """Have torch imported once for all ranks of all tests; started before a test counts what it leaves behind."""
-    harness.nursery()
-    yield
-    harness.forget_nursery()
-
-
 @pytest.fixture
-def network(nursery: None, cables: Making) -> Making:  # noqa: ARG001  # started before anything is counted
+def network(fork_server: None, cables: Making) -> Making:  # noqa: ARG001  # started before anything is counted
     """Make a network of hosts on which ranks run."""
     return cables
 

@@ -149,7 +149,7 @@ def test_a_rejected_port_is_refused(network: Making) -> None:
     assert (second["slug"], second["ranks"]) == ("connection-refused", [0])
 
 
-def test_no_route_is_said_at_once(network: Making) -> None:
+def test_no_route_is_reported_at_once(network: Making) -> None:
     """A coordinator's address that no route leads to is not waited for."""
     made = network()
     env = {"METHOD": f"tcp://10.99.0.1:{PORT}", "TIMEOUT": "20", "ONLY": "1"}

@@ -1,4 +1,4 @@
-/* Where the chunks of tickets stand, and how it is decided in which facts they are written. */
+/* Positions of chunks in copy-in/copy-out slots, and the choice between writes through the caches and past them. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +19,7 @@ static void check(int holds, const char *what)
     exit(1);
 }
 
-/* Chunks of `bytes`: how many places they have in all, each inside its slot, clear of the other slots, and alike on all ranks. */
+/* Number of positions of chunks of `bytes`; each must be inside its slot and the same on all ranks. */
 static size_t places(struct ah_group *group, size_t bytes)
 {
     size_t number = 0;
@@ -30,7 +30,8 @@ static size_t places(struct ah_group *group, size_t bytes)
         size_t before = 0;
 
         check(place >= slot && place + bytes <= slot + group->slot_bytes, "a chunk leaves its slot");
-        check(place - slot == ah_cico_slot_at(group, 2, ticket, bytes, bytes) - ah_slot(group, 2, ticket), "ranks differ in a place");
+        check(place - slot == ah_cico_slot_at(group, 2, ticket, bytes, bytes) - ah_slot(group, 2, ticket),
+              "positions differ between ranks");
         while (before < number && seen[before] != place)
             before++;
         if (before == number)
@@ -50,16 +51,16 @@ static void check_places(void)
     ah_segment_format(memory, RANKS, SLOT, 0, 0, NONCE);
     check(ah_segment_open(&group, memory, bytes, 0, NONCE, NULL) == AH_OK, "not a segment");
     group.ring_bytes = (size_t)2 << 20;
-    check(places(&group, (size_t)64 << 10) == 32, "a ring of 2 MiB has 32 places of 64 KiB");
-    check(places(&group, (size_t)40 << 10) == 48, "and 12 of 40 KiB in each of 4 slots");
-    check(places(&group, SLOT) == AH_SLOTS, "what fills a slot has one place in each");
-    check(places(&group, 0) > AH_SLOTS, "and nothing has many");
+    check(places(&group, (size_t)64 << 10) == 32, "a ring of 2 MiB has 32 positions of 64 KiB");
+    check(places(&group, (size_t)40 << 10) == 48, "a ring of 2 MiB has 12 positions of 40 KiB in each of 4 slots");
+    check(places(&group, SLOT) == AH_SLOTS, "a chunk that fills a slot has one position in each");
+    check(places(&group, 0) > AH_SLOTS, "an empty chunk has several positions");
     group.ring_bytes = 0;
-    check(places(&group, 4096) == AH_SLOTS, "without a ring there is one place in each slot");
+    check(places(&group, 4096) == AH_SLOTS, "without a ring each slot has one position");
     free(memory);
 }
 
-/* What is decided after both ways took so long, so many times. */
+/* The method chosen after `times` probes with these times. */
 static int decided(struct ah_nt_store *store, uint64_t through, uint64_t bypass, int times)
 {
     for (int time = 0; time < times; time++) {
@@ -70,33 +71,33 @@ static int decided(struct ah_nt_store *store, uint64_t through, uint64_t bypass,
     return store->bypass;
 }
 
-/* How many writes it takes until they go the other facts, where one through the caches takes `through` ticks, but for the first of each
- * ten, and one bypass them 500; 1000 where they never do. */
+/* Number of writes until the method changes, if a write through the caches takes `through` ticks (the first of ten: 600)
+ * and one past them 500; 1000 if it never does. */
 static int until_other(struct ah_nt_store *store, uint64_t through)
 {
     int bypass = store->bypass, writes = 0;
 
     while (store->bypass == bypass && writes < 1000) {
-        int facts = ah_nt_store_choose(store);
+        int chosen = ah_nt_store_choose(store);
 
-        ah_nt_store_record(store, facts, facts ? 500 : writes % 10 == 0 ? 600 : through);
+        ah_nt_store_record(store, chosen, chosen ? 500 : writes % 10 == 0 ? 600 : through);
         writes++;
-        if (facts != store->bypass)
+        if (chosen != store->bypass)
             ah_nt_store_decide(store);
     }
     return writes;
 }
 
-static void check_notes(void)
+static void check_switches(void)
 {
     struct ah_nt_store store = {0};
 
-    check(until_other(&store, 700) == 1000, "where one is as fast as the other, they go through the caches");
+    check(until_other(&store, 700) == 1000, "equal methods: writes go through the caches");
     ah_nt_store_record(&store, 0, 1000000000);
-    check(until_other(&store, 700) == 1000, "also after an interruption");
-    check(until_other(&store, 6000) < 40, "what is slow is seen soon, though some of it is fast");
-    check(until_other(&store, 6000) == 1000, "and is not taken up again");
-    check(until_other(&store, 700) < 400, "before it is fast");
+    check(until_other(&store, 700) == 1000, "an interruption does not change the method");
+    check(until_other(&store, 6000) < 40, "a slow method is left soon, although some of its writes are fast");
+    check(until_other(&store, 6000) == 1000, "a method that stays slow is not chosen again");
+    check(until_other(&store, 700) < 400, "a method that became fast is chosen again");
 }
 
 int main(void)
@@ -104,13 +105,13 @@ int main(void)
     struct ah_nt_store store = {0};
 
     check_places();
-    check_notes();
-    check(!decided(&store, 2000, 1000, 10), "a little slower is no reason to go bypass the caches: who reads pays for it");
-    check(!decided(&store, 5000, 1000, 1), "once may be chance");
-    check(!decided(&store, 2000, 1000, 1) && !decided(&store, 5000, 1000, 1), "and so may be twice, not running");
-    check(decided(&store, 5000, 1000, 1), "twice running is not");
-    check(decided(&store, 2000, 1000, 1), "nor is once enough to come back");
-    check(!decided(&store, 2000, 1000, 1), "twice is");
+    check_switches();
+    check(!decided(&store, 2000, 1000, 10), "a small difference does not suffice: the reader pays for it");
+    check(!decided(&store, 5000, 1000, 1), "one probe does not suffice");
+    check(!decided(&store, 2000, 1000, 1) && !decided(&store, 5000, 1000, 1), "two probes that are not consecutive do not suffice");
+    check(decided(&store, 5000, 1000, 1), "two consecutive probes suffice");
+    check(decided(&store, 2000, 1000, 1), "one probe does not suffice to return");
+    check(!decided(&store, 2000, 1000, 1), "two suffice to return");
     puts("ok");
     return 0;
 }

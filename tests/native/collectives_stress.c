@@ -1,7 +1,7 @@
 /* The C core with threads as ranks on ONE mapping, so that ThreadSanitizer sees every access of every rank: random
- * operations against a model, with a ticket that goes round, a rank that calls something else, and a sudden end.
+ * operations against a model, with tickets that wrap around, a rank with a different call, and a group that ends.
  *
- *   stress [seed [operations]]      prints what it did; exits 1 at the first difference */
+ *   collectives_stress [seed [operations]]      prints what it did; exits 1 at the first difference */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -30,10 +30,10 @@ struct run {
     void *memory;
     size_t bytes;
     uint32_t ranks, start, first; /* the first ticket, and the first sequence */
-    unsigned seed, operations, last; /* `last`: the operation at which the ending comes */
+    unsigned seed, operations, last; /* `last`: the operation at which the group ends */
     enum ending ending;
-    uint32_t odd; /* who brings it about */
-    uint32_t hands;
+    uint32_t odd; /* the rank that causes it */
+    uint32_t helpers;
 };
 
 struct rank {
@@ -56,7 +56,7 @@ static void fail(const struct rank *rank, unsigned operation, const char *what)
     exit(1);
 }
 
-/* What element `at` of the tensor that `rank` has for `to` is in operation `operation`: small, so that sums are exact. */
+/* Element `at` of the tensor that `rank` has for `to` in `operation`: small, so that sums are exact. */
 static unsigned value(unsigned operation, uint32_t rank, uint32_t to, size_t at)
 {
     unsigned mixed = operation * 2654435761u ^ rank * 40503u ^ to * 9176u ^ (unsigned)at * 2246822519u;
@@ -104,7 +104,7 @@ struct buffers {
 
 #define MOST_PIECES 6
 
-/* An all_reduce of one tensor as several, which every rank cuts at the same places; some are empty. */
+/* An all_reduce of one tensor as a list, cut at the same places on every rank; some parts are empty. */
 static int reduce_in_pieces(struct ah_group *group, struct ah_part whole, uint32_t dtype, uint32_t reduction, unsigned *choice)
 {
     size_t width = ah_dtype_bytes(dtype), left = whole.bytes / width, number = 1 + next(choice) % MOST_PIECES;
@@ -126,7 +126,7 @@ static int reduce_in_pieces(struct ah_group *group, struct ah_part whole, uint32
     return code;
 }
 
-/* One operation of the kind, on sizes that every rank can tell from the same numbers. */
+/* One operation of the kind, with sizes that every rank computes from the same numbers. */
 static int operate(struct rank *rank, struct ah_group *group, unsigned operation, unsigned *choice, struct buffers *use)
 {
     static const uint32_t DTYPES[] = {AH_U8, AH_I32, AH_F32, AH_F64};
@@ -218,12 +218,12 @@ static int operate(struct rank *rank, struct ah_group *group, unsigned operation
     return code;
 }
 
-/* Enough for every hand to have a part, and not a multiple of anything. */
+/* Enough for a part for every helper thread, and not a multiple of anything. */
 #define LARGE_ELEMENTS ((size_t)(AH_MAX_HELPER_THREADS + 1) * (1 << 16) + 4099)
 #define LARGE_TURNS 3
 
-/* Tensors that all hands of all ranks share, one after the other. */
-static void *lift(void *given)
+/* Tensors that all helper threads of all ranks split, one after the other. */
+static void *reduce_large(void *given)
 {
     struct rank *rank = given;
     struct run *run = rank->run;
@@ -235,7 +235,7 @@ static void *lift(void *given)
         fail(rank, 0, "not a segment");
     group.yields = 5;
     for (unsigned turn = 0; rank->code == AH_OK && turn < LARGE_TURNS; turn++) {
-        /* Fewer hands have a part each time. */
+        /* Fewer helper threads have a part each time. */
         size_t count = LARGE_ELEMENTS >> turn;
 
         for (size_t at = 0; at < count; at++)
@@ -246,7 +246,7 @@ static void *lift(void *given)
                                    AH_SUM, LIMIT_NS);
         for (size_t at = 0; rank->code == AH_OK && at < count; at += 61) {
             if (data[at] != (float)reduced(turn, run->ranks, 0, at, AH_SUM))
-                fail(rank, turn, "the result of many hands is not the model's");
+                fail(rank, turn, "the result with helper threads is not the model's");
         }
     }
     rank->culprit = group.culprit;
@@ -300,13 +300,13 @@ static void stress(struct run *run)
     struct ah_group look;
     int pidfds[MOST_RANKS] = {0};
 
-    size_t slot_bytes = run->ranks % 2 ? SLOT_BYTES : 4 * SLOT_BYTES; /* the places of chunks go round in the larger ones */
+    size_t slot_bytes = run->ranks % 2 ? SLOT_BYTES : 4 * SLOT_BYTES; /* chunks rotate in the larger ones */
 
-    run->bytes = ah_segment_bytes(run->ranks, slot_bytes, run->hands);
+    run->bytes = ah_segment_bytes(run->ranks, slot_bytes, run->helpers);
     run->memory = mmap(NULL, run->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (run->memory == MAP_FAILED)
         exit(2);
-    ah_segment_format(run->memory, run->ranks, slot_bytes, run->hands, run->ranks % 2 == 0, NONCE);
+    ah_segment_format(run->memory, run->ranks, slot_bytes, run->helpers, run->ranks % 2 == 0, NONCE);
     ah_segment_open(&look, run->memory, run->bytes, 0, NONCE, pidfds);
     for (uint32_t number = 0; number < run->ranks; number++) {
         struct ah_member *member = &look.members[number];
@@ -316,12 +316,12 @@ static void stress(struct run *run)
         atomic_store(&member->consumed, run->start);
         atomic_store(&member->begun, run->first);
         atomic_store(&member->checked, run->first);
-        for (uint32_t card = 0; card < AH_CALL_DEPTH; card++)
-            atomic_store(&member->fingerprints[card].stamp, run->first);
+        for (uint32_t index = 0; index < AH_CALL_DEPTH; index++)
+            atomic_store(&member->fingerprints[index].stamp, run->first);
     }
     for (uint32_t number = 0; number < run->ranks; number++) {
         ranks[number] = (struct rank){.run = run, .number = number};
-        pthread_create(&threads[number], NULL, run->hands ? lift : work, &ranks[number]);
+        pthread_create(&threads[number], NULL, run->helpers ? reduce_large : work, &ranks[number]);
     }
     for (uint32_t number = 0; number < run->ranks; number++)
         pthread_join(threads[number], NULL);
@@ -329,7 +329,7 @@ static void stress(struct run *run)
         if (ranks[number].code != EXPECTED[run->ending])
             fail(&ranks[number], run->last, "the code is not the one expected");
         if (run->ending == ABORT && ranks[number].culprit != run->odd)
-            fail(&ranks[number], run->last, "the end names another rank");
+            fail(&ranks[number], run->last, "the culprit is not the one expected");
     }
     munmap(run->memory, run->bytes);
 }
@@ -342,7 +342,7 @@ int main(int argc, char **argv)
     for (unsigned turn = 0; done < operations; turn++) {
         struct run run = {.ranks = 1 + turn % MOST_RANKS, .seed = seed + turn, .operations = 60};
 
-        /* The tickets of every other run go round in its middle, and so do the sequences that cards are stamped with. */
+        /* In every other run tickets and stamps wrap around. */
         run.start = turn % 2 ? 0xffffffffu - 200 : 0;
         run.first = turn % 2 ? 0xffffffffu - 30 : 0;
         run.ending = run.ranks == 1 ? TO_THE_END : turn / MOST_RANKS % 3;
@@ -352,7 +352,10 @@ int main(int argc, char **argv)
         done += run.ending == TO_THE_END ? run.operations : run.last;
     }
     for (unsigned turn = 0; turn < 2 * AH_MAX_HELPER_THREADS; turn++) {
-        struct run run = {.ranks = 2 + turn % 2, .seed = seed + turn, .hands = 1 + turn % AH_MAX_HELPER_THREADS, .last = turn % LARGE_TURNS};
+        struct run run = {.ranks = 2 + turn % 2,
+                          .seed = seed + turn,
+                          .helpers = 1 + turn % AH_MAX_HELPER_THREADS,
+                          .last = turn % LARGE_TURNS};
 
         run.ending = turn < AH_MAX_HELPER_THREADS ? TO_THE_END : ABORT;
         run.odd = turn % run.ranks;

@@ -1,5 +1,5 @@
-/* Messages of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at once
- * while a progress thread completes posted requests. Prints "ok" and exits with 0, or prints what is wrong. */
+/* Messages of the C core with threads as ranks, for ThreadSanitizer: several threads of each rank send and receive at
+ * once while a progress thread completes posted requests. Prints "ok" and exits with 0, or prints what is wrong. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -21,8 +21,8 @@ static const size_t SIZES[] = {0, 8, 4096, 4097, 20000, 131072, MOST};
 struct rank {
     struct ah_group group;
     struct ah_p2p *p2p;
-    /* One for each worker: how many of its messages the server has told of. */
-    _Atomic int told[WORKERS];
+    /* For each worker: how many of its messages the progress thread has reported. */
+    _Atomic int reported[WORKERS];
 };
 
 struct worker {
@@ -36,7 +36,7 @@ static void fail(const char *what)
     abort();
 }
 
-static void *serve(void *context)
+static void *progress(void *context)
 {
     struct rank *self = context;
     uint64_t keys[4];
@@ -44,7 +44,7 @@ static void *serve(void *context)
 
     while ((number = ah_p2p_progress(self->p2p, keys, 4)) != 0) {
         for (size_t index = 0; index < number; index++)
-            atomic_fetch_add(&self->told[keys[index]], 1);
+            atomic_fetch_add(&self->reported[keys[index]], 1);
     }
     return NULL;
 }
@@ -68,13 +68,13 @@ static void *work(void *context)
 
         memset(out, (int)mine * 50 + step % 50, bytes);
         memset(in, 255, bytes);
-        atomic_store(&rank->told[self->number], 0);
+        atomic_store(&rank->reported[self->number], 0);
         outcome = ah_p2p_post(rank->p2p, &receive, -1, (uint64_t)self->number, &request);
         if (ah_p2p_run(rank->p2p, &send, -1, NULL).code != AH_OK)
-            fail("a send did not end well");
+            fail("a send failed");
         if (request && leave) {
-            /* Nobody waits: the server must bring it. */
-            while (atomic_load(&rank->told[self->number]) == 0)
+            /* No thread waits: the progress thread must report it. */
+            while (atomic_load(&rank->reported[self->number]) == 0)
                 sched_yield();
             outcome = ah_p2p_test(rank->p2p, request);
         } else if (request) {
@@ -83,7 +83,7 @@ static void *work(void *context)
         if (request)
             ah_p2p_free_request(rank->p2p, request);
         if (outcome.code != AH_OK || outcome.peer != receive.peer)
-            fail("a receive did not end well");
+            fail("a receive failed");
         for (size_t at = 0; at < bytes; at++) {
             if (in[at] != (unsigned char)(receive.peer * 50 + (unsigned)step % 50))
                 fail("wrong bytes");
@@ -114,7 +114,7 @@ int main(void)
     const unsigned char nonce[16] = {1};
     int pidfds[RANKS] = {-1, -1, -1};
     size_t bytes = ah_segment_bytes(RANKS, 4096, 0);
-    pthread_t servers[RANKS], threads[RANKS][WORKERS];
+    pthread_t progress_threads[RANKS], threads[RANKS][WORKERS];
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 
     if (memory == MAP_FAILED)
@@ -125,7 +125,7 @@ int main(void)
             fail("not a segment");
         ranks[rank].group.yields = 20;
         ranks[rank].p2p = ah_p2p_open(&ranks[rank].group);
-        pthread_create(&servers[rank], NULL, serve, &ranks[rank]);
+        pthread_create(&progress_threads[rank], NULL, progress, &ranks[rank]);
     }
     for (int rank = 0; rank < RANKS; rank++) {
         for (int number = 0; number < WORKERS; number++) {
@@ -140,7 +140,7 @@ int main(void)
     refuse_invalid_envelope(ranks);
     for (int rank = 0; rank < RANKS; rank++) {
         ah_p2p_stop(ranks[rank].p2p);
-        pthread_join(servers[rank], NULL);
+        pthread_join(progress_threads[rank], NULL);
         ah_p2p_free(ranks[rank].p2p);
     }
     munmap(memory, bytes);

@@ -9,7 +9,7 @@ __all__ = ["differences"]
 TRIALS = """import torch.distributed._functional_collectives as functional
 from torch import nn
 
-# What is generated goes with the test; and no pool of compilers, which takes longer to start than this little code.
+# Generated code is deleted with the test; no pool of compilers, which takes longer to start than this code to compile.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.environ["GATES"], f"generated-{rank}")
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
@@ -58,5 +58,5 @@ def try_ddp():
 
 
 def differences(backend: str, timeout: float) -> dict[str, str]:
-    """Return what compiled code gives differently on ours and on Gloo, by trial."""
+    """Return the differences between compiled code on ours and on Gloo, by trial."""
     return compare(TRIALS.replace("{backend!r}", repr(backend)), 2, timeout=timeout)

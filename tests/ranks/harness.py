@@ -1,6 +1,6 @@
 """Real processes as ranks: start one script once per rank, watch it, and end it at a hard deadline.
 
-Importing torch takes longer than most tests, so ranks are forked from a nursery: a process that has imported
+Importing torch takes longer than most tests, so ranks are forked from a fork server: a process that has imported
 torch and allhands and formed nothing. A rank then runs its script at the top level of its own interpreter, so
 that uncaught exceptions, exit handlers and signals take their usual way. ``fresh=True`` starts a new interpreter
 instead, for tests that are about just that.
@@ -33,7 +33,7 @@ from typing import Any, NoReturn, cast
 
 import leaks
 
-__all__ = ["Job", "Result", "complaints", "forget_nursery", "free_port", "ipv6", "launch", "nursery", "start", "well"]
+__all__ = ["Job", "Result", "complaints", "free_port", "ipv6", "launch", "start", "well"]
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -43,15 +43,15 @@ PRELUDE = "from ranks.rank_namespace import *\n"
 # Every rank of a test ends by itself long before this; a hang is a failure of the test, not of the machine.
 DEADLINE_S = 60.0
 
-# What a rank started (its coordinator) may outlive it by this much: it first tells the other ranks.
+# Time by which a process of a rank (its coordinator) may outlive it: it first notifies the other ranks.
 AFTERLIFE_S = 5.0
 
-# Variables of whoever runs the tests must not decide who the ranks are.
+# Variables of the environment of the tests must not determine the ranks' identity.
 STRANGERS = ("ALLHANDS_", "GLOO_", "NCCL_", "SLURM_", "OMPI_", "PMI", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_")
 PLAIN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
 
-# Where free ports are looked for: below those that Linux gives to connections (from 32768). So many for each of so many
-# processes of pytest; each begins somewhere else among its own, for those that run beside this one.
+# Range of free ports: below those that Linux gives to connections (from 32768). PORTS for each of WORKERS
+# processes of pytest; each starts at a random one of its own, for other runs on this machine.
 FIRST_PORT, PORTS, WORKERS = 10_000, 2_500, 8
 _PORTS = itertools.count(secrets.randbelow(PORTS))
 
@@ -70,16 +70,16 @@ class Result:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What the rank said with `say`, in order."""
+        """What the rank reported with `say`, in order."""
         return parse(self.stdout)
 
     @property
     def complaints(self) -> str:
-        """Its stderr without the lines that say whom a roll call waits for, which a busy machine may bring."""
+        """Its stderr without the lines about ranks that a roll call waits for, which depend on the load."""
         return complaints(self.stderr)
 
     def __getitem__(self, key: str) -> Any:
-        """Return the last thing that the rank said under ``key``."""
+        """Return the last value that the rank reported as ``key``."""
         for line in reversed(self.lines):
             if key in line:
                 return line[key]
@@ -87,7 +87,7 @@ class Result:
 
 
 def complaints(text: str) -> str:
-    """Return ``text`` without the lines that say whom a roll call waits for."""
+    """Return ``text`` without the lines about ranks that a roll call waits for."""
     return "".join(line for line in text.splitlines(keepends=True) if not WAITING.match(line))
 
 
@@ -116,7 +116,7 @@ class Rank:
     ended: float = 0.0
 
     def said(self) -> list[dict[str, Any]]:
-        """Return what it has said so far."""
+        """Return what it has reported so far."""
         return parse(self.stdout.read_text(errors="replace"))
 
 
@@ -129,7 +129,7 @@ class Job:
     ranks: list[Rank] = field(default_factory=list)
 
     def wait_for(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Wait until each of ``ranks`` (all by default) said something under ``key``; return what."""
+        """Wait until each of ``ranks`` (all by default) reported ``key``; return the values."""
         wanted = list(range(len(self.ranks)) if ranks is None else ranks)
         while True:
             self.poll()
@@ -137,7 +137,7 @@ class Job:
             if len(found) == len(wanted):
                 return found
             if any(self.ranks[number].returncode is not None for number in wanted if number not in found):
-                # It may have spoken between the look at its words and the look at its end.
+                # It may have reported between the check of its output and the check of its end.
                 again = {n: line[key] for n in wanted for line in self.ranks[n].said() if key in line}
                 if len(again) == len(wanted):
                     return again
@@ -153,13 +153,13 @@ class Job:
         return at
 
     def poll(self) -> list[Rank]:
-        """Note who has ended; return who still runs."""
+        """Record the ranks that have ended; return those that run."""
         for entry in self.ranks:
             if entry.returncode is None and entry.popen is not None:
                 entry.returncode = entry.popen.poll()
                 entry.ended = time.monotonic()
         if any(entry.popen is None and entry.returncode is None for entry in self.ranks):
-            nursery().poll(self.ranks)
+            fork_server().poll(self.ranks)
         return [entry for entry in self.ranks if entry.returncode is None]
 
     def results(self) -> list[Result]:
@@ -205,7 +205,7 @@ class Job:
         self.poll()
         for entry in self.ranks:
             if entry.returncode is None:
-                # The nursery made the stacks of all threads the answer to this signal.
+                # The fork server made the stacks of all threads the answer to this signal.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(entry.pid, signal.SIGCONT)
                     os.kill(entry.pid, signal.SIGUSR1)
@@ -259,12 +259,12 @@ def start(
         if fresh or command is not None:
             job.ranks.append(_interpreter(script, number, entry, command))
         else:
-            job.ranks.append(nursery().fork(script, number, entry))
+            job.ranks.append(fork_server().fork(script, number, entry))
     return job
 
 
 def launch(source: str, world_size: int, env: Mapping[str, str] | None = None, **kw: Any) -> list[Result]:
-    """Run ``source`` once per rank to the end; takes what `start` takes."""
+    """Run ``source`` once per rank to the end; the arguments are those of `start`."""
     with running(source, world_size, env, **kw) as job:
         return job.results()
 
@@ -281,7 +281,7 @@ def running(source: str, world_size: int, env: Mapping[str, str] | None = None, 
 
 
 def well(results: list[Result]) -> list[Result]:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
     return results
@@ -296,12 +296,12 @@ def ipv6() -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nobody listens on, and that neither the kernel nor another test gives away meanwhile."""
+    """Return a port on which no process listens, and which neither the kernel nor another test uses meanwhile."""
     while True:
         port = _first_port() + next(_PORTS) % PORTS
         with (
             socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe,
-            contextlib.suppress(OSError),  # taken: the next one
+            contextlib.suppress(OSError),  # in use: try the next one
         ):
             probe.bind((host, port))
             return port
@@ -313,10 +313,10 @@ def _first_port() -> int:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without what says who a rank is, with ``extra``."""
+    """Return this process's environment without variables of rank and launcher, with ``extra``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(STRANGERS) and name not in PLAIN}
     paths = [str(TESTS), *filter(None, [kept.get("PYTHONPATH", "")])]
-    # One thread each: two cores are shared by all ranks and by whoever else is on the machine.
+    # One thread each: all ranks and other processes share two cores.
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **extra}
 
 
@@ -335,11 +335,11 @@ def _interpreter(script: Path, number: int, env: Mapping[str, str], command: lis
     return Rank(number, process.pid, stdout, stderr, time.monotonic(), popen=process)
 
 
-# The nursery, seen from the test --------------------------------------------------------------------------------
+# The fork server, seen from the test ----------------------------------------------------------------------------
 
 
-class Nursery:
-    """The process that ranks are forked from: it takes one JSON line per rank and tells of each start and end."""
+class ForkServer:
+    """The process that forks ranks: it reads a JSON line per rank and writes one for each start and end."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -351,7 +351,7 @@ class Nursery:
         )
         self._ended: dict[int, tuple[int, float]] = {}
         self._buffer = b""
-        self._read(block=True)  # it says when it is ready
+        self._read(block=True)  # its first line: it is ready
 
     def fork(self, script: Path, number: int, env: Mapping[str, str]) -> Rank:
         """Start one rank."""
@@ -392,12 +392,12 @@ class Nursery:
         while True:
             ready, _, _ = select.select([self.process.stdout], [], [], 60.0 if block and not found else 0.0)
             if not ready and block and not found:
-                raise RuntimeError("the nursery has not answered for a minute")
+                raise RuntimeError("the fork server has not answered for a minute")
             if not ready:
                 return found
             data = os.read(self.process.stdout.fileno(), 65536)
             if not data:
-                raise RuntimeError("the nursery is gone")
+                raise RuntimeError("the fork server is gone")
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 message = json.loads(line)
@@ -407,26 +407,26 @@ class Nursery:
                     found.append(message)
 
 
-_nursery: Nursery | None = None
+_fork_server: ForkServer | None = None
 
 
-def nursery() -> Nursery:
-    """Return the nursery, started at its first use."""
-    global _nursery  # noqa: PLW0603  # one for all tests; that it is shared is its point
-    if _nursery is None:
-        _nursery = Nursery()
-    return _nursery
+def fork_server() -> ForkServer:
+    """Return the fork server, started at its first use."""
+    global _fork_server  # noqa: PLW0603  # one for all tests; that it is shared is its point
+    if _fork_server is None:
+        _fork_server = ForkServer()
+    return _fork_server
 
 
-def forget_nursery() -> None:
-    """End the nursery, if there is one."""
-    global _nursery  # noqa: PLW0603
-    if _nursery is not None:
-        _nursery.end()
-        _nursery = None
+def end_fork_server() -> None:
+    """End the fork server, if there is one."""
+    global _fork_server  # noqa: PLW0603
+    if _fork_server is not None:
+        _fork_server.end()
+        _fork_server = None
 
 
-# The nursery itself ---------------------------------------------------------------------------------------------
+# The fork server itself -----------------------------------------------------------------------------------------
 
 
 def _tell(**what: Any) -> None:
@@ -496,5 +496,5 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     main = _become(_serve())
-    # At the top level, so that what the script raises goes to sys.excepthook and not to us.
+    # At the top level, so that an exception of the script reaches sys.excepthook.
     exec(compile(Path(main.__file__ or "").read_text(), main.__file__ or "", "exec"), main.__dict__)  # noqa: S102

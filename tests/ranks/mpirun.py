@@ -28,7 +28,7 @@ __all__ = ["FAMILIES", "MEANT", "require", "start"]
 
 FAMILIES = ("openmpi", "mpich")
 
-# As root and with fewer cores than ranks, Open MPI must be told that both are meant.
+# Open MPI needs these to run as root and with fewer cores than ranks.
 MEANT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -55,7 +55,7 @@ def require(family: str) -> None:
 
 
 class _Told:
-    """How a rank ended, from what its parent wrote down; stands where a Popen does."""
+    """The exit status of a rank, as recorded by its parent, with the interface of Popen."""
 
     def __init__(self, path: Path, mpirun: subprocess.Popen[bytes]) -> None:
         self._path = path
@@ -109,7 +109,7 @@ def _main() -> int:
     script = Path(sys.argv[1])
     number = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
     os.environ["RANKNO"] = number
-    # Before the fork: whoever finds the rank's pid reads them.
+    # Written before the fork, because readers that find the rank's pid read them.
     printed = {
         descriptor: os.open(script.with_name(f"{number}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for descriptor, name in ((1, "out"), (2, "err"))

@@ -1,4 +1,4 @@
-"""One random program of collectives as a rank runs it: every operation beside a model computed from everyone's data.
+"""One random program of collectives as a rank runs it: every operation, and a model computed from all ranks' data.
 
 Imported by ranks and tests; a program is plain data, so that it goes to the ranks as JSON.
 """
@@ -36,7 +36,7 @@ RAW = ("float8_e4m3fn",)
 DTYPES = (*INTEGERS, *FLOATS, *COMPLEX, *RAW, "bool")
 LAYOUTS = ("contiguous", "transposed", "strided")
 
-# Members of the groups of a world of three; each overlaps each other.
+# Members of the groups of three ranks; any two overlap.
 GROUPS = ((0, 1, 2), (0, 1), (1, 2), (0, 2), (2,))
 
 
@@ -70,7 +70,7 @@ def supported(dtype: str, reduction: str) -> bool:
 
 
 def _values(op: Op, source: int, to: int, count: int) -> Any:
-    """Return what ``source`` has for ``to``; floats small and whole, so that every order of summing gives the same."""
+    """Return the data of ``source`` for ``to``; small whole floats, whose sums are exact in any order."""
     made = np.random.default_rng((op.seed, source, to))
     if op.dtype in INTEGERS:
         limits = np.iinfo(op.dtype)
@@ -157,7 +157,7 @@ class _Issued(NamedTuple):
 
 
 def perform(program: list[Op], library: Any, groups: list[Any], rank: int) -> list[str]:
-    """Run ``program`` as ``rank``; return in words what differs from the model."""
+    """Run ``program`` as ``rank``; return descriptions of the differences from the model."""
     flying: list[_Issued] = []
     wrong: list[str] = []
 
@@ -184,7 +184,7 @@ def perform(program: list[Op], library: Any, groups: list[Any], rank: int) -> li
 
 
 def _issue(op: Op, library: Any, group: Any, rank: int, size: int) -> tuple[Any, list[Any], list[Any]]:
-    """Make the call; return its work (None where it is done), what it writes, and what must stand there."""
+    """Make the call; return its work (None if complete), its outputs, and the expected values."""
     count, root = int(np.prod(op.shape)), op.root % size
     how: dict[str, Any] = {"group": group, "async_op": op.later}
     reduction: dict[str, Any] = {"op": getattr(library.ReduceOp, op.reduction)}
@@ -244,7 +244,7 @@ def _issue(op: Op, library: Any, group: Any, rank: int, size: int) -> tuple[Any,
 def _all_to_all_single(
     op: Op, call: Callable[..., Any], how: dict[str, Any], rank: int, size: int
 ) -> tuple[Any, list[Any], list[Any]]:
-    """As `_issue`: rows of two elements, of which each rank has another number for each other."""
+    """As `_issue`: rows of two elements, with a different number of rows for each pair of ranks."""
     made = np.random.default_rng(op.seed)
     rows = made.integers(0, 1 + min(4096, max(0, *op.shape, 3)), (size, size)).tolist()
     pair = op._replace(shape=(1, 2))

@@ -1,4 +1,4 @@
-"""What the scripts of `harness` find in their own namespace: who they are, and how to tell the test what happened.
+"""The namespace of the scripts of `harness`: rank, world size, and functions that report to the test.
 
 Imported by a rank, never by a test.
 """
@@ -31,11 +31,11 @@ def say(**what: Any) -> None:
 
 
 def gate(name: str, everyone: int = size) -> None:
-    """Wait until every rank is here. Goes through files, so that nothing of what is tested takes part."""
+    """Wait until every rank is here. Uses files, so that the code under test is not involved."""
     folder = Path(os.environ["GATES"])
     (folder / f"{name}.{rank}").touch()
     deadline = time.monotonic() + _GATE_S
-    # Not by pathlib: whoever asks where this rank is must be told of this file.
+    # Not by pathlib: the call site of a waiting rank must be in this file.
     while sum(each.startswith(f"{name}.") for each in os.listdir(folder)) < everyone:  # noqa: PTH208  # see above
         if time.monotonic() > deadline:
             raise SystemExit(f"gate {name} stayed shut")
@@ -43,7 +43,7 @@ def gate(name: str, everyone: int = size) -> None:
 
 
 def outcome(problem: BaseException) -> dict[str, Any]:
-    """Return what a test asks about an exception."""
+    """Return the attributes of an exception that tests compare."""
     found: dict[str, Any] = {
         "kind": type(problem).__name__,
         "bases": [base.__name__ for base in type(problem).__mro__],
@@ -61,12 +61,12 @@ def outcome(problem: BaseException) -> dict[str, Any]:
 
 
 def attempt(call: Callable[..., Any], *args: Any, **kw: Any) -> dict[str, Any]:
-    """Call and say how it went, how long it took, and when it was over (wall clock)."""
+    """Call, and report the outcome, the duration and the end (wall clock)."""
     started = time.monotonic()
     found: dict[str, Any] = {"kind": ""}
     try:
         call(*args, **kw)
-    except Exception as problem:  # noqa: BLE001  # it is what the test asks for
+    except Exception as problem:  # noqa: BLE001  # returned to the test
         found = outcome(problem)
     return {**found, "seconds": time.monotonic() - started, "over": time.time()}
 

@@ -66,7 +66,7 @@ def cycle(world_size: int, turns: int, method: str, folder: Path, timeout: float
     assert leaks.segments() <= before
     if port:
         with socket.socket() as probe:
-            # Without SO_REUSEADDR a listener, but also a connection that was closed from here, would be in the way.
+            # Without SO_REUSEADDR a listener, and also a connection that was closed from here, would block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
     return max(result["slowest"] for result in results)

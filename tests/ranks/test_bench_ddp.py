@@ -1,4 +1,4 @@
-"""What a model takes while it is trained, in processes of its own."""
+"""Memory of a model in training, in processes of its own."""
 
 from __future__ import annotations
 

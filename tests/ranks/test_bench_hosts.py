@@ -28,8 +28,8 @@ def test_ranks_on_two_hosts_are_measured() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give its rights up")
-def test_who_may_not_make_namespaces_is_told_so(tmp_path: Path) -> None:
-    """Without the right to make namespaces nothing is started, and the words say what is missing."""
+def test_namespaces_refused_is_reported(tmp_path: Path) -> None:
+    """Without the right to make namespaces nothing is started, and the message names the missing right."""
     script = tmp_path / "bench.py"
     # Bit 21 is CAP_SYS_ADMIN: taken from the bounding set and, by the exec, from the process.
     script.write_text(

@@ -1,4 +1,4 @@
-"""Every way to say where ranks meet forms a group, and what stands in torch.distributed's place behaves like it."""
+"""Every rendezvous forms a group, and our functions behave like those of torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from ranks.harness import Result, free_port, ipv6, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # What every rank does once it has a group: the group must carry tensors and objects and end without a word.
 USE = """
@@ -73,7 +73,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_meet(way: str, tmp_path: Path) -> None:
-    """Each init_method, store and backend that torch takes forms a group that works and leaves nothing."""
+    """Each init_method, store and backend of torch forms a group that works and leaves nothing behind."""
     if way == "tcp6" and not ipv6():
         pytest.skip("this machine has no IPv6 loopback")
     port = free_port()
@@ -108,8 +108,8 @@ def test_a_world_of_one(how: str) -> None:
     worked(launch(HEAD + how + USE, 1))
 
 
-def test_worlds_of_one_beside_each_other() -> None:
-    """Programs that one shell started, each a world of its own with no address, do not meet."""
+def test_several_worlds_of_one_rank() -> None:
+    """Programs of one shell, each with a world size of one and no address, do not interfere."""
     results = launch(
         HEAD
         + """
@@ -252,7 +252,7 @@ say(session=allhands.groups.session.current() is not None)
         assert (result.returncode, result.complaints) == (0, "")
 
 
-def test_failures_are_told_behind_torchs_own_front_door(tmp_path: Path) -> None:
+def test_failures_are_explained_in_torchs_own_init(tmp_path: Path) -> None:
     """With torch's init and torch's all_reduce, a peer's exception still ends the call, and is what it raises."""
     results = launch(
         f"""
@@ -316,7 +316,7 @@ def test_every_public_name_of_torch_is_here() -> None:
 
 
 def test_signatures_are_torchs() -> None:
-    """What we put in the place of torch's functions takes the same arguments in the same order."""
+    """Our functions have the same parameters as torch's, in the same order."""
     import torch.distributed as theirs
 
     import allhands
@@ -328,7 +328,7 @@ def test_signatures_are_torchs() -> None:
 
     for name in [*(name for name in GUARDED if hasattr(theirs, name)), "get_rank", "get_world_size", "get_backend"]:
         assert parameters(getattr(allhands, name)) == parameters(getattr(theirs, name)), name
-        if name != "monitored_barrier":  # which is ours, and takes seconds as well as a timedelta
+        if name != "monitored_barrier":  # ours also accepts seconds instead of a timedelta
             assert inspect.signature(getattr(allhands, name)) == inspect.signature(getattr(theirs, name)), name
     ours = inspect.signature(allhands.init_process_group).parameters
     torchs = inspect.signature(theirs.init_process_group).parameters
@@ -340,7 +340,7 @@ def test_signatures_are_torchs() -> None:
     )
 
 
-# A script as a tutorial has it; DIST is either module. Everything it finds goes into `found`.
+# A script as in a tutorial; DIST is either module. It adds its results to `found`.
 TUTORIAL = """
 import os, torch, warnings
 warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives from one version to the next
@@ -457,7 +457,7 @@ say(found=found)
 
 
 def test_a_tutorial_runs_unchanged() -> None:
-    """Collectives, point to point, objects, subgroups and DDP training give exactly what torch.distributed gives."""
+    """Collectives, point to point, objects, subgroups and DDP training agree exactly with torch.distributed."""
     outcomes: dict[str, list[dict[str, Any]]] = {}
     for module in ("torch.distributed", "allhands"):
         where = {"WHERE": f"tcp://127.0.0.1:{free_port()}", "GLOO_SOCKET_IFNAME": "lo"}

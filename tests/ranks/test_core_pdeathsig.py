@@ -11,7 +11,7 @@ import leaks
 
 pytest.importorskip("allhands._core", reason="the C core is built on Linux only")
 
-# The child: asks for the signal, checks that its parent still lives, says so, and would stay.
+# The child: sets the signal, checks that its parent is alive, prints that, and waits.
 CHILD = """
 import os, signal, sys, time
 from allhands._core import set_parent_death_signal
@@ -29,7 +29,7 @@ time.sleep(60)
 
 
 def test_a_child_ends_when_its_parent_is_killed() -> None:
-    """A process that asked for the parent's death signal does not outlive a parent that got `kill -9`."""
+    """A process with a parent-death signal does not outlive a parent that got `kill -9`."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         try:
             assert parent.stdout is not None

@@ -7,7 +7,7 @@ import pytest
 from ranks.against_gloo import compare
 from ranks.training import BEGIN
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 TRIALS = (
     BEGIN

@@ -7,7 +7,7 @@ import pytest
 from ranks.against_gloo import compare
 from ranks.training import HOOKS, TORCHS
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 TRIALS = (
     TORCHS

@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # Cases that torch's class does not support, or that fail without an error there.
 OURS = """

@@ -8,7 +8,7 @@ from conformance.engines import check
 from conformance.test_failures import MISMATCHES
 from ranks import harness, test_shm
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = test_shm.FORM.replace('"allhands"', '"gloo"')
 
@@ -82,7 +82,7 @@ while len(list(folder.glob("done.*"))) < size:
         assert result["found"]["seconds"] < 10, result["found"]
 
 
-def test_nothing_is_taken_for_a_difference_that_is_none() -> None:
+def test_equal_calls_are_not_reported_as_different() -> None:
     """Messages of some ranks, calls past allhands on some and through it on others, objects, roots by either name."""
     results = harness.launch(
         FORM

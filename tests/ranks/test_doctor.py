@@ -20,9 +20,9 @@ from allhands.observe import stacks
 from ranks import harness
 from ranks.runner import running
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
-# Each stage holds rank 2 up in another way until the test opens its gate, the last one for ever.
+# Each stage blocks rank 2 in another way until the test opens its gate; the last one blocks it for ever.
 STAGES = """
 import os, re, threading, time
 from pathlib import Path
@@ -69,7 +69,7 @@ for number, stage in enumerate((sleeps, locked, branches, loops)):
     dist.all_reduce(torch.ones(number + 3))
 """
 
-# What holds rank 2 up, by the function that it is in: the line's words, and what the kernel says.
+# The cause that blocks rank 2, by function: text of the line, and wait channel of the kernel.
 HELD = {
     "sleeps": ("time.sleep(0.2)", "sleeping"),
     "locked": ("lock.acquire()", "waiting for a lock"),
@@ -88,7 +88,7 @@ def until(look: Callable[[], Any], good: Callable[[Any], bool], deadline_s: floa
 
 
 def blamed(found: list[Finding]) -> bool:
-    """Tell whether rank 2 alone is blamed, and everyone else waits."""
+    """Tell whether only rank 2 is blamed, and all others wait."""
     return len(found) == 1 and found[0].slug == "rank-behind" and found[0].details["waiting"] == [0, 1, 3]
 
 
@@ -130,7 +130,7 @@ def test_ranks_that_were_started_by_hand(backend: str, monkeypatch: pytest.Monke
     with harness.running(source, 4) as job:
         job.wait_for("stage", [0, 1, 2, 3])
         if backend == "allhands":
-            # Who only asks about the machine is led there, once the job has stood still for long.
+            # `allhands doctor` without --job refers to it once the job has been stalled for long.
             first = job.ranks[0].pid
             mine = f"job-{first}"
             assert [each.level for each in jobs.list_jobs() if each.check == mine] == ["green"]
@@ -233,7 +233,7 @@ def test_workers_without_a_group() -> None:
 
 
 def test_ranks_that_wait_in_the_roll_call() -> None:
-    """While a group forms, the ranks that wait are named with their line, and who is not there."""
+    """While a group forms, the waiting ranks are named with their line, and the missing ones."""
     source = """
     import allhands as dist
     if rank == 1:
@@ -252,7 +252,7 @@ def test_ranks_that_wait_in_the_roll_call() -> None:
 
 
 def test_a_process_that_offers_nothing_is_left_alone() -> None:
-    """A process without the handler is not sent the signal, which would end it; it is no rank, and that is said."""
+    """A process without the handler is not sent the signal, which would end it; it is reported to be no rank."""
     with subprocess.Popen(["sleep", "60"]) as process:  # noqa: S607  # any program
         try:
             assert stacks.request(process.pid, 0.2) == ""
@@ -268,7 +268,7 @@ def test_a_process_that_offers_nothing_is_left_alone() -> None:
 
 
 def test_asking_twice_gives_the_stacks_of_now() -> None:
-    """Stacks are those of the moment, however often one asks; the process goes on."""
+    """Each request returns the current stacks, and the process continues."""
     source = """
     import os, time
     from pathlib import Path

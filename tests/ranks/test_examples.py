@@ -115,7 +115,7 @@ def test_demo_interrupted() -> None:
 
 
 def test_ten_lines_alone() -> None:
-    """The script of the README is a world of one without a launcher."""
+    """Without a launcher the script of the README runs with a world size of one."""
     done = run(sys.executable, EXAMPLES / "ten_lines.py")
     assert (done.returncode, done.stderr) == (0, "")
     pi, size = estimate(done.stdout)

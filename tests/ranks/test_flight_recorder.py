@@ -12,7 +12,7 @@ import pytest
 from allhands.observe import flight_recorder
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 import torch

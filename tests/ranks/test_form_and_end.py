@@ -8,7 +8,7 @@ import pytest
 
 from ranks.repeated_lifecycle import METHODS, cycle
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("method", METHODS)

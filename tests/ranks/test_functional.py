@@ -7,14 +7,14 @@ import pytest
 from ranks.against_gloo import compare
 from ranks.compiled import differences
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 TRIALS = """import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 def weighed(y, x):
-    # What came out, and the gradient of its sum with weights of its own.
+    # The result, and the gradient of its weighted sum.
     (y * (torch.arange(y.numel()).view(y.shape) + 1 + rank)).sum().backward()
     return y, x.grad
 
@@ -61,7 +61,7 @@ def try_differentiable():
         lambda x: differentiable.all_to_all_single(torch.empty(4, 3), x),
         lambda x: differentiable.broadcast(x, 0),
         lambda x: differentiable.reduce_scatter(torch.empty(2, 3), list(x.chunk(size))),
-        # What is not at the root is nobody's result: Gloo leaves parts of the sum there.
+        # Only the root has a result: Gloo leaves partial sums on the other ranks.
         lambda x: differentiable.reduce(x, 0) * (rank == 0),
         lambda x: torch.stack(differentiable.gather(x, 0)),
         lambda x: differentiable.scatter(list(x.chunk(size)), 0),
@@ -136,7 +136,7 @@ def try_barriers():
 """
 
 
-def test_other_ways_to_a_collective_give_what_gloo_gives() -> None:
+def test_other_functions_for_a_collective_agree_with_gloo() -> None:
     """What torch offers over the plain collectives: the same values, gradients and objects, bit for bit."""
     found = compare(TRIALS, 2)
     assert found == dict.fromkeys(found, "")

@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 RANDOM = """
 import random

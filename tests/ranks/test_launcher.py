@@ -1,4 +1,4 @@
-"""A coordinator that runs in the launcher: ranks only connect, and nothing is started beside rank 0."""
+"""A coordinator that runs in the launcher: ranks only connect, and rank 0 starts no process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allhands.control.coordinator import Coordinator
 from allhands.control.rendezvous import random_socket_name
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SCRIPT = """
 import torch
@@ -29,7 +29,7 @@ with dist.process_group("gloo", timeout=10):
 
 @contextmanager
 def launcher(token: bytes = b"", *, tcp: bool = False) -> Iterator[str]:
-    """Run a coordinator in a thread of this process, as a launcher does; yield what ALLHANDS_COORDINATOR says."""
+    """Run a coordinator in a thread of this process, as a launcher does; yield the value of ALLHANDS_COORDINATOR."""
     loop = asyncio.new_event_loop()
     made: list[Coordinator] = []
 
@@ -58,7 +58,7 @@ def launcher(token: bytes = b"", *, tcp: bool = False) -> Iterator[str]:
 
 
 def environment(place: str) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
-    """Return what a launcher gives to all ranks, and to each."""
+    """Return the variables that a launcher sets for all ranks, and for each."""
     shared = {"ALLHANDS_COORDINATOR": place, "ALLHANDS_WORLD_SIZE": "2", "ALLHANDS_LOCAL_WORLD_SIZE": "2"}
     return shared, {rank: {"ALLHANDS_RANK": str(rank), "ALLHANDS_LOCAL_RANK": str(rank)} for rank in range(2)}
 

@@ -1,4 +1,4 @@
-"""The barrier that names who did not come, on our backend and on Gloo."""
+"""monitored_barrier, which names missing ranks, on our backend and on Gloo."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # A deadline, not a figure: half a second of waiting, and what a busy machine adds; far below the group's own timeout.
 AT_ONCE_S = 5.0
@@ -23,14 +23,14 @@ dist.monitored_barrier(dist.group.WORLD, timedelta(seconds=15), wait_all_ranks=T
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.parametrize(("late", "everyone"), [((1,), False), ((1, 3), True), ((1, 3), False)])
-def test_who_is_late_is_named_on_every_rank(late: tuple[int, ...], everyone: bool) -> None:
-    """Ranks that do not come in time are named on all ranks within a second: all of them where asked, else the first.
+def test_late_ranks_are_named_on_every_rank(late: tuple[int, ...], everyone: bool) -> None:
+    """Late ranks are named on all ranks within a second: all of them with wait_all_ranks, else the first.
 
     So is a rank told that comes when it is too late. All there: it passes.
     """
@@ -59,8 +59,8 @@ if rank not in {late}:
             assert "1 more" in found["text"]
 
 
-def test_it_names_who_is_missing_behind_a_collective_that_hangs() -> None:
-    """An operation in line that someone has not come to does not keep the barrier from ending in time."""
+def test_it_names_the_missing_rank_behind_a_collective_that_hangs() -> None:
+    """A pending operation that a rank has not called does not keep the barrier from ending in time."""
     results = harness.launch(
         FORM.format(backend="allhands")
         + """
@@ -105,7 +105,7 @@ gate("over")
 
 
 def test_on_gloo_it_is_torchs() -> None:
-    """On a Gloo group it passes where all are there, and names who was late where not."""
+    """On a Gloo group it passes if all ranks call it, and otherwise names the late ones."""
     results = harness.launch(
         FORM.format(backend="gloo")
         + """

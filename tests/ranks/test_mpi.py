@@ -1,4 +1,4 @@
-"""The MPI recipe on one host, with real mpiruns: ranks learn who they are from MPI's variables, and train."""
+"""The MPI recipe on one host, with real mpiruns: ranks read their identity from MPI's variables, and train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hosts.machine import Machine, finish, typed
 from recipes import CLUSTERS, blocks
 
-# As root and with fewer cores than ranks, Open MPI must be told that both are meant.
+# Open MPI needs these to run as root and with fewer cores than ranks.
 MEANT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -25,7 +25,7 @@ def mpi(kind: str, folder: Path) -> str:
     program = shutil.which(f"mpirun.{kind}")
     if program is None:
         pytest.skip(f"mpirun.{kind} is not installed (apt install {'openmpi-bin' if kind == 'openmpi' else kind})")
-    # Debian has both beside each other; what the plain names mean is then the user's choice.
+    # Debian can install both; the plain names then refer to the user's choice.
     for name in ("mpirun", "mpiexec"):
         (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
         (folder / name).chmod(0o755)
@@ -37,7 +37,7 @@ def test_one_host(tmp_path: Path, kind: str) -> None:
     """The recipe's line starts ranks that form a group with a bare init_process_group(), and train."""
     beginning = mpi(kind, tmp_path)
     (command,) = (each for each in blocks("mpi") if each.startswith("mpirun -n"))
-    # Asked before it trains: which variables of MPI's own said so.
+    # Printed before training: the variables of MPI that it read.
     asked = command.replace("python train.py", "allhands whoami")
     with typed(Machine(None, kind, tmp_path, MEANT).type(beginning + asked + command, cwd=CLUSTERS)) as begun:
         (said,) = finish(begun)

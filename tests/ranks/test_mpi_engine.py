@@ -10,11 +10,11 @@ import pytest
 from allhands.engines.mpi import library
 from ranks import harness, mpirun
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 both = pytest.mark.parametrize("family", mpirun.FAMILIES)
 
-# Sizes and types for each way that data is moved, uneven parts, groups, and a second group after the first.
+# Sizes and dtypes for each way to move data, uneven parts, groups, and a second group after the first.
 WORK = """
 import torch
 import allhands as dist
@@ -71,7 +71,7 @@ say(again=True)
 
 
 def check(results: list[harness.Result], family: str) -> None:
-    """See that each rank of `WORK` came to its end, in a world of the family's library."""
+    """Assert that each rank of `WORK` completed, in a world of the family's library."""
     harness.well(results)
     for result in results:
         assert result["again"]
@@ -218,7 +218,7 @@ def test_a_library_that_is_not_there() -> None:
 
 @pytest.mark.soak
 def test_the_library_of_another_mpirun() -> None:
-    """Ranks of Open MPI's mpirun that use MPICH's library are in no world together, and are told so."""
+    """Ranks of Open MPI's mpirun that use MPICH's library form no world, which is an error."""
     mpirun.require("mpich")
     results = harness.well(run("openmpi", MISSING, 2, {"MPI4PY_MPIABI": "mpich"}))
     for result in results:
@@ -228,7 +228,7 @@ def test_the_library_of_another_mpirun() -> None:
 
 
 def test_what_cannot_be_asked_for() -> None:
-    """MPI beside another backend is refused with what to write instead; so is a subgroup of ranks without mpirun."""
+    """MPI with another backend is refused with the alternative; so is a subgroup of ranks without mpirun."""
     results = harness.launch(
         """
 import torch, allhands as dist

@@ -8,7 +8,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 BEGIN = """
 import copy, os, warnings
@@ -234,7 +234,7 @@ def test_gradients_pass_gradcheck() -> None:
 
 
 def test_groups_modes_and_data_parallel_training() -> None:
-    """Statistics stay in the process group; too few values raise everywhere; torch's DDP takes the layer on a CPU."""
+    """Statistics are per process group; too few values raise on all ranks; torch's DDP accepts the layer on a CPU."""
     results = run(GROUPS_AND_MODES, 3)
     for result in results:
         assert result["single"]["slug"] == "invalid-argument"
@@ -245,7 +245,7 @@ def test_groups_modes_and_data_parallel_training() -> None:
 @pytest.mark.soak
 def test_compiled_model_has_no_graph_break() -> None:
     """A compiled model has no graph break and the same result; an empty batch issues the same collectives."""
-    # Each rank imports the compiler, which takes most of the time on a loaded machine.
+    # Each rank imports the compiler: most of the time on a loaded machine.
     assert all(result["done"] for result in run(COMPILED, 3, timeout=180))
 
 

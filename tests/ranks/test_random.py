@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from ranks.crew import Crew, programs
 from ranks.program import Op
+from ranks.random_programs import ProgramRanks, programs
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 def test_random_programs_agree_with_numpy() -> None:
-    """Any operation, type, shape, layout, group, root, reduction, waited for at once or later, gives what numpy does.
+    """Any operation, dtype, shape, layout, group, root, reduction, waited for at once or later, agrees with numpy.
 
     Groups overlap and several operations are in flight. The soak test runs ten thousand operations.
     """
-    with Crew(timeout=120) as crew:
+    with ProgramRanks(timeout=120) as ranks:
 
         @settings(
             derandomize=True,
@@ -28,8 +28,8 @@ def test_random_programs_agree_with_numpy() -> None:
         )
         @given(programs(1, 30))
         def run(program: list[Op]) -> None:
-            crew.run(program)
+            ranks.run(program)
 
         run()
-    print(f"\n{crew.operations} operations")  # noqa: T201  # what the test measures
-    assert crew.operations > 200
+    print(f"\n{ranks.operations} operations")  # noqa: T201  # what the test measures
+    assert ranks.operations > 200

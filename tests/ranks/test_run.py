@@ -92,7 +92,7 @@ def test_allhands_script() -> None:
 
 
 def test_init() -> None:
-    """With --init the script only asks for its rank; the group is ended after it."""
+    """With --init the script only reads its rank; the group is ended after it."""
     ran = run(
         "import torch, torch.distributed as d; x = torch.ones(1); d.all_reduce(x); print(d.get_rank(), x.item())",
         "--init",
@@ -215,7 +215,7 @@ def test_max_restarts() -> None:
 
 
 def test_spawn_under_the_launcher() -> None:
-    """A rank that spawns ranks of its own has a group with them that is not the job's; then it takes part in that."""
+    """Ranks that a rank spawns have their own group; the rank then communicates in the job's group."""
     source = """
     import os
     import torch

@@ -76,7 +76,7 @@ def test_stopped_agent(victim: int) -> None:
         jobs[victim].send(signal.SIGSTOP)
         (other.folder / "go").write_text("3")
         ran = other.result()
-        # Its connection closes, which is an end that it sees: nobody is left behind.
+        # Its connection closes, so the end is noticed, and no process is left behind.
         jobs[victim].send(signal.SIGCONT)
         late = jobs[victim].result()
     assert ran.code == 1, ran.err

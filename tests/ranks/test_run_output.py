@@ -128,7 +128,7 @@ def test_progress_bars_and_binary() -> None:
 
 
 def test_logs(tmp_path: Path) -> None:
-    """--log-dir keeps each stream; --redirects takes it off the screen, per rank and stream; --tee does not."""
+    """--log-dir writes each stream to a file; --redirects removes it from the output, per rank and stream."""
     source = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
     ran = run(source, "--log-dir", str(tmp_path / "all"))
     assert ran.out.count("out") == 2
@@ -154,7 +154,7 @@ def test_logs_without_log_dir(tmp_path: Path) -> None:
 
 
 def test_log_dir_is_a_file(tmp_path: Path) -> None:
-    """A folder that cannot be made is a mistake in the command, said before any rank starts."""
+    """A folder that cannot be created is a usage error, reported before any rank starts."""
     (tmp_path / "file").touch()
     ran = run("print('started')", "--log-dir", str(tmp_path / "file"))
     assert (ran.code, ran.out) == (2, "")

@@ -1,4 +1,4 @@
-"""Nobody uninvited: tokens, TLS, what strangers can do to a coordinator, and what it never tells. Real processes."""
+"""Security with real processes: tokens, TLS, unauthenticated connections, and secrets that are never disclosed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from allhands.control.rendezvous import outbound_address
 from ranks.certificates import made, tls
 from ranks.harness import Result, free_port, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SECRET, OTHER = "open-sesame-7391", "open-barley-1739"
 
-# How soon a certain cause must be known; it takes some 0.2 s, and longer on a machine that does much else.
+# Time within which a certain cause must be reported: 0.2 s on an idle machine, longer on a loaded one.
 AT_ONCE_S = 4.0
 # The deadline of ranks that wait for one that will never come, by which all others have come; and what they may take
 # more.
@@ -105,7 +105,7 @@ def test_ranks_with_the_same_token_form_a_group(where: dict[str, str], tmp_path:
     ids=["wrong", "wrong-local", "missing", "only-here"],
 )
 def test_a_rank_without_the_jobs_token_is_not_authorised(tokens: list[str], where: dict[str, str], why: str) -> None:
-    """The rank that differs is told at once; the others wait for it and are told at their deadline who it was."""
+    """The rank that differs gets the error at once; the others wait for it and name it at their deadline."""
     results = launch(
         INIT + f"say(init=form({TIMEOUT_S}))",
         3,
@@ -124,7 +124,7 @@ def test_a_rank_without_the_jobs_token_is_not_authorised(tokens: list[str], wher
 
 
 def test_a_token_on_rank_0_only() -> None:
-    """Where only rank 0 has the token, every other rank is told at once, and rank 0 names them all."""
+    """If only rank 0 has the token, every other rank gets the error at once, and rank 0 names them all."""
     results = launch(INIT + f"say(init=form({TIMEOUT_S}))", 3, address(), each={0: {"ALLHANDS_TOKEN": SECRET}})
     outcomes = [result["init"] for result in results]
     assert [found["slug"] for found in outcomes] == ["not-authorised"] * 3
@@ -174,7 +174,7 @@ dist.destroy_process_group()
 # Where it listens ------------------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_listens_only_where_it_was_told_to() -> None:
+def test_a_coordinator_listens_only_on_its_address() -> None:
     """On 127.0.0.1 means on no other address of the machine, loopback ones included; on one host, on no port at all."""
     outward = outbound_address()
     ask = f"""
@@ -208,7 +208,7 @@ WARNING = "without a token"
 
 
 def test_an_open_coordinator_warns_once() -> None:
-    """Without a token on an address that others can reach, one line on one rank says so and how to close it."""
+    """Without a token on an address that other hosts can reach, one rank prints a warning with the fix."""
     outward = outbound_address()
     if outward == "127.0.0.1":
         pytest.skip("this machine has no address but loopback")
@@ -236,7 +236,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_group_over_tls(certificates: Path) -> None:
-    """With a certificate the group forms, its store carries large values both ways, and a failure reaches peers."""
+    """With a certificate the group forms, its store transfers large values both ways, and failures reach peers."""
     results = launch(
         INIT
         + """
@@ -287,22 +287,22 @@ say(lost=attempt(store.get, "never"))
 def test_tls_that_does_not_fit(
     certificates: Path, rank_0: dict[str, Any] | None, rank_1: dict[str, Any] | None, slug: str, words: str
 ) -> None:
-    """A certificate that is not trusted, or TLS on one side only, is said at once on the rank that connects."""
+    """A certificate that is not trusted, or TLS on one side only, is an error at once on the connecting rank."""
     settings = [{} if side is None else tls(certificates, **side) for side in (rank_0, rank_1)]
     results = launch(INIT + f"say(init=form({TIMEOUT_S}))", 2, address(), each=dict(enumerate(settings)))
     found = results[1]["init"]
     assert (found["slug"], found["kind"]) == (slug, "ConnectError")
     assert words in found["text"]
-    # A wrong service may be an old coordinator that is closing, so it is asked again for a second.
+    # A wrong service may be an old coordinator that is closing, so the connection is retried for a second.
     assert found["seconds"] < AT_ONCE_S + 1
-    # Who could not even speak could not say its rank.
+    # A rank that fails in the TLS handshake cannot send its rank.
     assert (results[0]["init"]["slug"], results[0]["init"]["ranks"]) == ("missing-ranks", [1])
 
 
 # Strangers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stranger_who_says_nothing_disturbs_nobody() -> None:
+def test_a_silent_connection_does_no_harm() -> None:
     """Connections that stay silent, speak another protocol, or claim a rank without its token harm no roll call."""
     results = launch(
         INIT
@@ -332,7 +332,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("claims", [True, False], ids=["with-a-token", "without"])
 def test_an_impostor_is_not_counted(*, claims: bool) -> None:
-    """Who takes the coordinator's word, sends any proof and claims a missing rank is refused and takes no place."""
+    """A client that sends a false proof and claims a missing rank is refused and does not count as that rank."""
     results = launch(
         INIT
         + f"""
@@ -366,7 +366,7 @@ dist.destroy_process_group()
 
 
 def test_a_frame_that_is_too_long_is_cut_off_before_it_is_read() -> None:
-    """A stranger who announces a gibibyte is disconnected at the announcement, and costs no memory."""
+    """A connection that announces a frame of a gibibyte is closed at once, without allocating memory."""
     results = launch(
         INIT
         + """
@@ -405,8 +405,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_users_process_is_turned_away_from_the_local_socket() -> None:
-    """On one host without a port, the kernel says who connects: another user is cut off before it says a word."""
+def test_another_users_process_is_refused_on_the_local_socket() -> None:
+    """On the local socket the kernel identifies the peer: another user is disconnected before it sends anything."""
     [result] = launch(
         INIT
         + """

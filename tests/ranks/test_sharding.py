@@ -6,7 +6,7 @@ import pytest
 
 from ranks.against_gloo import compare
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 TRIALS = """import pathlib
 import torch.distributed.checkpoint as dcp

@@ -7,7 +7,7 @@ import pytest
 from conformance.engines import FORM, check
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("nursery")
     "call", ["all_reduce(x)", "broadcast(x, 1)", "barrier()", "all_gather([x.clone() for _ in range(size)], x)"]
 )
 def test_a_rank_that_falls_in_a_collective_ends_it_for_the_others(how: str, call: str) -> None:
-    """Survivors that wait in shared memory for a rank that dies or raises are told within a second."""
+    """Survivors that wait in shared memory for a rank that dies or raises get the error within a second."""
     end = {"kill": "os.kill(os.getpid(), 9)", "exit": "os._exit(3)", "raise": "raise ValueError('bad batch')"}[how]
     results = harness.launch(
         FORM
@@ -68,7 +68,7 @@ say(counts=counts)
 
 @pytest.mark.parametrize("kib", ["64", "4096"])
 def test_the_segment_is_as_large_as_asked(kib: str) -> None:
-    """Rank 0's ALLHANDS_SLOT_KIB sets the size of everyone's segment, and results do not depend on it."""
+    """Rank 0's ALLHANDS_SLOT_KIB sets the slot size of the group, and results do not depend on it."""
     results = harness.launch(
         FORM
         + """
@@ -91,7 +91,7 @@ dist.destroy_process_group()
 
 
 def test_a_slot_that_is_too_small_is_refused_on_all_ranks() -> None:
-    """A size that makes no sense is said before anything is shared, on every rank."""
+    """An invalid size is an error on every rank before memory is shared."""
     results = harness.launch(
         """
 import allhands as dist

@@ -18,7 +18,7 @@ import torch
 import allhands
 
 def gone(rank, name):
-    # Rank 0 serves torch's own store, at one port for both groups: who comes back before it went finds the old one.
+    # Rank 0 serves torch's own store, at one port for both groups: an early rank would connect to the old one.
     if rank == 0:
         open(name, "w").close()
     while not os.path.exists(name):

@@ -1,4 +1,4 @@
-"""What torch's own tests ask of a store, asked of ours, on a real coordinator."""
+"""The assertions of torch's own store tests, with our store on a real coordinator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ plain_only = pytest.mark.parametrize("store", ["plain"], indirect=True)
 
 
 @pytest.mark.parametrize("value", ["text", b"bytes", "", b"", "größe", bytes(range(256)), b"\0" * 5], ids=repr)
-def test_a_value_comes_back_as_bytes(store: Any, value: str | bytes) -> None:
+def test_a_value_is_returned_as_bytes(store: Any, value: str | bytes) -> None:
     """Text and bytes, empty ones and every byte there is, come back as the bytes they are."""
     store.set("key", value)
     assert store.get("key") == (value.encode() if isinstance(value, str) else value)
@@ -123,7 +123,7 @@ def test_delete_and_count_through_a_prefix(member_store: Any) -> None:
 
 
 def test_check_does_not_wait(store: Any) -> None:
-    """check() tells at once whether all keys are there."""
+    """check() returns at once whether all keys exist."""
     store.set_timeout(timedelta(seconds=300))
     store.set("a", "")
     assert store.check([])
@@ -143,7 +143,7 @@ def test_append(store: Any) -> None:
 
 
 def test_multi_set_and_multi_get(store: Any) -> None:
-    """Several keys are set and read in one step, in the order asked."""
+    """Several keys are set and read in one step, in the order given."""
     store.multi_set(["foo", "bar"], ["po", b"tato\xff"])
     assert store.multi_get(["bar", "foo", "bar"]) == [b"tato\xff", b"po", b"tato\xff"]
     assert store.multi_get([]) == []
@@ -168,7 +168,7 @@ def test_num_keys_and_list_keys(store: Any) -> None:
 
 
 def test_large_values(store: Any) -> None:
-    """A mebibyte goes in and comes out, whole, and quickly enough for a checkpoint plan."""
+    """A value of a mebibyte is stored and returned unchanged, quickly enough for a checkpoint plan."""
     value = bytes(range(256)) * 4096
     store.set("large", value)
     assert store.get("large") == value
@@ -183,7 +183,7 @@ def test_large_values(store: Any) -> None:
     ("call", "args"), [("get", "key"), ("wait", ["key"]), ("wait", ["there", "key"]), ("multi_get", ["there", "key"])]
 )
 def test_a_key_that_does_not_come_is_a_store_error(store: Any, call: str, args: Any) -> None:
-    """Waiting ends at the store's timeout with torch's DistStoreError, which says the key and its own slug."""
+    """Waiting ends at the store's timeout with torch's DistStoreError, with the key and a slug."""
     store.set("there", "")
     started = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="key") as caught:
@@ -206,7 +206,7 @@ def test_the_timeout_can_be_read(store: Any) -> None:
     assert store.timeout == timedelta(seconds=7)
 
 
-def test_waiting_ends_when_the_key_comes(store: Any) -> None:
+def test_waiting_ends_when_the_key_is_set(store: Any) -> None:
     """One thread waits, another sets; the connection serves both."""
     store.set_timeout(timedelta(seconds=20))
     timer = threading.Timer(0.05, lambda: store.set("late", "here"))
@@ -216,7 +216,7 @@ def test_waiting_ends_when_the_key_comes(store: Any) -> None:
 
 
 def test_many_threads_share_one_store(store: Any) -> None:
-    """Each of many threads gets its own answers: no count is lost and no value goes to the wrong one."""
+    """Each of many threads gets its own replies: no count is lost and no value is returned to another thread."""
     store.set_timeout(timedelta(seconds=20))
     wrong = []
 
@@ -241,7 +241,7 @@ def test_many_threads_share_one_store(store: Any) -> None:
 
 @plain_only
 def test_queues_keep_their_order(store: Any) -> None:
-    """Values leave a queue in the order they came; an empty queue is not there."""
+    """A queue returns values in order of arrival; an empty queue does not exist."""
     assert store.queue_len("q") == 0
     for value in ("one", b"\xff", ""):
         store.queue_push("q", value)
@@ -254,7 +254,7 @@ def test_queues_keep_their_order(store: Any) -> None:
 
 
 @plain_only
-def test_an_empty_queue_is_said_to_be_empty(store: Any) -> None:
+def test_an_empty_queue_is_reported_as_empty(store: Any) -> None:
     """Without block, an empty queue raises torch's QueueEmptyError at once; with it, a DistStoreError in time."""
     store.set_timeout(timedelta(seconds=300))
     with pytest.raises(QueueEmptyError):
@@ -308,12 +308,12 @@ def test_a_clone_made_by_torch_lives(member_store: Any) -> None:
 
 
 def test_torchs_own_test_of_python_stores(member_store: Any) -> None:
-    """A test for stores written in Python comes with torch, in C++; ours passes it."""
+    """Ours passes torch's C++ test for stores written in Python."""
     _test_python_store(PrefixStore("python-store", member_store))
 
 
 def test_a_store_barrier(store: Any) -> None:
-    """A barrier on the store works, and ends in time where someone is missing."""
+    """A barrier on the store works, and ends in time if a rank is missing."""
     store.barrier("all", 1, timedelta(seconds=5))
     with pytest.raises(dist.DistStoreError):
         store.barrier("missing", 2, SHORT)
@@ -323,7 +323,7 @@ def test_a_store_barrier(store: Any) -> None:
 
 
 def test_a_value_that_is_too_large_to_send(member_store: Any) -> None:
-    """A value over the size of a message is an error of ours that says so, and the group goes on."""
+    """A value larger than a message is an error of ours that states it, and the group still works."""
     with pytest.raises(allhands.ArgumentError, match="over the limit"):
         member_store.set("huge", bytes(MOST_BYTES + 1))
     assert not member_store.check(["huge"])

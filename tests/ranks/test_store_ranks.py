@@ -22,13 +22,13 @@ store = session.current().store
 
 
 def fine(results: list[Result]) -> list[Result]:
-    """Return ``results`` where every rank ended well; fail with their words otherwise."""
+    """Return ``results`` if every rank ended well; fail with their output otherwise."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
     return results
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_two_ranks_share_the_store() -> None:
     """One rank waits for the other's key, counts are common, and a queue hands each value to one rank."""
     results = fine(
@@ -65,7 +65,7 @@ dist.destroy_process_group()
             assert ours == sorted(ours)
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize(
     "call",
     [
@@ -96,9 +96,9 @@ say(blocked=attempt(lambda: {call}))
     assert blocked["over"] - killed < 1
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_values_that_together_are_too_large_to_send() -> None:
-    """What grew too large for one message is an error on the rank that asks for it; the group goes on."""
+    """A value that grew too large for a message is an error on the rank that reads it; the group still works."""
     [result] = launch(
         INIT
         + """
@@ -113,7 +113,7 @@ dist.destroy_process_group()
     assert "AllhandsError" in result["asked"]["bases"]
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_torch_builds_its_groups_on_it() -> None:
     """Gloo, object collectives and subgroups, made through our store, work as on torch's own."""
     results = fine(
@@ -146,7 +146,7 @@ dist.destroy_process_group()
         assert (result["y"], result["z"], result["backend"]) == (1.0, 2.0, "gloo")
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
     """torch.distributed.checkpoint plans over object collectives on our group: what is saved is what is loaded."""
     results = fine(

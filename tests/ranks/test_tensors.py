@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 import torch
@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 def straight(tensor, op):
-    # Past torch's Python, which looks at reductions of complex numbers itself; as its C++ code comes.
+    # Without torch's Python, which checks reductions of complex numbers itself; as its C++ code calls.
     options = torch_dist.AllreduceOptions()
     options.reduceOp = op
     dist.group.WORLD.allreduce([tensor], options).wait()
@@ -72,7 +72,7 @@ def total(everyone):
     return (whole != 0) if kind is torch.bool else whole.to(kind)
 """
 
-# By torch's names where torch takes lazy views, so that they come to the group as they are.
+# By torch's functions that accept lazy views, so that these reach the group unchanged.
 EVERY_COLLECTIVE = """
 def run(kind, shape, view, reduces, seed, lopsided):
     # Two wrongs make a right where what is given and what is written to, here and there, are views alike.
@@ -151,7 +151,7 @@ def run(kind, shape, view, reduces, seed, lopsided):
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
@@ -205,7 +205,7 @@ found = {
     "straight": attempt(straight, torch.ones(3, dtype=torch.complex64), dist.ReduceOp.PRODUCT),
     "all_reduce": attempt(dist.all_reduce, few),
     "all_gather": attempt(dist.all_gather, [few] * size, torch.ones(4, 3)),
-    # Each takes the other for the root, which only reads.
+    # Each rank names the other as the root, which only reads.
     "broadcast": attempt(dist.broadcast, few, 1 - rank),
     "dtensor": attempt(straight, wrapped, dist.ReduceOp.SUM),
     "half": attempt(dist.all_reduce, torch.ones(3), dist.ReduceOp.BAND),
@@ -232,7 +232,7 @@ say(found=found)
         found = result["found"]
         assert found.pop("dtensor")["text"].startswith("a DTensor has no memory")
         kinds = {name: outcome["kind"] for name, outcome in found.items()}
-        assert kinds.pop("product") == "ValueError"  # torch's own refusal comes first
+        assert kinds.pop("product") == "ValueError"  # torch refuses it first
         assert set(kinds.values()) == {"ArgumentError"}, kinds
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 from datetime import timedelta
@@ -21,7 +21,7 @@ allhands.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
@@ -122,7 +122,7 @@ for _ in range(3):
         dist.all_reduce(x)
         dist.broadcast(x, 0, async_op=True).wait()
         if rank == 0:
-            time.sleep(1)  # the other is in its call for most of it, however late it comes
+            time.sleep(1)  # the other rank is in its call for most of it, even if it is late
         dist.all_reduce(x)
     events = [event for event in seen.events() if event.name.startswith("allhands:")]
     names = [event.name for event in events]

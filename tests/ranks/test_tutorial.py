@@ -16,7 +16,7 @@ TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 SCRIPT = "\n".join(re.findall(r"^```python\n(.*?)^```$", TUTORIAL, flags=re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_tutorial_runs(ranks: int) -> None:
     """All Python blocks in one script succeed, on one rank and on three."""
@@ -38,7 +38,7 @@ def test_commands_of_the_tutorial_exist() -> None:
 
 
 def test_from_scratch_step_by_step() -> None:
-    """The example prints its six steps, and its own data-parallel training gives the result of torch's."""
+    """The example prints its six steps, and its own data-parallel training agrees with torch's."""
     done = subprocess.run(
         [sys.executable, "-m", "allhands", "run", "-n", "2", "--no-prefix", ROOT / "examples" / "from_scratch.py"],
         capture_output=True,

@@ -235,7 +235,7 @@ def out_of_memory_alone(site: Site) -> tuple[str, float]:
 
 FAULTS = [
     Fault(
-        "a rank is ended by the out-of-memory killer",
+        "the out-of-memory killer ends a rank",
         "during",
         "oom",
         (1,),

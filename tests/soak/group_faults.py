@@ -275,7 +275,7 @@ DURING = [
         fix=code(r"^let rank 1 come to all_reduce \(script.py:\d+\) too"),
     ),
     Fault(
-        "a key that nobody sets",
+        "a store key that no rank sets",
         "during",
         "store-timeout",
         (),

@@ -269,7 +269,7 @@ FAULTS = [
         fix=AGAIN,
     ),
     Fault(
-        "packets vanish one way in mid-collective (half-open)",
+        "packets are lost one way in mid-collective (half-open)",
         "during",
         "peer-lost",
         (1,),
@@ -294,7 +294,7 @@ FAULTS = [
         body=FORM,
     ),
     Fault(
-        "the ports of Gloo are shut in one direction",
+        "Gloo's ports are filtered in one direction",
         "doctor",
         "ports-filtered",
         (),
@@ -305,7 +305,7 @@ FAULTS = [
         body=FORM,
     ),
     Fault(
-        "large packets vanish",
+        "large packets are lost",
         "doctor",
         "mtu-mismatch",
         (),

@@ -114,7 +114,7 @@ def met(job: Job, site: Site) -> float:
 
 FAULTS = [
     Fault(
-        "a rank never comes",
+        "a rank does not start",
         "before",
         "missing-ranks",
         (2,),
@@ -126,7 +126,7 @@ FAULTS = [
         fix=started("^start rank 2 with this address"),
     ),
     Fault(
-        "rank 0 never comes",
+        "rank 0 does not start",
         "before",
         "connection-refused",
         (0,),
@@ -137,7 +137,7 @@ FAULTS = [
         fix=started("^start rank 0 on that host"),
     ),
     Fault(
-        "rank 0 never comes to a file",
+        "rank 0 does not start, with a file",
         "before",
         "missing-ranks",
         (0,),
@@ -190,7 +190,7 @@ FAULTS = [
         fix=other_port(r"or choose another port \(MASTER_PORT, tcp://HOST:PORT"),
     ),
     Fault(
-        "a service that says nothing has the port",
+        "a silent service has the port",
         "before",
         "port-in-use",
         (0,),
@@ -239,7 +239,7 @@ FAULTS = [
         fix=unset("^if the coordinator has no TLS, unset (?P<names>ALLHANDS_TLS_CA) on this rank"),
     ),
     Fault(
-        "a rank trusts another authority than rank 0's",
+        "a rank has another certificate authority than rank 0",
         "before",
         "not-authorised",
         (),
@@ -260,7 +260,7 @@ FAULTS = [
         fix=unset("^unset (?P<names>GLOO_SOCKET_IFNAME) "),
     ),
     Fault(
-        "hardly any file descriptors",
+        "too few file descriptors",
         "before",
         "fd-limit",
         (1,),

@@ -217,7 +217,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "rank 0's name leads to 127.0.1.1 at home",
+        "rank 0's name resolves to 127.0.1.1 on its own machine",
         "before",
         "loopback-advertised",
         (0,),

@@ -9,7 +9,7 @@ import pytest
 from soak.group_faults import FAULTS
 from soak.laboratory import AT_ONCE_S, Site, told
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # Without a wait that ends with the group, about one round in seven had a rank that was told at its timeout only.
 ROUNDS = 30
@@ -17,7 +17,7 @@ ROUNDS = 30
 KILLED = next(fault for fault in FAULTS if fault.slug == "coordinator-lost")
 
 
-def test_every_rank_is_told_at_once(tmp_path: Path) -> None:
+def test_every_rank_gets_the_diagnosis_at_once(tmp_path: Path) -> None:
     """Wherever in Gloo's steps the connections end, no rank stays in its collective."""
     for _ in range(ROUNDS):
         found = told(KILLED, Site(tmp_path).moved(), "allhands")

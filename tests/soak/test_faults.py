@@ -14,7 +14,7 @@ from hosts.conftest import Making
 from soak import claim_faults, doctor_faults, group_faults, network_faults, rendezvous_faults, route_faults
 from soak.laboratory import AT_ONCE_S, Fault, Site, mended, record, told, words
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # One deadline, honoured: exceeded by no more than this where the cause shows only by waiting.
 GRACE_S = 2.0

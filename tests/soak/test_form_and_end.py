@@ -9,7 +9,7 @@ import pytest
 
 from ranks.repeated_lifecycle import METHODS, cycle
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 TURNS = 200
 

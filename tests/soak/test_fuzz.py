@@ -21,7 +21,7 @@ MOST_GROWTH = 9 * 2**20 // 2
 MOST_LINGER_S = 25.0
 
 
-def test_a_hundred_thousand_malformed_frames_harm_nobody() -> None:
+def test_a_hundred_thousand_malformed_frames_do_no_harm() -> None:
     """Members go on with their store operations; the coordinator stays the same process and keeps its size."""
     with coordinator() as beside:
         members, attacker = Members(beside), Attacker(beside, seed=3)

@@ -6,7 +6,7 @@ import pytest
 
 from faults.test_killed import OPERATIONS, fall
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # A moment is drawn anew each time: the middle of an operation has many places to fall in.
 ROUNDS = 3
@@ -14,7 +14,7 @@ ROUNDS = 3
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])
-def test_every_way_to_fall(name: str, how: str) -> None:
+def test_every_way_to_end_a_rank(name: str, how: str) -> None:
     """Survivors of a rank that is killed, exits or raises are told its rank within a second or so."""
     slowest = max([fall(name, how, early=True), *(fall(name, how) for _ in range(ROUNDS))])
     print(f"\n{name}, {how}: {slowest:.3f} s at most")  # noqa: T201  # what the test measures
@@ -22,6 +22,6 @@ def test_every_way_to_fall(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("early", [True, False])
-def test_every_operation_names_who_stops(name: str, early: bool) -> None:
+def test_every_operation_names_the_ended_rank(name: str, early: bool) -> None:
     """A stopped rank is named when the timeout has passed."""
     fall(name, "stop", early=early)

@@ -7,7 +7,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 # A little above 2**32 bytes, with a last chunk that is not whole.
 BYTES = (1 << 32) + (1 << 26) + 12_345
@@ -19,11 +19,11 @@ SCRIPT = """
 import threading, time
 from pathlib import Path
 import torch
-import allhands as dist
+import allhelper_threads as dist
 
 torch.set_num_threads(1)
 BYTES, NAME = {size!r}, {name!r}
-dist.init_process_group("allhands", rank=rank, world_size=size, timeout=300)
+dist.init_process_group("allhelper_threads", rank=rank, world_size=size, timeout=300)
 
 # The border of 32 bits, the beginning, the end, and one chunk in the middle of nowhere.
 PLACES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 3 << 30, BYTES // 2, BYTES - 2, BYTES - 1]
@@ -125,11 +125,11 @@ def _run(name: str, env: dict[str, str]) -> list[harness.Result]:
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "send"])
 def test_tensors_above_four_gibibytes(name: str) -> None:
     """Every byte is right, and no rank takes more memory for the call than the segment that it has had all along."""
-    hands = 3 if name == "all_reduce" else 0
-    for result in _run(name, {"ALLHANDS_HELPER_THREADS": str(hands)}):
-        # For each of two ranks four slots of a MiB and two for messages, with their pages, envelopes, cards and sheets;
-        # and for each of its hands slots of 64 KiB with theirs.
-        assert result["segment"] <= 2 * ((6 << 20) + (440 << 10) + hands * (280 << 10))
+    helper_threads = 3 if name == "all_reduce" else 0
+    for result in _run(name, {"ALLHANDS_HELPER_THREADS": str(helper_threads)}):
+        # For each of two ranks four slots of a MiB and two for messages, with their pages, envelopes, fingerprints and
+        # payloads; and for each helper thread slots of 64 KiB with theirs.
+        assert result["segment"] <= 2 * ((6 << 20) + (440 << 10) + helper_threads * (280 << 10))
         assert result["shared"] <= result["segment"] + (1 << 20)
         if name != "send":
             assert result["rss"] < SMALL

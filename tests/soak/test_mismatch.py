@@ -6,7 +6,7 @@ import pytest
 
 from faults.test_mismatch import WAYS, Case, differences, run_cases
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 
 @pytest.mark.parametrize(("group", "library", "later"), WAYS)

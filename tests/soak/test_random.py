@@ -51,21 +51,21 @@ def test_ten_thousand_operations_on_the_core() -> None:
     assert done >= OPERATIONS
 
 
-@pytest.mark.usefixtures("nursery")
+@pytest.mark.usefixtures("fork_server")
 def test_ten_thousand_operations_on_processes() -> None:
     """Overlapping groups, several operations in flight, both libraries."""
-    from ranks.crew import Crew, programs
     from ranks.program import Op
+    from ranks.random_programs import ProgramRanks, programs
 
     print(f"\nSEED={SEED}")  # noqa: T201
-    with Crew(timeout=1800) as crew:
+    with ProgramRanks(timeout=1800) as ranks:
 
         @seed(SEED)
         @CHOSEN
         @given(programs(5, 40))
         def run(program: list[Op]) -> None:
-            crew.run(program)
+            ranks.run(program)
 
         run()
-    print(f"{crew.operations} operations, no difference")  # noqa: T201
-    assert crew.operations >= OPERATIONS
+    print(f"{ranks.operations} operations, no difference")  # noqa: T201
+    assert ranks.operations >= OPERATIONS

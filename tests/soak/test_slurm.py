@@ -131,7 +131,7 @@ def _checked(env: dict[str, str], expected: dict[str, str]) -> None:
     assert steps - {"SLURM_STEP_LAUNCHER_PORT"} == {name for name in expected if name.startswith("SLURM_STEP_")}
 
 
-def test_what_tasks_are_told(slurm: Slurm) -> None:
+def test_environment_of_tasks(slurm: Slurm) -> None:
     """The variables of a real srun, sbatch and salloc are those that the unit tests feed to the environments."""
     tasks = _shown(slurm.run(f"srun --nodes=2 --ntasks=4 {SHOW}"))
     tasks.sort(key=lambda env: int(env["SLURM_PROCID"]))

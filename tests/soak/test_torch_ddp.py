@@ -13,7 +13,7 @@ from ranks import harness
 from soak.test_torch_suite import GATINGS, run, run_all
 from soak.torch_suite import OUR_DDP
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 HERE = Path(__file__).parent
 

@@ -33,7 +33,7 @@ SHARDS = 2
 DEADLINE_S = 1200
 
 
-def test_every_test_of_torch_passes_or_says_why_not(tmp_path: Path) -> None:
+def test_every_test_of_torch_passes_or_has_a_reason(tmp_path: Path) -> None:
     """Each test passes, or stands in torch_suite.toml with the reason; none stands there that passes."""
     exempt = tomllib.loads((HERE / "torch_suite.toml").read_text())
     names = run([], tmp_path).split()

@@ -92,7 +92,7 @@ def test_a_shared_memory_file_is_found() -> None:
         path.unlink()
 
 
-def test_what_goes_by_itself_is_given_time() -> None:
+def test_processes_that_end_by_themselves_are_given_time() -> None:
     """A process that ends shortly after its test is no leak."""
     before = leaks.snapshot()
     # It is asked to end when it is there already: starting takes as long as it takes.

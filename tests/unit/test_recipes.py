@@ -32,7 +32,7 @@ def test_links_and_tests_exist(path: Path) -> None:
     assert [test for test in named if not (ROOT / test).exists()] == []
 
 
-def test_the_index_says_what_the_recipes_say() -> None:
+def test_the_index_agrees_with_the_recipes() -> None:
     """What the index says to type is a command of the recipe that it leads to, and the test that it names reads it."""
     assert len(ROWS) == 12
     for _, recipe, command, tests in ROWS[1:]:

@@ -1,4 +1,4 @@
-"""One call at a time: whoever comes while a group is busy waits for its turn, and gets it."""
+"""The call lock: one call at a time, and every waiting thread gets its turn."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytest.importorskip("allhands._core", reason="the C core is built on Linux only"
 THREADS = 6
 TURNS = 300
 
-# Far more than a turn takes, far less than a test may.
+# Far longer than a turn, far shorter than a test may take.
 PATIENCE_S = 30.0
 
 
 def test_only_one_has_the_turn() -> None:
-    """What several threads do inside is never mixed, whoever has to wait, and nothing is lost."""
+    """Critical sections of several threads never overlap, and none is lost."""
     with segments(1, 1 << 16) as (view,):
         inside: list[int] = []
         seen: list[tuple[int, int]] = []
@@ -40,8 +40,8 @@ def test_only_one_has_the_turn() -> None:
     assert sorted(seen) == [(number, turn) for number in range(THREADS) for turn in range(TURNS)]
 
 
-def test_whoever_waits_is_woken() -> None:
-    """A turn that is given back goes to who sleeps for it at once, not when it next looks by itself (each 50 ms)."""
+def test_a_waiting_thread_is_woken() -> None:
+    """Releasing the lock wakes a sleeping thread at once, not at its next check (every 50 ms)."""
     hops = 200
     with segments(1, 1 << 16) as (view,):
         held, comes, had = (threading.Semaphore(0) for _ in range(3))
@@ -66,12 +66,12 @@ def test_whoever_waits_is_woken() -> None:
                 had.release()
 
         together(2, lambda number: hold() if number == 0 else wait())
-    # By itself it would look 24 ms later on average; who is woken may still have to wait for a core.
+    # Its own check would be 24 ms later on average; a woken thread may still wait for a core.
     assert sorted(late)[hops // 2] < 0.01
 
 
-def test_a_signal_is_heard_while_waiting() -> None:
-    """Ctrl-C ends the wait for a turn that nobody gives back, and the turn stays with who has it."""
+def test_a_signal_is_handled_while_waiting() -> None:
+    """Ctrl-C ends the wait for a lock that is not released, and its owner keeps it."""
 
     def handler(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Calls that do not wait, in the C core: their fingerprints are read later, by others and for comparison.
+"""Calls that do not wait, in the C core: their fingerprints are read and compared later.
 
 Ranks are views of one segment. A rank that does not wait needs no thread of its own, so most tests are one thread that
 makes the calls of all ranks in an order that real ranks could have.
@@ -18,7 +18,7 @@ from allhands import _core
 from threads import place, places, segments, together
 
 LIMIT_NS = 20_000_000_000
-# For calls that are to run into their deadline.
+# Timeout of calls that must reach their deadline.
 SHORT_NS = 50_000_000
 SLOT = 64 * 1024
 F4, F8, SUM = _core.DTYPES["float32"], _core.DTYPES["float64"], _core.REDUCTIONS["SUM"]
@@ -65,7 +65,7 @@ def test_a_root_waits_only_when_all_its_fingerprints_are_unread(bytes_: int) -> 
 
 
 def test_slow_readers_get_every_value() -> None:
-    """Roots that change and run ahead, readers that fall behind: each gets the value of that call."""
+    """Changing roots that run ahead, readers that are late: each gets the value of its call."""
     ranks, steps = 3, 400
     with segments(ranks, SLOT) as views:
 

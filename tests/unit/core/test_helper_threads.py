@@ -1,4 +1,4 @@
-"""The threads that help a rank with large tensors, with threads as ranks: so they also run under sanitizers."""
+"""Helper threads for large tensors, with threads as ranks, so that they also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F32, F64, I64 = (_core.DTYPES[name] for name in ("float32", "float64", "int64"))
 SUM, AVG, MAX = (_core.REDUCTIONS[name] for name in ("SUM", "AVG", "MAX"))
 LIMIT_NS = 20_000_000_000
 
-# What a slot of a hand holds, and so where parts begin.
+# Bytes of a helper thread's slot: parts begin at multiples of it.
 UNIT = 64 << 10
 
 
@@ -38,11 +38,11 @@ def sizes() -> list[int]:
     return sorted({4 * UNIT * parts // 4 + more for parts in (1, 2, 3, 4) for more in (0, 1)} | {9 * UNIT + 17})
 
 
-@pytest.mark.parametrize("hands", range(1, _core.MAX_HELPER_THREADS + 1))
+@pytest.mark.parametrize("helper_threads", range(1, _core.MAX_HELPER_THREADS + 1))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_element_is_reduced_once(ranks: int, hands: int) -> None:
-    """Wherever parts, chunks and slices end, with any number of hands; a tensor that gets no result stays as it is."""
-    with segments(ranks, 1 << 20, hands=hands) as views:
+def test_every_element_is_reduced_once(ranks: int, helper_threads: int) -> None:
+    """Wherever parts, chunks and slices end, with any number of helper threads; other tensors are not changed."""
+    with segments(ranks, 1 << 20, helper_threads=helper_threads) as views:
 
         def work(rank: int) -> None:
             for count in sizes():
@@ -60,11 +60,11 @@ def test_every_element_is_reduced_once(ranks: int, hands: int) -> None:
         together(ranks, work)
 
 
-@pytest.mark.parametrize("hands", [1, 3])
-def test_a_window_is_shared_between_hands(hands: int) -> None:
-    """Each hand reduces some of its rank's slice, in everyone's memory."""
+@pytest.mark.parametrize("helper_threads", [1, 3])
+def test_a_window_is_split_between_helper_threads(helper_threads: int) -> None:
+    """Each helper thread reduces part of its rank's slice, in the memory of all ranks."""
     stride, ranks = 4 << 20, 3
-    with segments(ranks, 1 << 20, hands=hands) as views:
+    with segments(ranks, 1 << 20, helper_threads=helper_threads) as views:
         descriptor = os.memfd_create("window")
         os.ftruncate(descriptor, ranks * stride)
         windows = [_core.Window(view, descriptor, stride) for view in views]
@@ -78,16 +78,16 @@ def test_a_window_is_shared_between_hands(hands: int) -> None:
                 assert np.array_equal(mine, 3 * (np.arange(count) % 5) + 3)
             assert views[rank].window_calls == 4
 
-        # The core looks for a window by address; here all ranks are one process, and each finds its own.
+        # The core finds a window by its address; here all ranks are one process, and each finds its own.
         together(ranks, work)
 
 
 def test_the_order_of_additions_does_not_depend_on_hands() -> None:
-    """The same bits with none and with three."""
+    """The bits are the same with no helper thread and with three."""
     results = []
     given = [np.random.default_rng(rank).standard_normal(1_300_003).astype("f4") for rank in range(3)]
-    for hands in (0, 3):
-        with segments(3, 1 << 20, hands=hands) as views:
+    for helper_threads in (0, 3):
+        with segments(3, 1 << 20, helper_threads=helper_threads) as views:
             mine = [each.copy() for each in given]
 
             def work(rank: int, views: list[_core.Segment] = views, mine: list[np.ndarray] = mine) -> None:
@@ -99,10 +99,10 @@ def test_the_order_of_additions_does_not_depend_on_hands() -> None:
 
 
 def test_threads_come_with_the_first_large_call_and_go_with_the_group() -> None:
-    """A small call starts none."""
+    """A small call starts no helper thread."""
     gc.collect()
     before = helper_threads_of_all()
-    with segments(2, 1 << 20, hands=3) as views:
+    with segments(2, 1 << 20, helper_threads=3) as views:
 
         def work(rank: int, count: int) -> None:
             mine = np.ones(count, dtype="f4")
@@ -117,8 +117,8 @@ def test_threads_come_with_the_first_large_call_and_go_with_the_group() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
-    """Hands that wait in the middle of a call end with it."""
-    with segments(2, 1 << 20, hands=3) as views:
+    """Helper threads that wait in the middle of a call end with it."""
+    with segments(2, 1 << 20, helper_threads=3) as views:
         mine = [np.ones(1 << 20, dtype="f4") for _ in range(2)]
         together(2, lambda rank: views[rank].all_reduce(*place(mine[rank]), F32, SUM, LIMIT_NS))
         began = time.monotonic()
@@ -127,9 +127,9 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
 
 
 def test_an_end_in_the_middle_of_a_call() -> None:
-    """Whoever ends the group while hands are at work ends the call of everyone, for the same reason."""
+    """Ending the group while helper threads work ends the call of all ranks, with the same outcome."""
     codes: list[int] = []
-    with segments(2, 1 << 20, hands=3) as views:
+    with segments(2, 1 << 20, helper_threads=3) as views:
 
         def work(rank: int) -> None:
             mine = np.ones(8 << 20, dtype="f4")
@@ -145,14 +145,14 @@ def test_an_end_in_the_middle_of_a_call() -> None:
         assert [view.culprit() for view in views] == [1, 1]
 
 
-def test_a_signal_is_heard_while_others_are_at_work() -> None:
-    """The handlers of signals run in the thread that calls, and one that raises ends the call."""
+def test_a_signal_is_handled_while_helpers_work() -> None:
+    """Signal handlers run in the calling thread, and one that raises ends the call."""
 
     def ring(*_: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, ring)
-    with segments(2, 1 << 20, hands=3) as views:
+    with segments(2, 1 << 20, helper_threads=3) as views:
 
         def other() -> None:
             mine = np.ones(8 << 20, dtype="f4")
@@ -173,9 +173,9 @@ def test_a_signal_is_heard_while_others_are_at_work() -> None:
             peer.join()
 
 
-def test_more_hands_than_there_may_be() -> None:
+def test_more_helper_threads_than_allowed() -> None:
     """They are refused where the segment is made."""
     descriptor = os.memfd_create("test")
-    with pytest.raises(ValueError, match="MOST_HANDS"):
+    with pytest.raises(ValueError, match="MAX_HELPER_THREADS"):
         _core.segment_format(descriptor, 2, 4096, os.urandom(16), _core.MAX_HELPER_THREADS + 1)
     os.close(descriptor)

@@ -29,7 +29,7 @@ from unit.core.test_segment import (
 
 AVG = 2
 BOOL, BF16 = _core.DTYPES["bool"], _core.DTYPES["bfloat16"]
-# numpy has no bfloat16: its bits are taken as uint16, its values as float32.
+# numpy has no bfloat16: its bits are in uint16, its values in float32.
 KINDS = {**DTYPES, "?": BOOL, "bf16": BF16}
 REDUCTIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
 NAMES = (
@@ -56,7 +56,7 @@ FOLDS: dict[int, Callable[..., Any]] = {
 
 
 class Op(NamedTuple):
-    """One operation. ``counts`` are for each rank (round and round), where they may differ; else the first counts."""
+    """One operation. ``counts`` are repeated over the ranks if these may differ; else the first one is used."""
 
     name: str
     kind: str
@@ -105,7 +105,7 @@ def programs(least: int, most: int) -> st.SearchStrategy[Program]:
 
 
 def store(kind: str, wide: Any) -> Any:
-    """Return numbers as the core has them; bfloat16 is rounded to the nearest, ties to even."""
+    """Return numbers as the core stores them; bfloat16 is rounded to nearest, ties to even."""
     if kind != "bf16":
         return wide.astype(kind)
     bits = wide.astype("f4").view("u4")
@@ -113,7 +113,7 @@ def store(kind: str, wide: Any) -> Any:
 
 
 def values(op: Op, source: int, to: int, count: int) -> Any:
-    """Return what ``source`` has for ``to``: any integers; floats small and whole, so that no order rounds."""
+    """Return the data of ``source`` for ``to``: any integers; small whole floats, whose sums are exact in any order."""
     made = np.random.default_rng((op.seed, source, to))
     if op.kind[0] in "ui":
         limits = np.iinfo(op.kind)
@@ -122,9 +122,9 @@ def values(op: Op, source: int, to: int, count: int) -> Any:
     return numbers.astype("f4" if op.kind == "bf16" else op.kind)
 
 
-def reduced(op: Op, everyone: list[Any]) -> Any:
-    """Return the reduction of ``everyone``; half types are summed in float32 and rounded once."""
-    wide = [each.astype("f4") if op.kind in {"f2", "bf16"} else each for each in everyone]
+def reduced(op: Op, arrays: list[Any]) -> Any:
+    """Return the reduction of ``arrays``; half types are summed in float32 and rounded once."""
+    wide = [each.astype("f4") if op.kind in {"f2", "bf16"} else each for each in arrays]
     fold = FOLDS[op.reduction]
     if op.kind == "?":
         fold = {SUM: np.logical_or, PRODUCT: np.logical_and}.get(op.reduction, fold)
@@ -132,12 +132,12 @@ def reduced(op: Op, everyone: list[Any]) -> Any:
     for other in wide[1:]:
         total = fold(total, other)
     if op.reduction == AVG:
-        total = total / total.dtype.type(len(everyone))
+        total = total / total.dtype.type(len(arrays))
     return store(op.kind, total)
 
 
 def perform(view: _core.Segment, op: Op, rank: int, ranks: int) -> None:
-    """Do one operation as ``rank`` and compare what came with the model."""
+    """Do one operation as ``rank`` and compare the result with the model."""
     root, dtype = op.root % ranks, KINDS[op.kind]
     counts = [op.counts[each % len(op.counts)] for each in range(ranks)]
     same = counts[0]
@@ -182,7 +182,7 @@ def perform(view: _core.Segment, op: Op, rank: int, ranks: int) -> None:
             got, want = [empty(same)], [all_of(rank)]
             code = view.reduce_scatter(places(parts), *place(got[0]), dtype, op.reduction, LIMIT_NS)
         case "all_to_all":
-            # What one rank has for another: the counts, turned by the sender.
+            # Size of the part for another rank: the counts, rotated by the sender.
             sizes = [[op.counts[(each + to) % len(op.counts)] for to in range(ranks)] for each in range(ranks)]
             parts = [has(rank, to, sizes[rank][to]) for to in range(ranks)]
             got = [empty(sizes[each][rank]) for each in range(ranks)]

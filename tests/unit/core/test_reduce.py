@@ -1,4 +1,4 @@
-"""The reduction of memory in the C core, which adds up several ranks' at once."""
+"""`_core.reduce`, which adds several sources in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _core = pytest.importorskip("allhands._core", reason="the C core is built on Lin
 
 SUM, AVG = _core.REDUCTIONS["SUM"], _core.REDUCTIONS["AVG"]
 
-# Nothing, less than a vector, more than a block, and several blocks with a rest.
+# Empty, less than a vector, more than a block, and several blocks with a remainder.
 SIZES = [0, 1, 7, 4099, 12301]
 
 
@@ -28,7 +28,7 @@ def in_order(rows: list[np.ndarray], reduction: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("number", range(1, 12))
 def test_floats_are_added_in_the_order_of_the_ranks(dtype: str, number: int, reduction: int) -> None:
-    """However many are added in one pass, the bits are those of one after the other, wherever the result goes."""
+    """The bits are those of adding one source after the other, whichever memory the result is written to."""
     random = np.random.default_rng(number)
     for size in SIZES:
         rows = [random.standard_normal(size).astype(dtype) for _ in range(number)]

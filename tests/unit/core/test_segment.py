@@ -1,4 +1,4 @@
-"""The shared-memory operations of the C core, with threads as ranks: so they also run under sanitizers."""
+"""The collectives of the C core, with threads as ranks, so that they also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ MODELS: dict[int, Callable[..., Any]] = {
 }
 
 
-# Nobody's process is asked, and chunks stand at the head of their slots or go round in them; everyone's memory is read;
-# the kernel refuses to (there is no such process).
-WHERE = {"slots": 0, "swift": 0, "reading": os.getpid(), "refused": 2**22 + 1}
+# Without single copy, with chunks at the head of their slots or rotating in them; with single copy; with one that
+# the kernel refuses (there is no such process).
+WHERE = {"slots": 0, "victim_l3": 0, "reading": os.getpid(), "refused": 2**22 + 1}
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -46,7 +46,7 @@ WHERE = {"slots": 0, "swift": 0, "reading": os.getpid(), "refused": 2**22 + 1}
 def test_random_operations_agree_with_numpy(ranks: int, where: str) -> None:
     """Random operations, types and sizes, from nothing to many chunks, give what numpy computes from all the data."""
     pids = (WHERE[where],) * ranks if WHERE[where] else None
-    with segments(ranks, SLOT, pids=pids, swift=where == "swift") as views:
+    with segments(ranks, SLOT, pids=pids, victim_l3=where == "victim_l3") as views:
 
         def work(rank: int) -> None:
             choose, view = random.Random(7), views[rank]  # noqa: S311  # the same choices on every rank
@@ -144,7 +144,7 @@ def test_every_reduction(kind: str) -> None:
 
 
 def test_a_mismatch_ends_the_group_for_all() -> None:
-    """Ranks that call different things get the mismatch code, and so does whoever calls afterwards."""
+    """Ranks whose calls differ get the mismatch code, also in every later call."""
     codes = [0, 0, 0]
     with segments(3, SLOT) as views:
 
@@ -160,8 +160,8 @@ def test_a_mismatch_ends_the_group_for_all() -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all", "scatter"])
 @pytest.mark.parametrize("size", [12, 300_000])
-def test_who_comes_to_an_ended_group_has_said_its_size(name: str, size: int) -> None:
-    """Ranks may differ in it, so it tells whose call is the odd one, also where a rank heard of the end at once."""
+def test_a_call_in_an_ended_group_publishes_its_size(name: str, size: int) -> None:
+    """Sizes may differ between ranks, so they identify the odd call, also on a rank that found the end at once."""
     with segments(3, SLOT) as views:
         together(2, lambda rank: views[rank].compare_only(65 + rank, 1, 12, 40, -1, LIMIT_NS))
         parts = [np.ones(size, "u1") for _ in views]
@@ -178,7 +178,7 @@ def test_who_comes_to_an_ended_group_has_said_its_size(name: str, size: int) -> 
 
 @pytest.mark.parametrize("odd", [(65, 1, 12, 40, -1), (66, 2, 12, 40, -1), (66, 1, 13, 40, -1), (66, 1, 12, 44, -1)])
 def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None:
-    """`agree` is a barrier for those who say the same, and a mismatch for all where one says something else."""
+    """`compare_only` is a barrier if all calls are equal, and a mismatch on all ranks if one differs."""
     with segments(3, SLOT) as views:
         codes = [[-1, -1] for _ in views]
 
@@ -191,7 +191,7 @@ def test_a_call_that_is_done_elsewhere_is_compared(odd: tuple[int, ...]) -> None
 
 
 def test_agree_is_no_operation_of_the_core() -> None:
-    """An agreement never meets an operation of the core, whatever it is about."""
+    """`compare_only` never matches an operation of the core, whatever call it compares."""
     with segments(2, SLOT) as views:
         codes = [0, 0]
 
@@ -202,8 +202,8 @@ def test_agree_is_no_operation_of_the_core() -> None:
         assert codes == [MISMATCH] * 2
 
 
-def test_who_does_not_come_is_named_at_the_deadline() -> None:
-    """A rank that waits in vain gets the timeout code, with the rank that did not come."""
+def test_a_missing_rank_is_named_at_the_deadline() -> None:
+    """A rank that waits in vain gets the timeout code, with the missing rank as culprit."""
     with segments(3, SLOT) as views:
         codes = [0, 0]
 
@@ -215,7 +215,7 @@ def test_who_does_not_come_is_named_at_the_deadline() -> None:
         assert views[0].culprit() == views[1].culprit() == 2
 
 
-def test_an_end_wakes_whoever_waits() -> None:
+def test_an_end_wakes_waiting_ranks() -> None:
     """`end` reaches a rank that sleeps in a call at once."""
     with segments(2, SLOT) as views:
         timer = threading.Timer(0.1, views[1].end, (1,))
@@ -225,8 +225,8 @@ def test_an_end_wakes_whoever_waits() -> None:
         timer.join()
 
 
-def test_the_first_end_stands() -> None:
-    """Whoever ends a group that is over already changes neither how it ended nor whom that is about."""
+def test_the_first_end_is_kept() -> None:
+    """A second `end` changes neither the outcome of the group nor its culprit."""
     with segments(3, SLOT) as views:
         views[1].end(1)
         views[0].end(0)
@@ -234,8 +234,8 @@ def test_the_first_end_stands() -> None:
         assert views[2].culprit() == 1
 
 
-def test_who_departs_keeps_nobody_waiting() -> None:
-    """What a rank did before it left still counts; whoever waits for more of it is told at once."""
+def test_a_rank_that_leaves_keeps_no_rank_waiting() -> None:
+    """Calls of a rank before it left are complete; a rank that waits for a further one gets AH_LEFT at once."""
     with segments(2, SLOT) as views:
         together(2, lambda rank: bool(views[rank].barrier(LIMIT_NS)))
         views[1].leave()
@@ -253,7 +253,7 @@ def test_who_departs_keeps_nobody_waiting() -> None:
 
 
 def test_arguments_that_are_no_numbers_are_refused() -> None:
-    """Wherever in a list they stand; what was taken apart by then is freed once."""
+    """At any position in a list; parts that were parsed before are freed once."""
     with segments(2, SLOT) as views:
         good: tuple[Any, ...] = (0, 0) * 2
         for bad in (("x", 0, 0, 0), (0, 0, 0, "x")):
@@ -263,7 +263,7 @@ def test_arguments_that_are_no_numbers_are_refused() -> None:
 
 
 def test_a_dead_process_is_noticed() -> None:
-    """A rank whose process ends is noticed through its pidfd, without help from anyone."""
+    """The end of a rank's process is noticed through its pidfd, without a message from another rank."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -280,7 +280,7 @@ def test_a_dead_process_is_noticed() -> None:
 
 
 def test_a_foreign_segment_is_refused() -> None:
-    """Another nonce, another size or no segment at all is not mapped as one."""
+    """Memory with another nonce or size, or without a header, is refused."""
     size, nonce = _core.segment_bytes(2, SLOT), os.urandom(16)
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, size)

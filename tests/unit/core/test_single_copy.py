@@ -1,4 +1,4 @@
-"""Reading tensors in their owners' processes, with threads as ranks: so it also runs under sanitizers."""
+"""Single copy, with threads as ranks, so that it also runs under sanitizers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LIMIT_NS = 20_000_000_000
 SLOT = 1024 * 1024
 U1 = _core.DTYPES["uint8"]
 
-# What is read at the owner's, and what goes through the slots because it is too large for that.
+# A size that is read by single copy, and one that is too large for it.
 READ, STAGED = 256 * 1024, 17 * 1024 * 1024
 
 NOBODY = 2**22 + 1  # above any pid
 
 
 def gather(view: _core.Segment, rank: int, sizes: list[int]) -> None:
-    """Gather ``sizes`` bytes from each rank, and look at each."""
+    """Gather ``sizes`` bytes from each rank, and compare each."""
     given = np.full(sizes[rank], rank + 1, np.uint8)
     got = [np.zeros(size, np.uint8) for size in sizes]
     assert view.all_gather(*place(given), places(got), U1, LIMIT_NS) == 0
@@ -30,9 +30,9 @@ def gather(view: _core.Segment, rank: int, sizes: list[int]) -> None:
 
 
 def test_one_rank_that_may_not_read_sends_all_through_the_slots() -> None:
-    """Everyone has the right bytes, also in the call that found out; and nobody tries again."""
+    """All ranks have the right bytes, also in the call in which reading failed; no rank tries it again."""
     ranks = 3
-    with segments(ranks, SLOT, swift=False) as views:
+    with segments(ranks, SLOT, victim_l3=False) as views:
         for rank, view in enumerate(views):
             view.enable_single_copy((NOBODY if rank == 1 else os.getpid(),) * ranks)
 
@@ -55,8 +55,8 @@ def test_one_rank_that_may_not_read_sends_all_through_the_slots() -> None:
         ([5, 6, 7], 0),
     ],
 )
-def test_ranks_with_parts_of_any_size_come_to_one_way(sizes: list[int], reached: int) -> None:
-    """Each rank sees only its own size before the others come, and has or has not copied it in by then."""
+def test_ranks_with_parts_of_any_size_choose_the_same_method(sizes: list[int], reached: int) -> None:
+    """Each rank knows only its own size before the others arrive, and may have copied its part in by then."""
     with segments(3, SLOT, pids=(os.getpid(),) * 3) as views:
 
         def work(rank: int) -> None:
@@ -85,7 +85,7 @@ def test_parts_of_any_size_for_each_rank(largest: int) -> None:
 
 
 def test_roots_read_and_are_read() -> None:
-    """The root of a gather reads everyone's, everyone reads its part at the root of a scatter."""
+    """The root of a gather reads all parts; the other ranks of a scatter read their parts from the root."""
     ranks = 3
     with segments(ranks, SLOT, pids=(os.getpid(),) * ranks) as views:
 
@@ -112,8 +112,8 @@ def test_roots_read_and_are_read() -> None:
     ],
 )
 def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached: int) -> None:
-    """Of two ranks the other reads at the root, unless it may not: then all goes through the slots, also that call."""
-    with segments(ranks, SLOT, swift=False) as views:
+    """Of two ranks the other one reads from the root; if it may not, the same call goes through the slots."""
+    with segments(ranks, SLOT, victim_l3=False) as views:
         for rank, view in enumerate(views):
             view.enable_single_copy((NOBODY if blind and rank == 1 else os.getpid(),) * ranks)
 
@@ -127,8 +127,8 @@ def test_one_reads_what_is_broadcast(ranks: int, size: int, blind: bool, reached
         assert [view.single_copy_calls for view in views] == [reached] * ranks
 
 
-def test_pids_are_said_once_and_for_each_rank() -> None:
-    """They may not change under a call that runs."""
+def test_pids_are_set_once_and_for_each_rank() -> None:
+    """They must not change during a call."""
     with segments(2, SLOT) as views:
         for wrong in ((1,), [1, 2], ("a", "b")):
             with pytest.raises((ValueError, TypeError)):
@@ -138,9 +138,9 @@ def test_pids_are_said_once_and_for_each_rank() -> None:
             views[1].enable_single_copy((1, 2))
 
 
-def test_nobody_reads_where_slots_are_swift() -> None:
-    """Everything is copied in there, whatever its size, and nothing is read where it stands."""
-    with segments(2, SLOT, pids=(os.getpid(),) * 2, swift=True) as views:
+def test_no_single_copy_with_a_victim_l3() -> None:
+    """All data is copied in, whatever its size."""
+    with segments(2, SLOT, pids=(os.getpid(),) * 2, victim_l3=True) as views:
 
         def work(rank: int) -> None:
             for size in (READ, READ + 5, STAGED):

@@ -1,4 +1,4 @@
-"""Several tensors that the C core reduces as one, with threads as ranks: so they also run under sanitizers."""
+"""Tensor lists in the C core, with threads as ranks, so that they also run under sanitizers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DTYPES = {"u1": 1, "i8": 8, "f2": 10, "f4": 12, "f8": 13}
 SUM, MISMATCH = _core.REDUCTIONS["SUM"], _core.OUTCOMES["mismatch"]
 
 
-@pytest.mark.parametrize(("ranks", "hands"), [(1, 0), (2, 0), (5, 0), (2, 3)])
-def test_any_sizes_of_any_type(ranks: int, hands: int) -> None:
-    """From nothing to many chunks, from one tensor to many; each is in memory of its own, with a guard behind it."""
-    with segments(ranks, SLOT, hands=hands) as views:
+@pytest.mark.parametrize(("ranks", "helper_threads"), [(1, 0), (2, 0), (5, 0), (2, 3)])
+def test_any_sizes_of_any_type(ranks: int, helper_threads: int) -> None:
+    """From nothing to many chunks, from one tensor to many; each in its own memory, with a guard behind it."""
+    with segments(ranks, SLOT, helper_threads=helper_threads) as views:
 
         def work(rank: int) -> None:
             choose = random.Random(11)  # noqa: S311  # the same choices on every rank
@@ -41,7 +41,7 @@ def test_any_sizes_of_any_type(ranks: int, hands: int) -> None:
 
 @pytest.mark.parametrize("kind", ["f4", "i8"])
 def test_what_no_cache_holds(kind: str) -> None:
-    """Results of large tensors go past the caches: none is lost or written beside, wherever each begins and ends."""
+    """Results of large tensors bypass the caches: none is lost or misplaced, whatever the alignment of its ends."""
     ranks, sizes = 3, [1_000_003, 5, 700_001, 64, 1100, 1_300_021]
     made = np.random.default_rng(5)
     everyone = [[made.integers(0, 99, size + 1).astype(kind) for size in sizes] for _ in range(ranks)]
@@ -59,7 +59,7 @@ def test_what_no_cache_holds(kind: str) -> None:
 
 
 def test_one_tensor_is_the_same_call_as_alone() -> None:
-    """A rank may give it either way."""
+    """A rank may pass either of them."""
     data = [np.ones(5000, "f4") for _ in range(2)]
     with segments(2, SLOT) as views:
 
@@ -75,7 +75,7 @@ def test_one_tensor_is_the_same_call_as_alone() -> None:
 
 @pytest.mark.parametrize("sizes", [(20, 10), (10, 10, 10), (30,), (10, 20, 0), (31, 10)])
 def test_other_sizes_are_a_mismatch(sizes: tuple[int, ...]) -> None:
-    """Also those that are as much together: values would be added to those of other tensors."""
+    """Also with equal totals: values would be added to those of other tensors."""
     codes = [0, 0]
     with segments(2, SLOT) as views:
 
@@ -90,8 +90,8 @@ def test_other_sizes_are_a_mismatch(sizes: tuple[int, ...]) -> None:
         assert digest != 0
 
 
-def test_who_shares_memory_is_found() -> None:
-    """In whatever order they stand; those that touch, and those without bytes, share none."""
+def test_overlapping_tensors_are_found() -> None:
+    """In any order; adjacent tensors, and those without bytes, share none."""
     data = np.zeros(100, "u1")
     assert _core.disjoint(places([data[50:], data[:50], data[20:20]]))
     assert not _core.disjoint(places([data[50:], data[:10], data[49:50], data[40:60]]))
@@ -101,7 +101,7 @@ def test_who_shares_memory_is_found() -> None:
 
 @pytest.mark.parametrize("bad", [(), (1,), (0, 0, 0), ("x", 0), (0, "x"), (0, 0, 0, "x"), [0, 0]])
 def test_what_is_no_list_of_tensors_is_refused(bad: Any) -> None:
-    """None at all, half of one, and what is no number; what was taken apart by then is freed once."""
+    """An empty list, half a pair, and objects that are no numbers; parts that were parsed before are freed once."""
     with segments(1, SLOT) as views, pytest.raises((TypeError, ValueError)):
         views[0].all_reduce_list(bad, DTYPES["f4"], SUM, LIMIT_NS)
     with pytest.raises((TypeError, ValueError)):

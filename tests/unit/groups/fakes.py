@@ -71,7 +71,7 @@ class FakeMember:
 
 def make_session(member: FakeMember) -> Session:
     """Return a session of ``member`` on one host."""
-    seat = SimpleNamespace(
+    joined = SimpleNamespace(
         member=member, coordinator_process=None, complete=SimpleNamespace(one_host=True), own_address="127.0.0.1"
     )
-    return Session(cast("Any", seat), timedelta(seconds=10), "test.py:1")
+    return Session(cast("Any", joined), timedelta(seconds=10), "test.py:1")

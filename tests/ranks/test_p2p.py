@@ -1,4 +1,4 @@
-"""Messages between ranks through shared memory, with real processes: in any order, from anyone, and never a hang."""
+"""Messages between ranks through shared memory, with real processes: in any order, from any source, without hangs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 import torch
@@ -19,7 +19,7 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 
 def test_random_messages_agree_with_gloo() -> None:
-    """A random plan of messages, blocking and not, with tags, gives on this backend just what it gives on Gloo."""
+    """A random plan of messages, blocking and not, with tags, has the same results on this backend and on Gloo."""
     results = harness.launch(
         """
 import random
@@ -55,7 +55,7 @@ def run():
     for work, expected in pending:
         assert work.wait()
         assert work.is_completed() and work.is_success()
-        # In torch 2.11, Gloo's cannot say it in Python.
+        # In torch 2.11, Gloo's Work has no such method in Python.
         assert backend == "gloo" or work.exception() is None
         if expected is not None:
             assert torch.equal(expected[1], expected[2]), expected[0]
@@ -78,7 +78,7 @@ say(gloo=found["gloo"], ours=found["allhands"])
 
 @pytest.mark.parametrize("library", ["dist", "torch_dist"])
 def test_messages_in_any_order(library: str) -> None:
-    """Large before small, both ways at once, receives before and after sends, rings: nothing waits for ever."""
+    """Large before small, both directions at once, receives before and after sends, rings: no deadlock."""
     results = harness.launch(
         FORM
         + f"""
@@ -96,7 +96,7 @@ lib.recv(large, before, tag=1)
 assert small.item() == before and torch.equal(large, want)
 first.wait(), second.wait()
 
-# Everyone sends and then receives, and the other way round.
+# All ranks send and then receive, and the reverse.
 works = [lib.isend(huge, other), lib.irecv(large.zero_(), before)]
 [work.wait() for work in works]
 assert torch.equal(large, want)
@@ -104,7 +104,7 @@ works = [lib.irecv(large.zero_(), before), lib.isend(huge, other)]
 [work.wait() for work in reversed(works)]
 assert torch.equal(large, want)
 
-# A ring both ways, batched, and nothing but waiting for the last.
+# A ring in both directions, batched, waiting only for the last request.
 left, right = torch.empty_like(huge), torch.empty_like(huge)
 works = lib.batch_isend_irecv([
     lib.P2POp(lib.isend, huge, other, tag=5), lib.P2POp(lib.isend, huge, before, tag=6),
@@ -135,8 +135,8 @@ dist.barrier()
     harness.well(results)
 
 
-def test_messages_move_while_nobody_waits() -> None:
-    """What isend and irecv begin is done beside the caller: a rank that only sleeps finds its large message there."""
+def test_messages_progress_without_waiters() -> None:
+    """Messages of isend and irecv progress in the background: a rank that only sleeps receives a large one."""
     results = harness.launch(
         FORM
         + """
@@ -146,7 +146,7 @@ got = torch.empty_like(data)
 told = threading.Event()
 if rank == 0:
     work = dist.isend(data, 1)
-    del data  # torch keeps neither the Work nor the tensor for a caller who forgets them
+    del data  # torch keeps neither the Work nor the tensor if the caller drops them
 else:
     work = torch_dist.irecv(got, 0)
     assert not work.is_success() and work.source_rank() == -1
@@ -175,8 +175,8 @@ while any(thread.name == "allhands-p2p" for thread in threading.enumerate()):
     harness.well(results)
 
 
-def test_from_anyone_in_a_group_of_some() -> None:
-    """A receive from any source says who sent, in global ranks, also in a group that not everyone is in."""
+def test_any_source_in_a_subgroup() -> None:
+    """A receive from any source returns the sender's global rank, also in a subgroup."""
     results = harness.launch(
         FORM
         + """
@@ -259,7 +259,7 @@ dist.barrier()
         assert {found["slug"] for found in result["found"].values()} == {"invalid-argument"}
 
 
-def test_threads_and_collectives_beside_messages() -> None:
+def test_threads_and_collectives_with_messages() -> None:
     """Several threads send and receive at once, while the main thread reduces: neither holds the other up."""
     results = harness.launch(
         FORM

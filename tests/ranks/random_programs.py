@@ -1,7 +1,7 @@
-"""Three ranks that run one random program after the other, and the strategy that draws the programs.
+"""Three ranks that run random programs, and the strategy that draws the programs.
 
-Hypothesis draws a program in the test's process and hands it to ranks that stay: forming a group for each would take
-longer than the program. A program that fails or hangs takes its ranks with it; the next one gets new ones.
+Hypothesis draws a program in the test's process and passes it to long-lived ranks: forming a group for each would take
+longer than the program. After a program that fails or hangs, the next one gets new ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ranks import harness
 from ranks.program import DTYPES, GROUPS, LAYOUTS, NAMES, REDUCTIONS, Op, supported
 
-__all__ = ["Crew", "programs"]
+__all__ = ["ProgramRanks", "programs"]
 
 WORLD = 3
 
@@ -67,7 +67,7 @@ def _fitting(op: Op) -> Op:
         op = op._replace(reduction="SUM")
     if not supported(op.dtype, op.reduction) and "reduce" in op.name:
         op = op._replace(name="all_gather")
-    # One tensor for all ranks needs a first dimension to lie along.
+    # One tensor for all ranks needs a first dimension.
     return op._replace(shape=(1,)) if "tensor" in op.name and not op.shape else op
 
 
@@ -91,8 +91,8 @@ def programs(least: int, most: int) -> st.SearchStrategy[list[Op]]:
     return st.lists(OPS, min_size=least, max_size=most)
 
 
-class Crew:
-    """The ranks, as a context: `run` hands them one program and fails where one of them differs from the model."""
+class ProgramRanks:
+    """The ranks, as a context: `run` runs one program on them and fails if a result differs from the model."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout

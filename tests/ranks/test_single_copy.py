@@ -1,4 +1,4 @@
-"""Large tensors are read in the process that has them, where the kernel allows it; else they take the slots."""
+"""Large tensors are read by single copy if the kernel allows it; otherwise they go through the slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SCRIPT = """
 import ctypes, os, struct
@@ -14,9 +14,9 @@ import torch
 import allhands as dist
 from allhands import _core
 
-# As on a processor whose slots are not swift; on one whose slots are, nobody reads.
+# As on a processor without a victim L3; with one, no rank uses single copy.
 format = _core.segment_format
-_core.segment_format = lambda *given: format(*given[:5], SWIFT)
+_core.segment_format = lambda *given: format(*given[:5], VICTIM_L3)
 
 def forbid_reading():
     # What containers may do: a filter in the kernel that answers process_vm_readv with EPERM.
@@ -49,12 +49,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("forbidden", "swift", "some"),
+    ("forbidden", "victim_l3", "some"),
     [("()", False, True), ("(1,)", False, False), ("(0, 1, 2)", False, False), ("()", True, False)],
 )
-def test_a_rank_that_may_not_read_takes_the_slots_and_all_with_it(forbidden: str, swift: bool, some: bool) -> None:
-    """The results are right whoever is forbidden to read, and all go the same way; with swift slots nobody reads."""
-    script = SCRIPT.replace("FORBIDDEN", forbidden).replace("SWIFT", str(swift))
+def test_a_rank_that_may_not_read_takes_the_slots_and_all_with_it(forbidden: str, victim_l3: bool, some: bool) -> None:
+    """If any rank may not read, results are right and all ranks use the same method; with a victim L3 none reads."""
+    script = SCRIPT.replace("FORBIDDEN", forbidden).replace("VICTIM_L3", str(victim_l3))
     results = harness.well(harness.launch(script, 3))
     counts = {result["reached"] for result in results}
     assert len(counts) == 1

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from hosts.conftest import Making, Network
+from hosts.test_backend import FORM, LAYOUT
 from hosts.test_hosts import PORT
-from hosts.test_wide import FORM, LAYOUT
 from ranks.harness import Result, free_port, launch, running, well
 
 pytestmark = pytest.mark.hosts
@@ -116,7 +116,7 @@ dist.destroy_process_group()
     assert [result["found"] for result in results] == [[], ["gloo"], ["shm", "gloo"], ["shm"]]
 
 
-def test_a_host_without_room_makes_all_go_the_slow_way(network: Making) -> None:
+def test_a_host_without_memory_moves_all_ranks_to_gloo(network: Making) -> None:
     """Where one host has no memory for its segment, the ranks of all hosts agree on Gloo, and the group forms."""
     made = network()
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "30"}
@@ -132,7 +132,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_rank_is_told_on_both_hosts(network: Making, victim: int) -> None:
+def test_a_killed_rank_is_reported_on_both_hosts(network: Making, victim: int) -> None:
     """A kill -9 amid large reductions, of a rank beside others or across: survivors raise peer-lost within 2 s."""
     made = network()
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "60"}
@@ -176,7 +176,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_of_one_machine_that_share_no_memory(nursery: None) -> None:  # noqa: ARG001  # started before all else
+def test_ranks_of_one_machine_that_share_no_memory(fork_server: None) -> None:  # noqa: ARG001  # started before all else
     """Whoever cannot be handed memory, though all ranks are on one machine, is on a host of its own."""
     env = {"METHOD": f"tcp://127.0.0.1:{free_port()}", "ALLHANDS_TOKEN": "between users"}
     for result in well(launch(TWO_USERS, 4, env)):

@@ -1,4 +1,4 @@
-"""Where sizes, threads and groups are least or most: nothing to move, one number, many at once or in a row."""
+"""Edge cases of sizes, threads and groups: no data, one number, many at once or one after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 import gc, os, threading, time, warnings
@@ -23,7 +23,7 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 
 def test_tensors_without_elements_go_through_every_operation() -> None:
-    """Nothing is moved, nobody waits for ever, and what comes next is right."""
+    """No data is moved, no rank hangs, and the next call is right."""
     results = harness.launch(
         FORM
         + """
@@ -195,8 +195,8 @@ say(ended=held())
         assert result["ended"]["segments"] == 0
 
 
-def test_saying_where_a_rank_stands_keeps_nothing_of_its_callers() -> None:
-    """What a function held goes when it returns, though a thread looked at it meanwhile and no collector runs."""
+def test_recording_a_call_site_keeps_no_references() -> None:
+    """Objects of a function are freed when it returns, although a thread inspected its frame and no collector runs."""
     results = harness.launch(
         FORM
         + """

@@ -1,4 +1,4 @@
-"""The short way of `allhands.*` functions: taken for plain tensors, left for everything else, with torch's meaning."""
+"""The C fast path of `allhands.*` functions: used for plain tensors only, with torch's semantics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 import torch
@@ -16,7 +16,7 @@ import allhands as dist
 torch.set_num_threads(1)
 dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
-# Torch's own entry points of the group are not called on the short way.
+# Torch's own methods of the group are not called on the fast path.
 long = []
 kind = type(dist.group.WORLD)
 for name in ("allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter", "alltoall",
@@ -30,13 +30,13 @@ for name in ("allreduce", "broadcast", "reduce", "allgather", "gather", "scatter
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
 
-def test_plain_tensors_take_the_short_way() -> None:
-    """Every collective on plain tensors goes straight to the core, positionally or by keyword, in any group."""
+def test_plain_tensors_take_the_fast_path() -> None:
+    """Every collective on plain tensors calls the core directly, with positional or keyword arguments, in any group."""
     results = harness.launch(
         FORM
         + """
@@ -98,8 +98,8 @@ dist.destroy_process_group()
     assert [result["long"] for result in results] == [[], [], []]
 
 
-def test_what_is_not_plain_goes_the_usual_way() -> None:
-    """Tensors and arguments that the short way does not take give the same results, or torch's own errors."""
+def test_other_tensors_take_the_slow_path() -> None:
+    """Tensors and arguments that need the slow path give the same results, or torch's own errors."""
     results = harness.launch(
         FORM
         + """
@@ -174,7 +174,7 @@ for number in (torch.zeros(1, dtype=torch.complex64), torch.zeros(1, 2, dtype=to
     signs(number.imag, number.imag, number.conj().imag)
     signs(torch.nn.Parameter(number.imag), number.imag, number.conj().imag)
 
-# What was exchanged as a whole is another tensor, and a call leaves nothing behind that forbids it.
+# swap_tensors exchanges tensors after a call, because the call keeps no reference that forbids it.
 one, other = torch.ones(1), torch.tensor([1j]).conj().imag
 dist.all_reduce(one)
 torch.utils.swap_tensors(one, other)
@@ -188,7 +188,7 @@ dist.destroy_process_group()
 
 
 def test_order_is_kept_with_operations_in_flight() -> None:
-    """A call on the short way comes after all that the same thread asked for before it."""
+    """A call on the fast path runs after all earlier asynchronous calls of the same thread."""
     results = harness.launch(
         FORM
         + """

@@ -9,7 +9,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 # The same in other words, for `make soak`.
 soak = pytest.mark.soak
@@ -260,7 +260,7 @@ else:
 
 
 @pytest.mark.parametrize("call", ["dist.recv(x, 1)", "torch_dist.recv(x, 1)", "dist.irecv(x, 1).wait()"])
-def test_signals_are_heard_while_receiving(call: str) -> None:
+def test_signals_are_handled_while_receiving(call: str) -> None:
     """A handler runs while a receive waits, and Ctrl-C raises out of it at once; the group can still be used."""
     with harness.running(
         FORM
@@ -309,11 +309,11 @@ if child == 0:
     slugs = [attempt(lambda: lib.send(torch.ones(3), 1 - rank)).get("slug") for lib in (dist, torch_dist)]
     slugs += [attempt(call).get("slug") for call in (pending.wait, pending.is_completed)]
     os.write(writer, repr(slugs).encode())
-    dist.group.WORLD.mail._pending.clear()
+    dist.group.WORLD.messages._pending.clear()
     del pending, offered
     gc.collect()
     raise SystemExit(0)
-os.waitpid(child, 0)
+assert os.waitpid(child, 0)[1] == 0
 say(child=os.read(reader, 1000).decode())
 gate("forked")
 dist.send(x + 1, 1 - rank) if rank == 0 else None
@@ -331,7 +331,7 @@ assert offered.wait() and (x == 1).all()
         assert result["child"] == str(["forked-process"] * 4)
 
 
-def test_destroying_a_group_ends_what_is_under_way() -> None:
+def test_destroying_a_group_ends_pending_messages() -> None:
     """Receives that never come do not hold up the end of a group, and whoever waits for one is told why it ended."""
     results = harness.launch(
         FORM

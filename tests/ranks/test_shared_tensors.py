@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks share: right results without copies, in whatever way they are mixed with others."""
+"""Tensors in memory that all ranks share: right results without copies, in any mixture with other tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from ranks import harness
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 FORM = """
 import torch
@@ -30,14 +30,14 @@ def reduced(tensor, direct=None, **kw):
 
 
 def check(results: list[harness.Result]) -> None:
-    """Fail with a rank's own words where it did not end well."""
+    """Fail with a rank's output if it did not end well."""
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sums_are_right_however_tensors_are_placed(ranks: int) -> None:
-    """At the same place, at different places, on some ranks only, in parts, small and large, sync and async."""
+    """At equal and different offsets, on some ranks only, in parts, small and large, sync and async."""
     results = harness.launch(
         FORM
         + """
@@ -48,7 +48,7 @@ plain = torch.empty(300_001)
 alone = size == 1
 reduced(shared, direct=True)
 reduced(other, direct=True)
-reduced(shared[:100], direct=False)                  # a small one has a shorter way
+reduced(shared[:100], direct=False)                  # small: through the payloads
 reduced(shared[1000:251_001], direct=True)
 reduced(shared if rank == 0 else plain, direct=alone)          # some in a window, some not
 reduced(plain if rank == 0 else shared, direct=False)
@@ -112,7 +112,7 @@ dist.destroy_process_group()
     check(results)
 
 
-def test_memory_goes_with_the_tensor() -> None:
+def test_memory_is_freed_with_the_tensor() -> None:
     """Windows are unmapped when their tensors are gone, and no descriptor stays open."""
     results = harness.launch(
         FORM
@@ -144,7 +144,7 @@ dist.destroy_process_group()
 
 
 def test_different_sizes_are_refused_on_all_ranks() -> None:
-    """Ranks that ask for different sizes are all told who asked for what; the group goes on."""
+    """Different sizes are an error on all ranks, which names the sizes and ranks; the group still works."""
     results = harness.launch(
         FORM
         + """
@@ -163,8 +163,8 @@ dist.destroy_process_group()
         assert "rank 0 400, rank 1 404" in result["text"]
 
 
-def test_no_room_is_said_on_all_ranks() -> None:
-    """Where the kernel refuses the memory every rank is told so at once, and the group goes on."""
+def test_too_little_memory_is_an_error_on_all_ranks() -> None:
+    """If the kernel refuses the memory, every rank gets the error at once, and the group still works."""
     results = harness.launch(
         FORM
         + """

@@ -26,31 +26,31 @@ from conformance.test_operations import (
 from hosts.conftest import Making
 from hosts.test_hosts import PORT
 from ranks import harness
-from ranks.crew import Crew, programs
 from ranks.program import Op
-from ranks.test_relay import (
-    test_a_call_that_one_rank_cannot_make_is_told_to_all,
-    test_a_mismatch_says_what_each_rank_called_and_where,
-    test_calls_under_way_keep_their_order_and_fail_where_waited,
-    test_ctrl_c_ends_a_wait_and_tells_the_others,
+from ranks.random_programs import ProgramRanks, programs
+from ranks.test_gloo_engine import (
+    test_a_call_that_one_rank_cannot_make_is_an_error_on_all,
+    test_a_mismatch_states_the_call_and_line_of_each_rank,
+    test_ctrl_c_ends_a_wait_and_is_reported_to_the_others,
     test_one_member_of_a_subgroup_is_named,
+    test_pending_calls_keep_their_order_and_fail_in_wait,
     test_sizes_that_do_not_fit_each_other,
 )
 
 # Tests of other modules: pytest finds them here too, and the fixture below moves them to several hosts.
 __all__ = [
-    "test_a_call_that_one_rank_cannot_make_is_told_to_all",
+    "test_a_call_that_one_rank_cannot_make_is_an_error_on_all",
     "test_a_forked_child_and_an_invalid_root_are_refused",
     "test_a_killed_rank_ends_the_call_of_the_others",
     "test_a_mismatch_raises_on_every_rank",
-    "test_a_mismatch_says_what_each_rank_called_and_where",
+    "test_a_mismatch_states_the_call_and_line_of_each_rank",
     "test_a_missing_rank_is_named_at_the_deadline",
-    "test_calls_under_way_keep_their_order_and_fail_where_waited",
-    "test_ctrl_c_ends_a_wait_and_tells_the_others",
+    "test_ctrl_c_ends_a_wait_and_is_reported_to_the_others",
     "test_every_reduction_on_every_type",
     "test_one_member_of_a_subgroup_is_named",
     "test_overlapping_groups_used_by_threads",
     "test_parts_of_different_sizes",
+    "test_pending_calls_keep_their_order_and_fail_in_wait",
     "test_random_operations_agree_with_a_model",
     "test_results_are_the_same_bits_on_every_rank",
     "test_sixteen_bit_sums_round_once",
@@ -58,7 +58,7 @@ __all__ = [
     "test_strides_scalars_and_large_tensors",
 ]
 
-pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.usefixtures("fork_server")]
 
 # How the ranks lie; tests that count their ranks by hand have three.
 LAYOUTS = {
@@ -69,7 +69,7 @@ LAYOUTS = {
 }
 COUNTED = {
     "test_sizes_that_do_not_fit_each_other",
-    "test_a_mismatch_says_what_each_rank_called_and_where",
+    "test_a_mismatch_states_the_call_and_line_of_each_rank",
     "test_random_programs_agree_with_numpy",
     "test_sixteen_bit_sums_round_once",
     "test_one_member_of_a_subgroup_is_named",
@@ -109,7 +109,7 @@ def any_engine(engine: OnEngine) -> OnEngine:
 def test_random_programs_agree_with_numpy(engine: OnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random programs, with subgroups inside a host and across, give what numpy does."""
     monkeypatch.setattr(harness, "start", engine.start)
-    with Crew(timeout=400) as crew:
+    with ProgramRanks(timeout=400) as ranks:
 
         @settings(
             max_examples=60,
@@ -121,7 +121,7 @@ def test_random_programs_agree_with_numpy(engine: OnEngine, monkeypatch: pytest.
         )
         @given(programs(5, 30))
         def run(program: list[Op]) -> None:
-            crew.run(program)
+            ranks.run(program)
 
         run()
-    assert crew.operations > 300
+    assert ranks.operations > 300

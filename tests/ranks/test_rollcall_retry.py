@@ -1,4 +1,4 @@
-"""A group that could not form can be tried again at once, by the same processes at the same place."""
+"""A group that could not form can be retried at once, by the same processes at the same address."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from ranks.harness import free_port, launch
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.mark.parametrize("where", ["local", "tcp"])
 def test_a_failed_roll_call_does_not_block_the_next(where: str) -> None:
-    """The coordinator of a refused attempt tells a late rank why, then makes room: the next attempt of both forms."""
+    """The coordinator of a refused attempt sends a late rank the reason and ends: the next attempt of both forms."""
     method = f"tcp://127.0.0.1:{free_port()}" if where == "tcp" else None
     results = launch(
         f"""
@@ -30,13 +30,13 @@ dist.destroy_process_group()
     )
     assert results[0]["first"].get("slug") == "missing-ranks", results[0]["first"]
     assert results[0]["tries"] == [""]
-    # It may have come in time to hear why the first attempt failed.
+    # It may have connected in time to get the reason of the first failure.
     assert results[1]["tries"] in ([""], ["missing-ranks", ""])
 
 
 @pytest.mark.parametrize("where", ["local", "tcp"])
-def test_who_is_done_with_a_group_first_waits_for_the_next(where: str) -> None:
-    """A rank that left its group by an exception asks for the next one while others are in the old one: it forms."""
+def test_the_first_rank_to_end_a_group_waits_for_the_next(where: str) -> None:
+    """A rank that left its group by an exception joins the next one while others are in the old one: it forms."""
     method = f"tcp://127.0.0.1:{free_port()}" if where == "tcp" else None
     results = launch(
         f"""
@@ -46,7 +46,7 @@ def old():
     with dist.process_group("gloo", {method!r}, 20.0, rank=rank, world_size=2):
         if rank == 1:
             raise KeyError("left the block")
-        # Here when the other one asks for the next group: it begins only once this one is over.
+        # Still here when the other rank joins the next group, which forms after this one has ended.
         gate("left", 1)
         time.sleep(1.0)
         dist.barrier()

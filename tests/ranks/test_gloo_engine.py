@@ -1,4 +1,4 @@
-"""What the engines for several hosts do differently from shared memory. The rest is in `conformance`."""
+"""The Gloo engine where it differs from shared memory. The rest is in `conformance`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from conformance.engines import ENGINES, FORM, OnEngine, check
 from conformance.test_failures import AT_ONCE_S, mismatched
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ call = lambda: dist.gather(torch.ones(sizes[rank]), room, 0)
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_sizes_that_do_not_fit_each_other(engine: OnEngine, kind: str) -> None:
-    """Where one rank gives what another has no room for, all are told which two, and how much."""
+    """If a part is larger than its output on another rank, all ranks get an error with both ranks and sizes."""
     results = engine.launch(FORM + SIZES[kind] + "say(found=attempt(call))", 3)
     text = mismatched(results)
     assert "gives rank" in text
     assert 0 in results[0]["found"]["ranks"]
 
 
-def test_a_mismatch_says_what_each_rank_called_and_where(engine: OnEngine) -> None:
-    """The words have each side's ranks, operation, type, count, shape and line of the script."""
+def test_a_mismatch_states_the_call_and_line_of_each_rank(engine: OnEngine) -> None:
+    """The message has each side's ranks, operation, dtype, count, shape and line of the script."""
     results = engine.launch(
         FORM
         + """
@@ -65,8 +65,8 @@ say(found=attempt(call))
     assert results[0]["found"]["ranks"] == [1]
 
 
-def test_a_call_that_one_rank_cannot_make_is_told_to_all(engine: OnEngine) -> None:
-    """A list of the wrong length on one rank: the others are told at once, with that rank's reason."""
+def test_a_call_that_one_rank_cannot_make_is_an_error_on_all(engine: OnEngine) -> None:
+    """A list of the wrong length on one rank: the others get an error at once, with that rank's reason."""
     results = engine.launch(
         FORM
         + """
@@ -79,7 +79,7 @@ say(found=attempt(lambda: torch_dist.group.WORLD.allgather([got], [torch.ones(3)
     assert results[0]["found"]["ranks"] == [1]
 
 
-def test_calls_under_way_keep_their_order_and_fail_where_waited(engine: OnEngine) -> None:
+def test_pending_calls_keep_their_order_and_fail_in_wait(engine: OnEngine) -> None:
     """Many calls in flight run in the order issued; a mismatch among them raises at its wait and in its future."""
     results = engine.launch(
         FORM
@@ -104,7 +104,7 @@ say(found=attempt(bad.wait), future=attempt(future.wait))
 
 @pytest.mark.soak
 def test_one_member_of_a_subgroup_is_named(engine: OnEngine) -> None:
-    """At the deadline only ranks of the group that waits are named; who is outside of it owes nothing."""
+    """At the deadline only ranks of the waiting group are named, not ranks outside of it."""
     results = engine.launch(
         FORM
         + """
@@ -123,8 +123,8 @@ else:
     assert "script.py" in results[0]["found"]["text"]
 
 
-def test_ctrl_c_ends_a_wait_and_tells_the_others(engine: OnEngine) -> None:
-    """A rank that is interrupted in a call raises KeyboardInterrupt at once; the others hear of it."""
+def test_ctrl_c_ends_a_wait_and_is_reported_to_the_others(engine: OnEngine) -> None:
+    """A rank that is interrupted in a call raises KeyboardInterrupt at once; the others raise peer-failed."""
     with engine.running(
         FORM
         + """
@@ -203,7 +203,7 @@ say(gloo=found["gloo"], ours=found["allhands"])
 
 
 def test_rank_0_decides_about_the_engine(engine: OnEngine) -> None:
-    """Ranks whose settings differ still meet: rank 0's counts."""
+    """If settings differ between ranks, that of rank 0 counts."""
     results = engine.launch(
         FORM + "x = torch.ones(3)\ndist.all_reduce(x)\nsay(engine=type(dist.group.WORLD).__name__, sum=x[0].item())",
         2,
@@ -214,7 +214,7 @@ def test_rank_0_decides_about_the_engine(engine: OnEngine) -> None:
 
 
 def test_an_engine_that_does_not_exist_is_named(engine: OnEngine) -> None:
-    """A setting that names no engine is refused with its value, on every rank, and nobody waits."""
+    """A setting that names no engine is refused with its value, on every rank, without waiting."""
     results = engine.launch(
         """
 import allhands as dist
