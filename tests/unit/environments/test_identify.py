@@ -163,7 +163,7 @@ def test_job_name_of_the_user() -> None:
 def test_survey_names_every_environment_with_a_reason() -> None:
     """Each environment is considered once, in order, and says why or why not; errors are kept, not raised."""
     found = survey({**STEP, "RANK": "0"})
-    assert [finding.name for finding in found] == [environment.NAME for environment in ENVIRONMENTS]
+    assert [finding.name for finding in found] == [environment.name for environment in ENVIRONMENTS]
     assert all(finding.reason for finding in found)
     by_name = {finding.name: finding for finding in found}
     assert {name for name, finding in by_name.items() if finding.recognised} == {"slurm", "plain"}
@@ -177,7 +177,7 @@ def test_survey_names_every_environment_with_a_reason() -> None:
 
 def test_names_are_distinct() -> None:
     """A source names one environment only."""
-    assert len({environment.NAME for environment in ENVIRONMENTS}) == len(ENVIRONMENTS)
+    assert len({environment.name for environment in ENVIRONMENTS}) == len(ENVIRONMENTS)
 
 
 def test_arguments_are_checked_even_when_the_environment_is_fine() -> None:

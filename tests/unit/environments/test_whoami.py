@@ -23,7 +23,7 @@ def test_report_gives_every_value_its_reason() -> None:
     assert made["world"]["rank"] == {"value": 3, "reason": "SLURM_PROCID=3"}
     assert made["world"]["coordinator"]["value"].startswith("n1:")
     assert made["world"]["local_rank"] == {"value": None, "reason": "not given"}
-    assert [found["name"] for found in made["survey"]] == [environment.NAME for environment in ENVIRONMENTS]
+    assert [found["name"] for found in made["survey"]] == [environment.name for environment in ENVIRONMENTS]
     assert [found["name"] for found in made["survey"] if found["believed"]] == ["slurm"]
 
 
