@@ -11,21 +11,14 @@ from typing import Literal, Protocol
 import msgspec
 
 from ..diagnosis import Diagnosis
-from . import handshake
+from . import handshake, messages
 from .connect import keep_alive
 from .messages import (
     GREETING,
     MOST_BEFORE_PROOF,
     MOST_BYTES,
-    Challenge,
-    Claim,
     FrameError,
-    FromCoordinator,
-    FromMember,
-    Hello,
-    Refused,
     Splitter,
-    Status,
     decode_from_member,
     decode_hello,
     decode_proof,
@@ -57,10 +50,10 @@ class Server(Protocol):
     def connected(self, connection: Connection) -> None:
         """Report a new connection, before its handshake."""
 
-    def claim_received(self, connection: Connection, claim: Claim) -> None:
+    def claim_received(self, connection: Connection, claim: messages.Claim) -> None:
         """Report the claim of an authenticated member."""
 
-    def received(self, connection: Connection, message: FromMember) -> None:
+    def received(self, connection: Connection, message: messages.FromMember) -> None:
         """Report a message that follows the claim."""
 
     def proof_failed(self, connection: Connection) -> None:
@@ -76,9 +69,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, coordinator: Server, *, local: bool = False) -> None:
         self.coordinator = coordinator
         self.most_unread: float = _MOST_UNREAD
-        self.opening = Hello(0, "", 0, -1, 0, b"", has_token=False)
+        self.opening = messages.Hello(0, "", 0, -1, 0, b"", has_token=False)
         self.arrival: Arrival | None = None
-        self.status: Status | None = None
+        self.status: messages.Status | None = None
         self.left: Literal["destroy", "exit"] | None = None
         self.failed = False
         self.closed = False
@@ -86,7 +79,7 @@ class Connection(asyncio.Protocol):
         self.received_at = self.made_at = time.monotonic()
         self.came_from = "unknown"
         self._local = local
-        self._challenge: Challenge | None = None
+        self._challenge: messages.Challenge | None = None
         self._proven = self._disproved = False
         self._greeting = bytearray()
         self._splitter = Splitter(MOST_BEFORE_PROOF)
@@ -148,7 +141,7 @@ class Connection(asyncio.Protocol):
 
     # Called by the coordinator -----------------------------------------------------------------------------------
 
-    def send(self, message: FromCoordinator | Challenge) -> None:
+    def send(self, message: messages.FromCoordinator | messages.Challenge) -> None:
         """Send one message; ignored after the end of the connection."""
         self.send_body(encode(message))
 
@@ -218,13 +211,13 @@ class Connection(asyncio.Protocol):
         message = decode_from_member(frame)
         if self.arrival is not None:
             self.coordinator.received(self, message)
-        elif isinstance(message, Claim):
+        elif isinstance(message, messages.Claim):
             self.coordinator.claim_received(self, message)
         else:
             self.drop("no claim")
 
     def _refuse(self, diagnosis: Diagnosis) -> None:
-        self.send(Refused(diagnosis))
+        self.send(messages.Refused(diagnosis))
         self.close()
 
     def _watch(self, pid: int) -> None:
@@ -280,7 +273,7 @@ def _unproven(connection: Connection, *, has_token: bool) -> Diagnosis:
     )
 
 
-def _other_protocol(opening: Hello, wording: Wording) -> Diagnosis:
+def _other_protocol(opening: messages.Hello, wording: Wording) -> Diagnosis:
     return Diagnosis(
         "version-mismatch",
         f"{wording.one(opening.rank)} uses protocol {opening.protocol}, the coordinator {handshake.PROTOCOL}",

@@ -20,20 +20,8 @@ import msgspec
 
 from ..diagnosis import Diagnosis, duration
 from ..errors import AllhandsError, error, fail
-from .messages import (
-    GREETING,
-    MOST_BYTES,
-    Challenge,
-    Closing,
-    FrameError,
-    Hello,
-    Proof,
-    Refused,
-    Splitter,
-    decode_challenge,
-    encode,
-    pack,
-)
+from . import messages
+from .messages import GREETING, MOST_BYTES, FrameError, Splitter, decode_challenge, encode, pack
 from .wording import RANKS, Wording
 
 __all__ = [
@@ -74,33 +62,33 @@ _MOST_SHOWN = 60
 # Proofs ----------------------------------------------------------------------------------------------------------
 
 
-def hello(*, job: str, attempt: int, rank: int, world_size: int, token: bytes) -> Hello:
+def hello(*, job: str, attempt: int, rank: int, world_size: int, token: bytes) -> messages.Hello:
     """Return a member's first message, with a fresh nonce."""
-    return Hello(PROTOCOL, job, attempt, rank, world_size, secrets.token_bytes(_NONCE_BYTES), bool(token))
+    return messages.Hello(PROTOCOL, job, attempt, rank, world_size, secrets.token_bytes(_NONCE_BYTES), bool(token))
 
 
-def challenge(opening: Hello, token: bytes) -> Challenge:
+def challenge(opening: messages.Hello, token: bytes) -> messages.Challenge:
     """Return the coordinator's answer to ``opening``: its proof and a fresh nonce."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    return Challenge(PROTOCOL, nonce, _proof(b"coordinator", opening, nonce, token), bool(token))
+    return messages.Challenge(PROTOCOL, nonce, _proof(b"coordinator", opening, nonce, token), bool(token))
 
 
-def member_proof(opening: Hello, answer: Challenge, token: bytes) -> bytes:
+def member_proof(opening: messages.Hello, answer: messages.Challenge, token: bytes) -> bytes:
     """Return the member's proof for ``answer``."""
     return _proof(b"member", opening, answer.nonce, token)
 
 
-def verify_coordinator(opening: Hello, answer: Challenge, token: bytes) -> bool:
+def verify_coordinator(opening: messages.Hello, answer: messages.Challenge, token: bytes) -> bool:
     """Return whether the coordinator that sent ``answer`` holds the token."""
     return hmac.compare_digest(answer.proof, _proof(b"coordinator", opening, answer.nonce, token))
 
 
-def verify_member(opening: Hello, answer: Challenge, proof: bytes, token: bytes) -> bool:
+def verify_member(opening: messages.Hello, answer: messages.Challenge, proof: bytes, token: bytes) -> bool:
     """Return whether the member that sent ``opening`` and ``proof`` holds the token."""
     return hmac.compare_digest(proof, _proof(b"member", opening, answer.nonce, token))
 
 
-def _proof(label: bytes, opening: Hello, nonce: bytes, token: bytes) -> bytes:
+def _proof(label: bytes, opening: messages.Hello, nonce: bytes, token: bytes) -> bytes:
     # msgpack is prefix-free: different openings never encode to the same bytes.
     transcript = msgspec.msgpack.encode((label, opening, nonce))
     return hmac.new(token, transcript, hashlib.sha256).digest()
@@ -155,7 +143,7 @@ def receive(sock: socket.socket, splitter: Splitter, deadline: float) -> list[by
 
 
 def authenticate(
-    sock: socket.socket, opening: Hello, token: bytes, place: str, deadline: float, *, wording: Wording = RANKS
+    sock: socket.socket, opening: messages.Hello, token: bytes, place: str, deadline: float, *, wording: Wording = RANKS
 ) -> tuple[Splitter, list[bytes]]:
     """Authenticate this member and the coordinator at ``place`` to each other.
 
@@ -197,18 +185,20 @@ def authenticate(
         answer = decode_challenge(frames[0])
     except msgspec.MsgspecError as problem:
         raise _wrong_service(place, _quote(frames[0])) from problem
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise error(answer.diagnosis)
-    if isinstance(answer, Closing):
+    if isinstance(answer, messages.Closing):
         raise _wrong_service(place, "it is a coordinator that is shutting down", certain=False)
     if not verify_coordinator(opening, answer, token):
         raise _different_tokens(opening, answer, token, place, wording)
     with suppress(OSError):  # It closed; the reason may still be unread in the socket.
-        send(sock, pack(encode(Proof(member_proof(opening, answer, token)))), deadline)
+        send(sock, pack(encode(messages.Proof(member_proof(opening, answer, token)))), deadline)
     return splitter, frames[1:]
 
 
-def _different_tokens(opening: Hello, answer: Challenge, token: bytes, place: str, wording: Wording) -> AllhandsError:
+def _different_tokens(
+    opening: messages.Hello, answer: messages.Challenge, token: bytes, place: str, wording: Wording
+) -> AllhandsError:
     if answer.has_token and not token:
         why = "the job has a token and this process has none"
     elif token and not answer.has_token:

@@ -13,26 +13,9 @@ from ..diagnosis import Diagnosis, duration
 from ..environments.world import Address, World
 from ..errors import AllhandsError, ConnectError, error, fail
 from ..settings import Settings
-from . import bind, connect, coordinator_process, handshake
+from . import bind, connect, coordinator_process, handshake, messages
 from .member import IN_LAUNCHER, IN_OWN_PROCESS, Member
-from .messages import (
-    Claim,
-    Closing,
-    Complete,
-    FrameError,
-    FromMember,
-    LogLine,
-    Ping,
-    Pong,
-    Refused,
-    Splitter,
-    Status,
-    StatusQuery,
-    Waiting,
-    decode_from_coordinator,
-    encode,
-    pack,
-)
+from .messages import FrameError, Splitter, decode_from_coordinator, encode, pack
 from .rendezvous import (
     Announcement,
     FileRendezvous,
@@ -64,7 +47,7 @@ class Membership(msgspec.Struct, frozen=True):
     """This rank's membership in a complete group."""
 
     member: Member
-    complete: Complete
+    complete: messages.Complete
     # On a rank 0 that started the coordinator.
     coordinator_process: coordinator_process.CoordinatorProcess | None
     # The address at which other hosts reach this one; "" if every rank is on this host.
@@ -86,7 +69,7 @@ class _Joining:
     """One roll call as seen by this rank."""
 
     def __init__(
-        self, world: World, claim: Claim, settings: Settings, deadline: float, rendezvous: Rendezvous | None
+        self, world: World, claim: messages.Claim, settings: Settings, deadline: float, rendezvous: Rendezvous | None
     ) -> None:
         self.world = world
         self.claim = claim
@@ -310,7 +293,7 @@ class _Joining:
         claimed = self._send(sock, msgspec.structs.replace(self.claim, timeout_s=left))
         return self._wait(sock, splitter, frames, target, claimed=claimed)
 
-    def _send(self, sock: socket.socket, message: FromMember) -> bool:
+    def _send(self, sock: socket.socket, message: messages.FromMember) -> bool:
         """Send; return False if the coordinator has closed (its last messages may still be unread)."""
         try:
             handshake.send(sock, pack(encode(message)), self.deadline + _DECISION_S)
@@ -325,20 +308,20 @@ class _Joining:
             for index, frame in enumerate(frames):
                 message = decode_from_coordinator(frame)
                 match message:
-                    case Complete():
+                    case messages.Complete():
                         return self._membership(sock, splitter, frames[index + 1 :], message, target)
-                    case Refused(diagnosis):
+                    case messages.Refused(diagnosis):
                         raise error(diagnosis)
-                    case Waiting(line):
+                    case messages.Waiting(line):
                         self.waiting_line(line)
-                    case LogLine(text):
+                    case messages.LogLine(text):
                         _log.warning("the coordinator reports: %s", text)
-                    case Closing():
+                    case messages.Closing():
                         return None
-                    case Ping():
-                        self._send(sock, Pong())
-                    case StatusQuery():
-                        self._send(sock, Status(self.world.rank, "busy", "in the roll call"))
+                    case messages.Ping():
+                        self._send(sock, messages.Pong())
+                    case messages.StatusQuery():
+                        self._send(sock, messages.Status(self.world.rank, "busy", "in the roll call"))
                     case _:
                         raise FrameError(f"a {type(message).__name__} during the roll call")
             try:
@@ -354,7 +337,7 @@ class _Joining:
             frames = received
 
     def _membership(
-        self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: Complete, target: _Target
+        self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: messages.Complete, target: _Target
     ) -> Membership:
         own = ""
         if not complete.one_host:
@@ -393,7 +376,7 @@ class _Joining:
 
 
 def answer_roll_call(
-    world: World, claim: Claim, *, settings: Settings, deadline: float, rendezvous: Rendezvous | None = None
+    world: World, claim: messages.Claim, *, settings: Settings, deadline: float, rendezvous: Rendezvous | None = None
 ) -> Membership:
     """Answer the roll call as ``world.rank``; return the membership in the complete group, or raise the refusal.
 
