@@ -23,7 +23,7 @@ from .keyvalue import KeyValue, Parked
 from .messages import encode
 from .rollcall import Arrival, Completed, RefusedRoll, RollCall, Waits, decide, late
 
-__all__ = ["Coordinator", "peer_failed", "peer_lost"]
+__all__ = ["Coordinator"]
 
 # How often deadlines are checked.
 _TICK_S = 0.2
@@ -300,7 +300,7 @@ class Coordinator:
     def _member_failed(self, connection: Connection, message: messages.Failed, now: float) -> None:
         connection.failed = True
         if connection.arrival is not None:
-            self._suspicions.append((now + _FOLLOW_S * message.follows, peer_failed(connection.arrival, message)))
+            self._suspicions.append((now + _FOLLOW_S * message.follows, _peer_failed(connection.arrival, message)))
             self._end_suspected(now)
         connection.send(messages.Acknowledged(message.id))
 
@@ -376,7 +376,7 @@ class Coordinator:
                 status = msgspec.structs.replace(self._left[rank], since_s=now - self._left[rank].since_s)
             elif connection.closed:
                 status = messages.Status(rank, "gone", "its connection closed", 0.0, identity.host, identity.pid)
-            elif connection.pending and now - connection.asked >= _SILENT_S:
+            elif connection.answered < connection.asked <= now - _SILENT_S:
                 silent_s = now - connection.received_at
                 status = messages.Status(rank, "silent", "does not answer", silent_s, identity.host, identity.pid)
             else:
@@ -405,7 +405,7 @@ class Coordinator:
             self._finish(now)
             return
         if connection.left is None and not connection.failed:
-            self._suspicions.append((now, peer_lost(arrival, how)))
+            self._suspicions.append((now, _peer_lost(arrival, how)))
             self._end_suspected(now)
         self._leaving.pop(arrival.rank, None)
         self._report_statuses(now)
@@ -434,7 +434,7 @@ class Coordinator:
             # Its connection closed just before its process ended.
             arrival = self.roll.gone[0][0]
         if arrival is not None and self.completed_at is None and self.refused is None:
-            self._refuse(peer_lost(arrival, how), now)
+            self._refuse(_peer_lost(arrival, how), now)
         if root is not None and not root.closed:
             root.drop(how)
         self._finish(now)
@@ -487,7 +487,7 @@ def _notable(statuses: list[messages.Status]) -> list[messages.Status]:
     return odd[:_MOST_REPORTED] or statuses[:_MOST_REPORTED]
 
 
-def peer_failed(arrival: Arrival, message: messages.Failed) -> Diagnosis:
+def _peer_failed(arrival: Arrival, message: messages.Failed) -> Diagnosis:
     """Return the diagnosis of a rank that raised and reported it."""
     return Diagnosis(
         "peer-failed",
@@ -501,7 +501,7 @@ def peer_failed(arrival: Arrival, message: messages.Failed) -> Diagnosis:
     )
 
 
-def peer_lost(arrival: Arrival, how: str) -> Diagnosis:
+def _peer_lost(arrival: Arrival, how: str) -> Diagnosis:
     """Return the diagnosis of a rank whose process or connection ended without a Leave."""
     host = arrival.claim.identity.host
     if "timed out" in how or "unreachable" in how.lower():

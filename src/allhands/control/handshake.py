@@ -28,6 +28,7 @@ __all__ = [
     "PROTOCOL",
     "authenticate",
     "challenge",
+    "different_tokens",
     "hello",
     "member_proof",
     "receive",
@@ -190,31 +191,26 @@ def authenticate(
     if isinstance(answer, messages.Closing):
         raise _wrong_service(place, "it is a coordinator that is shutting down", certain=False)
     if not verify_coordinator(opening, answer, token):
-        raise _different_tokens(opening, answer, token, place, wording)
+        one = wording.one(opening.rank)
+        what = f"the coordinator at {place} and {one} do not share a token"
+        raise error(different_tokens(opening, what, who=one, job_has_token=answer.has_token, wording=wording))
     with suppress(OSError):  # It closed; the reason may still be unread in the socket.
         send(sock, pack(encode(messages.Proof(member_proof(opening, answer, token)))), deadline)
     return splitter, frames[1:]
 
 
-def _different_tokens(
-    opening: messages.Hello, answer: messages.Challenge, token: bytes, place: str, wording: Wording
-) -> AllhandsError:
-    if answer.has_token and not token:
+def different_tokens(
+    opening: messages.Hello, what: str, *, who: str, job_has_token: bool, wording: Wording
+) -> Diagnosis:
+    """Return the diagnosis of a member whose token, or lack of one, is not the job's."""
+    if job_has_token and not opening.has_token:
         why = "the job has a token and this process has none"
-    elif token and not answer.has_token:
-        why = "this process has a token and the coordinator has none, so it cannot authenticate itself"
+    elif opening.has_token and not job_has_token:
+        why = "this process has a token and the coordinator has none"
     else:
         why = "its proof was made with another token"
-    return error(
-        Diagnosis(
-            "not-authorised",
-            f"the coordinator at {place} and {wording.one(opening.rank)} do not share a token",
-            who=wording.one(opening.rank),
-            why=why,
-            fix=f"give every {wording.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
-            ranks=(opening.rank,),
-        )
-    )
+    fix = f"give every {wording.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)"
+    return Diagnosis("not-authorised", what, who=who, why=why, fix=fix, ranks=(opening.rank,))
 
 
 def _quote(data: bytes) -> str:
