@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 
 from ..environments.world import Address
 from ..errors import fail
 from . import connect
+from .connect import is_loopback
 from .wording import RANKS, Wording
 
 __all__ = ["WARNING_OPEN", "bind_address", "is_loopback"]
@@ -69,11 +69,3 @@ def bind_address(
             ranks=(0,),
         )
     return host
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is an address that only this machine can connect to."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,18 +7,18 @@ leaves evidence, and the evidence of the last one selects the diagnosis.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
-from ..diagnosis import Diagnosis, count, duration, join
+from ..diagnosis import count, duration, join
 from ..environments.world import Address
-from ..errors import AllhandsError, error
+from ..errors import AllhandsError, fail
 from .process_identity import peer_credentials
 from .wording import RANKS, Wording
 
@@ -205,93 +205,67 @@ def connect_unix(name: str, deadline: float, *, notify: Notify | None = None) ->
         pause = min(pause * 2, _LONGEST_PAUSE_S / 5)
 
 
-# Diagnoses -------------------------------------------------------------------------------------------------------
-
-
 def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:
     """Return the exception for the evidence of failed attempts."""
     address, wording = attempts.address, attempts.wording
-    root = f"{wording.noun} 0"
+    host, root = address.host, f"{wording.noun} 0"
     tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
-    evidence = f"{attempts.summary()}; {tried}"
-    parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
-    if attempts.name_error is not None:
-        return error(_name_diagnosis(attempts, evidence, parts))
+    why = f"{attempts.summary()}; {tried}"
     codes = {outcome.errno for outcome in attempts.outcomes.values()}
-    parts["ranks"] = (0,)
-    if errno.ECONNREFUSED in codes:
-        if several_hosts and all(host == "::1" or host.startswith("127.") for host in attempts.outcomes):
-            return error(_loopback_advertised(attempts, evidence, parts))
-        return error(
-            Diagnosis(
-                "connection-refused",
-                f"nothing listens on {address}",
-                why=f"{evidence}: the host answers, but {root} has not opened the port (or listens on another address)",
-                fix=f"start {root} on that host, with the same port everywhere ({wording.port_from}); if it runs "
-                f"there, a firewall may reject us: open port {address.port} on {address.host} for this machine",
-                **parts,
-            )
-        )
-    if codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
-        return error(
-            Diagnosis(
-                "no-route",
-                f"this machine has no route to {address.host}",
-                why=evidence,
-                fix=f"give an address of {root}'s machine on a network that this machine is in as "
-                f"{wording.address_from}, or bring up the interface or the route that leads there (`ip route get "
-                f"{next(iter(attempts.outcomes), address.host)}` shows it)",
-                **parts,
-            )
-        )
-    forbidden = bool(codes & {errno.EACCES, errno.EPERM})
-    if forbidden:
-        why = f"{evidence}: a firewall on this machine forbids the connection"
-    else:
-        why = f"{evidence}: packets get no answer at all, probably a firewall drops them or the host is down"
-    return error(
-        Diagnosis(
-            "connection-filtered",
-            f"{address} does not answer",
-            why=why,
-            fix=f"open port {address.port} on {address.host} for this machine (and the ports of Gloo and NCCL: all "
-            f"above 1023), or check the address; `allhands doctor {address}` from this machine gives details",
-            certain=forbidden,
-            **parts,
-        )
-    )
-
-
-def _name_diagnosis(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
-    host, root, address_from = attempts.address.host, f"{attempts.wording.noun} 0", attempts.wording.address_from
+    certain, unresolved = True, attempts.name_error is not None
     if attempts.name_error is not None and attempts.name_error.errno == socket.EAI_AGAIN:
-        return Diagnosis(
-            "name-server-silent",
-            f"the coordinator's host name {host!r} cannot be resolved: the name server does not answer",
-            why=evidence,
-            fix=f"give the IP address of {root}'s machine as {address_from}, or add it to /etc/hosts with the name "
-            f"{host}; or name a server that answers in /etc/resolv.conf",
-            certain=False,
-            **parts,
+        slug, certain = "name-server-silent", False
+        what = f"the coordinator's host name {host!r} cannot be resolved: the name server does not answer"
+        fix = (
+            f"give the IP address of {root}'s machine as {wording.address_from}, or add it to /etc/hosts with the name "
+            f"{host}; or name a server that answers in /etc/resolv.conf"
         )
-    return Diagnosis(
-        "address-unresolvable",
-        f"the coordinator's host name {host!r} has no address",
-        why=evidence,
-        fix=f"give the right name or the address of {root}'s machine as {address_from}; `getent hosts {host}` must "
-        "print an address",
-        **parts,
-    )
+    elif unresolved:
+        slug, what = "address-unresolvable", f"the coordinator's host name {host!r} has no address"
+        fix = (
+            f"give the right name or the address of {root}'s machine as {wording.address_from}; `getent hosts {host}` "
+            "must print an address"
+        )
+    elif errno.ECONNREFUSED in codes and several_hosts and all(map(is_loopback, attempts.outcomes)):
+        slug, certain = "loopback-advertised", False
+        what = f"the coordinator's address {address} is this machine's own loopback, but {root} runs elsewhere"
+        why += f"; the launch environment says that {wording.noun}s are on several machines"
+        fix = (
+            f"as {wording.address_from} give a name of {root}'s machine that other machines can reach, not localhost; "
+            "remove 127.0.1.1 lines for it from /etc/hosts"
+        )
+    elif errno.ECONNREFUSED in codes:
+        slug, what = "connection-refused", f"nothing listens on {address}"
+        why += f": the host answers, but {root} has not opened the port (or listens on another address)"
+        fix = (
+            f"start {root} on that host, with the same port everywhere ({wording.port_from}); if it runs there, a "
+            f"firewall may reject us: open port {address.port} on {host} for this machine"
+        )
+    elif codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
+        slug, what = "no-route", f"this machine has no route to {host}"
+        fix = (
+            f"give an address of {root}'s machine on a network that this machine is in as {wording.address_from}, or "
+            "bring up the interface or the route that leads there (`ip route get "
+            f"{next(iter(attempts.outcomes), host)}` shows it)"
+        )
+    else:
+        slug, what = "connection-filtered", f"{address} does not answer"
+        certain = bool(codes & {errno.EACCES, errno.EPERM})
+        if certain:
+            why += ": a firewall on this machine forbids the connection"
+        else:
+            why += ": packets get no answer at all, probably a firewall drops them or the host is down"
+        fix = (
+            f"open port {address.port} on {host} for this machine (and the ports of Gloo and NCCL: all above 1023), or "
+            f"check the address; `allhands doctor {address}` from this machine gives details"
+        )
+    ranks = () if unresolved else (0,)
+    return fail(slug, what, who=who, why=why, fix=fix, ranks=ranks, hosts=(host,), certain=certain)
 
 
-def _loopback_advertised(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
-    address, wording = attempts.address, attempts.wording
-    return Diagnosis(
-        "loopback-advertised",
-        f"the coordinator's address {address} is this machine's own loopback, but {wording.noun} 0 runs elsewhere",
-        why=f"{evidence}; the launch environment says that {wording.noun}s are on several machines",
-        fix=f"as {wording.address_from} give a name of {wording.noun} 0's machine that other machines can reach, not "
-        "localhost; remove 127.0.1.1 lines for it from /etc/hosts",
-        certain=False,
-        **parts,
-    )
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is an address that only this machine can connect to."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
