@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import closing
 
 import msgspec
 
@@ -138,32 +139,21 @@ class _Joining:
         soon = min(self.deadline, time.monotonic() + _EARLIER_S)
         address = Address(options.host, options.port) if options.host else None
         target = _Target("" if address else options.unix, address, options.token)
-        sock: socket.socket | None
-        if address is not None:
-            try:
-                sock = connect.connect_tcp(address, soon, who=self.who)
-                if self.settings.tls_ca and self.world.coordinator is not None:
-                    sock = handshake.wrap_tls(sock, self.settings.tls_ca, self.world.coordinator.host, soon)
-            except ConnectError:
-                return  # It has just exited.
-        else:
-            sock = connect.connect_unix(options.unix, soon)
+        try:
+            sock = self._connect(target, soon)
+        except ConnectError:
+            return  # It has just exited.
         if sock is None:
             return
-        try:
-            membership = self._answer(sock, target)
-        except ConnectError as problem:
-            sock.close()
-            if problem.slug not in {"wrong-service", "not-authorised"}:
-                raise
-            return  # It belongs to another job.
-        except BaseException:
-            sock.close()
-            raise
-        if membership is None:
-            sock.close()
-        else:
-            membership.member.close()
+        with closing(sock):
+            try:
+                membership = self._answer(sock, target)
+            except ConnectError as problem:
+                if problem.slug not in {"wrong-service", "not-authorised"}:
+                    raise
+                return  # It belongs to another job.
+            if membership is not None:
+                membership.member.close()
 
     def _bind_address(self, address: Address) -> str:
         local = self.world.local_world_size
@@ -229,27 +219,22 @@ class _Joining:
 
     # The roll call -----------------------------------------------------------------------------------------------
 
-    def connect(self, target: _Target) -> socket.socket:
-        """Return a connection to the coordinator."""
-        if target.unix:
-            sock = connect.connect_unix(target.unix, self.deadline, notify=self.waiting_line)
-            if sock is None:
-                place = self.settings.job or self.world.job or f"the parent process {os.getppid()} that they share"
-                raise self._rank_0_missing(f"the local socket of {place}")
-            return sock
-        if target.address is None:
-            raise ValueError("nothing to connect to")
-        several = self.world.local_world_size is not None and not self.world.one_host
+    def _connect(self, target: _Target, deadline: float) -> socket.socket | None:
+        """Return a connection to the coordinator; None if nothing listens on its Unix socket by ``deadline``."""
+        if target.unix or target.address is None:
+            return connect.connect_unix(target.unix, deadline, notify=self.waiting_line)
         sock = connect.connect_tcp(
             target.address,
-            self.deadline,
+            deadline,
             who=self.who,
             late_names=self.world.late_names,
-            several_hosts=several,
+            several_hosts=self.world.local_world_size is not None and not self.world.one_host,
             notify=self.waiting_line,
         )
         if self.settings.tls_ca:
-            return handshake.wrap_tls(sock, self.settings.tls_ca, target.address.host, self.deadline)
+            # Its certificate has the name that the ranks were given, if any, not the address that it binds.
+            named = target.address if self.rendezvous is not None else self.world.coordinator or target.address
+            return handshake.wrap_tls(sock, self.settings.tls_ca, named.host, deadline)
         return sock
 
     def run(self) -> Membership:
@@ -257,7 +242,10 @@ class _Joining:
         target = self.target()
         retry_until: float | None = None
         while True:
-            sock = self.connect(target)
+            sock = self._connect(target, self.deadline)
+            if sock is None:
+                place = self.settings.job or self.world.job or f"the parent process {os.getppid()} that they share"
+                raise self._rank_0_missing(f"the local socket of {place}")
             asked = time.monotonic()
             try:
                 membership = self._answer(sock, target)
