@@ -78,8 +78,6 @@ class Coordinator:
         self._left: dict[int, messages.Status] = {}
         # rank -> its Leave that is not granted yet, with the deadline.
         self._leaving: dict[int, tuple[Connection, messages.Leave, float]] = {}
-        # Diagnoses that end the group at a time, unless another one does before.
-        self._suspicions: list[tuple[float, Diagnosis]] = []
         self._unanswered: set[Connection] = set()
         self._status_requests: list[tuple[Connection, messages.StatusRequest, float]] = []
         self._servers: list[asyncio.Server] = []
@@ -268,7 +266,7 @@ class Coordinator:
                 if not self._unanswered:
                     self._report_statuses(now)
             case messages.Failed():
-                self._member_failed(connection, message, now)
+                self._member_failed(connection, message)
             case messages.EndGroup():
                 self._end(message.diagnosis)
                 connection.send(messages.Acknowledged(message.id))
@@ -297,11 +295,14 @@ class Coordinator:
             if isinstance(parked.owner, Connection):
                 parked.owner.send(reply)
 
-    def _member_failed(self, connection: Connection, message: messages.Failed, now: float) -> None:
+    def _member_failed(self, connection: Connection, message: messages.Failed) -> None:
         connection.failed = True
         if connection.arrival is not None:
-            self._suspicions.append((now + _FOLLOW_S * message.follows, _peer_failed(connection.arrival, message)))
-            self._end_suspected(now)
+            diagnosis = _peer_failed(connection.arrival, message)
+            if message.follows:
+                asyncio.get_running_loop().call_later(_FOLLOW_S, self._end, diagnosis)
+            else:
+                self._end(diagnosis)
         connection.send(messages.Acknowledged(message.id))
 
     def _member_leaves(self, connection: Connection, message: messages.Leave, now: float) -> None:
@@ -405,8 +406,7 @@ class Coordinator:
             self._finish(now)
             return
         if connection.left is None and not connection.failed:
-            self._suspicions.append((now, _peer_lost(arrival, how)))
-            self._end_suspected(now)
+            self._end(_peer_lost(arrival, how))
         self._leaving.pop(arrival.rank, None)
         self._report_statuses(now)
         self._finish(now)
@@ -416,14 +416,8 @@ class Coordinator:
         if self.verdict is not None:
             return
         self.verdict = diagnosis
-        self._suspicions.clear()
         self._broadcast(messages.Ended(diagnosis))
         self._grant_leaves(time.monotonic())
-
-    def _end_suspected(self, now: float) -> None:
-        for due, diagnosis in list(self._suspicions):
-            if now >= due:
-                self._end(diagnosis)
 
     def abandon(self, how: str) -> None:
         """Handle the end of the process that started this coordinator: finish after the survivors were informed."""
@@ -460,7 +454,6 @@ class Coordinator:
             now = time.monotonic()
             self._decide(now)
             self._send_store_replies(self.store.expire(now))
-            self._end_suspected(now)
             if any(deadline - now <= _REFRESH_S for _, _, deadline in self._leaving.values()):
                 self._query_statuses(now)
             self._grant_leaves(now)
