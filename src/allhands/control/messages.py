@@ -121,23 +121,8 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
     generation: int = 0
 
 
-StoreOp = Literal[
-    "set",
-    "get",
-    "add",
-    "compare_set",
-    "wait",
-    "check",
-    "delete",
-    "append",
-    "multi_get",
-    "multi_set",
-    "num_keys",
-    "list_keys",
-    "push",
-    "pop",
-    "length",
-]
+_Read = Literal["get", "multi_get", "wait", "check", "length", "num_keys", "list_keys"]
+StoreOp = Literal[_Read, "set", "multi_set", "append", "add", "compare_set", "delete", "push", "pop"]
 
 
 class StoreRequest(msgspec.Struct, tag=True, frozen=True):
@@ -276,20 +261,8 @@ class Closing(msgspec.Struct, tag=True, frozen=True):
     """The coordinator exits normally."""
 
 
-FromCoordinator = (
-    Waiting
-    | Complete
-    | Refused
-    | Ended
-    | StoreReply
-    | Acknowledged
-    | LeaveGranted
-    | StatusReport
-    | StatusQuery
-    | Ping
-    | LogLine
-    | Closing
-)
+Reply = StoreReply | Acknowledged | LeaveGranted | StatusReport
+FromCoordinator = Waiting | Complete | Refused | Ended | Reply | StatusQuery | Ping | LogLine | Closing
 
 _Message = TypeVar("_Message")
 
