@@ -10,7 +10,7 @@ from contextlib import closing
 
 import msgspec
 
-from ..diagnosis import Diagnosis, duration
+from ..diagnosis import duration
 from ..environments.world import Address, World
 from ..errors import AllhandsError, ConnectError, error, fail
 from ..settings import Settings
@@ -95,7 +95,16 @@ class _Joining:
             return self._announce(self.rendezvous) if world.rank == 0 else self._look_up(self.rendezvous)
         if world.coordinator is not None:
             if world.rank == 0:
-                return self._start(host=self._bind_address(world.coordinator), port=world.coordinator.port)
+                host = bind.bind_address(
+                    world.coordinator,
+                    self.deadline,
+                    bind=self.settings.bind,
+                    late_names=world.late_names,
+                    share=(world.local_world_size, world.world_size) if world.local_world_size is not None else None,
+                    who=self.who,
+                    notify=self.waiting_line,
+                )
+                return self._start(host=host, port=world.coordinator.port)
             return _Target(address=world.coordinator, token=self.token)
         if world.local_world_size is not None and not world.one_host:
             raise fail(
@@ -155,26 +164,11 @@ class _Joining:
             if membership is not None:
                 membership.member.close()
 
-    def _bind_address(self, address: Address) -> str:
-        local = self.world.local_world_size
-        return bind.bind_address(
-            address,
-            self.deadline,
-            bind=self.settings.bind,
-            late_names=self.world.late_names,
-            share=(local, self.world.world_size) if local is not None else None,
-            who=self.who,
-            notify=self.waiting_line,
-        )
-
     def _announce(self, rendezvous: Rendezvous) -> _Target:
         rendezvous.prepare()
         token = self.token or (os.urandom(32).hex().encode() if rendezvous.private else b"")
-        host = ""
-        if self.settings.bind:
-            host = self.settings.bind
-        elif rendezvous.wide and not self.world.one_host:
-            host = outbound_address()
+        wide = rendezvous.wide and not self.world.one_host
+        host = self.settings.bind or (outbound_address() if wide else "")
         target = self._start(host=host, token=token)
         if self.process is None:
             raise ValueError("no coordinator was started")
@@ -268,7 +262,7 @@ class _Joining:
 
     def _answer(self, sock: socket.socket, target: _Target) -> Membership | None:
         """Authenticate, send the claim, wait. None: the coordinator was that of an earlier group; connect again."""
-        world = self.world
+        world, deadline = self.world, self.deadline + _DECISION_S
         opening = handshake.hello(
             job=self.settings.job or world.job,
             attempt=self.settings.attempt,
@@ -277,21 +271,16 @@ class _Joining:
             token=target.token,
         )
         splitter, frames = handshake.authenticate(sock, opening, target.token, str(target), self.deadline)
-        left = max(0.0, self.deadline - time.monotonic())
-        claimed = self._send(sock, msgspec.structs.replace(self.claim, timeout_s=left))
-        return self._wait(sock, splitter, frames, target, claimed=claimed)
 
-    def _send(self, sock: socket.socket, message: messages.FromMember) -> bool:
-        """Send; return False if the coordinator has closed (its last messages may still be unread)."""
-        try:
-            handshake.send(sock, pack(encode(message)), self.deadline + _DECISION_S)
-        except OSError:
-            return False
-        return True
+        def send(message: messages.FromMember) -> bool:
+            """Send; return False if the coordinator has closed (its last messages may still be unread)."""
+            try:
+                handshake.send(sock, pack(encode(message)), deadline)
+            except OSError:
+                return False
+            return True
 
-    def _wait(
-        self, sock: socket.socket, splitter: Splitter, frames: list[bytes], target: _Target, *, claimed: bool
-    ) -> Membership | None:
+        claimed = send(msgspec.structs.replace(self.claim, timeout_s=max(0.0, self.deadline - time.monotonic())))
         while True:
             for index, frame in enumerate(frames):
                 message = decode_from_coordinator(frame)
@@ -307,21 +296,37 @@ class _Joining:
                     case messages.Closing():
                         return None
                     case messages.Ping():
-                        self._send(sock, messages.Pong())
+                        send(messages.Pong())
                     case messages.StatusQuery():
-                        self._send(sock, messages.Status(self.world.rank, "busy", "in the roll call"))
+                        send(messages.Status(world.rank, "busy", "in the roll call"))
                     case _:
                         raise FrameError(f"a {type(message).__name__} during the roll call")
             try:
-                received = handshake.receive(sock, splitter, self.deadline + _DECISION_S)
+                received = handshake.receive(sock, splitter, deadline)
             except OSError:
                 received = []
             if received is None:
-                raise self._silent(target)
+                raise fail(
+                    "coordinator-silent",
+                    f"the coordinator at {target} did not decide by the deadline",
+                    who=self.who,
+                    why="it accepted our claim and sent no decision within "
+                    f"{duration(self.claim.timeout_s)} (observed)",
+                    fix=f"look at the coordinator's process, {self.runs}: it may be stopped or starved",
+                    ranks=(0,),
+                    certain=False,
+                )
             if not received and not claimed:
                 return None  # It was closing before our claim: an earlier group's.
             if not received:
-                raise error(self._lost(target))
+                raise fail(
+                    "coordinator-lost",
+                    f"the coordinator at {target} closed the connection during the roll call",
+                    who=self.who,
+                    why=f"it closed the connection without notice (observed); it runs {self.runs}",
+                    fix="look at rank 0's output and host, and run the job again",
+                    ranks=(0,),
+                )
             frames = received
 
     def _membership(
@@ -340,27 +345,6 @@ class _Joining:
         member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target), runs=self.runs)
         member.start(rest)
         return Membership(member, complete, self.process, own)
-
-    def _lost(self, target: _Target) -> Diagnosis:
-        return Diagnosis(
-            "coordinator-lost",
-            f"the coordinator at {target} closed the connection during the roll call",
-            who=self.who,
-            why=f"it closed the connection without notice (observed); it runs {self.runs}",
-            fix="look at rank 0's output and host, and run the job again",
-            ranks=(0,),
-        )
-
-    def _silent(self, target: _Target) -> AllhandsError:
-        return fail(
-            "coordinator-silent",
-            f"the coordinator at {target} did not decide by the deadline",
-            who=self.who,
-            why=f"it accepted our claim and sent no decision within {duration(self.claim.timeout_s)} (observed)",
-            fix=f"look at the coordinator's process, {self.runs}: it may be stopped or starved",
-            ranks=(0,),
-            certain=False,
-        )
 
 
 def answer_roll_call(
