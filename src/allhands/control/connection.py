@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         """Handle a frame of an authenticated member."""
         message = decode_from_member(frame)
         if self.arrival is not None:
-            self.coordinator.received(self, message)
+            self.coordinator.received(self, self.arrival, message)
         elif isinstance(message, messages.Claim):
             self.coordinator.claim_received(self, message)
         else:

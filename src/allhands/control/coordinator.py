@@ -14,8 +14,6 @@ import traceback
 from collections import Counter
 from typing import Any
 
-import msgspec
-
 from ..diagnosis import Diagnosis
 from . import messages
 from .connection import Connection
@@ -75,7 +73,8 @@ class Coordinator:
         self._no_connections = asyncio.Event()
         self._completed_wall = 0.0
         self._linger_s = linger_s
-        self._left: dict[int, messages.Status] = {}
+        # rank -> when it left.
+        self._left: dict[int, float] = {}
         # rank -> its Leave that is not granted yet, with the deadline.
         self._leaving: dict[int, tuple[Connection, messages.Leave, float]] = {}
         self._unanswered: set[Connection] = set()
@@ -254,8 +253,8 @@ class Coordinator:
 
     # Messages of members -----------------------------------------------------------------------------------------
 
-    def received(self, connection: Connection, message: messages.FromMember) -> None:
-        """Handle one message of a member."""
+    def received(self, connection: Connection, arrival: Arrival, message: messages.FromMember) -> None:
+        """Handle one message of a member, whose claim is in ``arrival``."""
         now = time.monotonic()
         match message:
             case messages.StoreRequest():
@@ -266,12 +265,18 @@ class Coordinator:
                 if not self._unanswered:
                     self._report_statuses(now)
             case messages.Failed():
-                self._member_failed(connection, message)
+                connection.failed = True
+                diagnosis = _peer_failed(arrival, message)
+                if message.follows:
+                    asyncio.get_running_loop().call_later(_FOLLOW_S, self._end, diagnosis)
+                else:
+                    self._end(diagnosis)
+                connection.send(messages.Acknowledged(message.id))
             case messages.EndGroup():
                 self._end(message.diagnosis)
                 connection.send(messages.Acknowledged(message.id))
             case messages.Leave():
-                self._member_leaves(connection, message, now)
+                self._member_leaves(connection, arrival, message, now)
             case messages.StatusRequest():
                 self._status_requests.append((connection, message, now + message.wait_s))
                 self._query_statuses(now)
@@ -295,26 +300,10 @@ class Coordinator:
             if isinstance(parked.owner, Connection):
                 parked.owner.send(reply)
 
-    def _member_failed(self, connection: Connection, message: messages.Failed) -> None:
-        connection.failed = True
-        if connection.arrival is not None:
-            diagnosis = _peer_failed(connection.arrival, message)
-            if message.follows:
-                asyncio.get_running_loop().call_later(_FOLLOW_S, self._end, diagnosis)
-            else:
-                self._end(diagnosis)
-        connection.send(messages.Acknowledged(message.id))
-
-    def _member_leaves(self, connection: Connection, message: messages.Leave, now: float) -> None:
+    def _member_leaves(self, connection: Connection, arrival: Arrival, message: messages.Leave, now: float) -> None:
         connection.left = message.how
         self._unanswered.discard(connection)
-        arrival = connection.arrival
-        if arrival is None:
-            connection.send(messages.LeaveGranted(message.id, []))
-            return
-        how = "destroyed the group" if message.how == "destroy" else "exited without destroying the group"
-        identity = arrival.claim.identity
-        self._left[arrival.rank] = messages.Status(arrival.rank, "left", how, now, identity.host, identity.pid)
+        self._left[arrival.rank] = now
         self._leaving[arrival.rank] = (connection, message, now + message.wait_s)
         if self._nobody_waits or message.wait_s <= 0:
             self._grant_leaves(now)
@@ -370,20 +359,20 @@ class Coordinator:
         """Return the status of each member, as of its last answer."""
         statuses = []
         for rank, connection in sorted(self.members.items()):
-            if connection.arrival is None:
-                continue
-            identity = connection.arrival.claim.identity
-            if rank in self._left:
-                status = msgspec.structs.replace(self._left[rank], since_s=now - self._left[rank].since_s)
+            identity = self.roll.present[rank].claim.identity
+            state: messages.State = "busy"
+            if connection.left is not None:
+                state, since_s = "left", now - self._left[rank]
+                doing = "destroyed the group" if connection.left == "destroy" else "exited without destroying the group"
             elif connection.closed:
-                status = messages.Status(rank, "gone", "its connection closed", 0.0, identity.host, identity.pid)
+                state, doing, since_s = "gone", "its connection closed", 0.0
             elif connection.answered < connection.asked <= now - _SILENT_S:
-                silent_s = now - connection.received_at
-                status = messages.Status(rank, "silent", "does not answer", silent_s, identity.host, identity.pid)
+                state, doing, since_s = "silent", "does not answer", now - connection.received_at
+            elif connection.status is not None:
+                doing, since_s = connection.status.doing, connection.status.since_s
             else:
-                last = connection.status or messages.Status(rank, "busy", "not queried")
-                status = messages.Status(rank, "busy", last.doing, last.since_s, identity.host, identity.pid)
-            statuses.append(status)
+                doing, since_s = "not queried", 0.0
+            statuses.append(messages.Status(rank, state, doing, since_s, identity.host, identity.pid))
         return statuses
 
     # The end of members and of the group -------------------------------------------------------------------------

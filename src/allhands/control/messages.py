@@ -168,11 +168,14 @@ class StatusRequest(msgspec.Struct, tag=True, frozen=True):
     wait_s: float
 
 
+State = Literal["busy", "silent", "left", "gone"]
+
+
 class Status(msgspec.Struct, tag=True, frozen=True):
     """What one rank is doing: the answer to a StatusQuery, and an item of a StatusReport."""
 
     rank: int
-    state: Literal["busy", "silent", "left", "gone"]
+    state: State
     doing: str
     since_s: float = 0.0
     host: str = ""
