@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 
 from ..environments.world import Address
 from ..errors import fail
@@ -42,19 +41,17 @@ def bind_address(
     if bind:
         return bind
     attempts = connect.Attempts(address, wording)
-    while True:
+    for _ in connect.retries(deadline if late_names else min(deadline, attempts.started + _RETRY_S)):
         try:
             places = connect.resolve(address.host, address.port, deadline)
             break
         except socket.gaierror as problem:
             attempts.tries += 1
             attempts.name_error = problem
-            limit_s = deadline - attempts.started if late_names else _RETRY_S
-            if time.monotonic() - attempts.started >= limit_s:
-                raise connect.diagnose(attempts, who=who, several_hosts=False) from problem
-            if notify is not None:
-                notify(f"waiting for the name of the coordinator at {address}: {attempts.summary()}")
-            time.sleep(0.1)
+        if notify is not None:
+            notify(f"waiting for the name of the coordinator at {address}: {attempts.summary()}")
+    else:
+        raise connect.diagnose(attempts, who=who, several_hosts=False) from attempts.name_error
     # If the name has IPv4 and IPv6 addresses, bind IPv4: peers try all of them.
     host = min(places)[1]
     literal = address.host in {"localhost", host}

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -22,7 +22,7 @@ from ..errors import AllhandsError, fail
 from .process_identity import peer_credentials
 from .wording import RANKS, Wording
 
-__all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "keep_alive", "resolve"]
+__all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "keep_alive", "resolve", "retries"]
 
 # An unknown host name is looked up again for this long, in case the answer was a transient error.
 _NAME_S = 1.5
@@ -35,6 +35,9 @@ _ATTEMPT_S = 3.5
 
 # Pause between attempts; short at first because ranks usually start within a second of each other.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+# What is on this host is asked more often.
+_LONGEST_LOCAL_PAUSE_S = 0.1
 
 # TCP keepalive: report a host without power or network after about 8 s (idle 3 s, 5 probes) instead of two hours.
 # A stopped process does not count: its kernel answers.
@@ -66,6 +69,16 @@ def _describe(problem: OSError) -> str:
     if problem.errno == errno.ECONNREFUSED:
         return "refused"
     return problem.strerror or str(problem)
+
+
+def retries(deadline: float, longest_pause_s: float = _LONGEST_LOCAL_PAUSE_S) -> Iterator[float]:
+    """Yield the seconds since the start before each attempt, with growing pauses in between, until ``deadline``."""
+    pause, started = _FIRST_PAUSE_S, time.monotonic()
+    yield 0.0
+    while (now := time.monotonic()) + pause < deadline:
+        time.sleep(pause)
+        pause = min(pause * 2, longest_pause_s)
+        yield now - started
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -122,21 +135,15 @@ def connect_tcp(
 ) -> socket.socket:
     """Return a TCP socket connected to ``address``. Raises the diagnosis of the last attempt at ``deadline``."""
     attempts = Attempts(address, wording)
-    pause = _FIRST_PAUSE_S
-    while True:
+    for waited_s in retries(deadline, _LONGEST_PAUSE_S):
         try:
             return _try(attempts, deadline)
         except OSError as problem:
-            final = _final(attempts, problem, late_names=late_names)
-        now = time.monotonic()
-        if final or now + pause >= deadline:
-            raise diagnose(attempts, who=who, several_hosts=several_hosts)
+            if _final(attempts, problem, late_names=late_names):
+                break
         if notify is not None:
-            notify(
-                f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(now - attempts.started)})"
-            )
-        time.sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE_S)
+            notify(f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(waited_s)})")
+    raise diagnose(attempts, who=who, several_hosts=several_hosts)
 
 
 def _try(attempts: Attempts, deadline: float) -> socket.socket:
@@ -184,25 +191,18 @@ def connect_unix(name: str, deadline: float, *, notify: Notify | None = None) ->
 
     A listener of another user (except root) is ignored: any user can bind an abstract name.
     """
-    pause, started = _FIRST_PAUSE_S, time.monotonic()
-    while True:
+    for waited_s in retries(deadline):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect("\0" + name)
-        except OSError:
-            sock.close()
-        else:
-            _, uid = peer_credentials(sock)
-            if uid in {os.getuid(), 0}:
+            if peer_credentials(sock)[1] in {os.getuid(), 0}:
                 return sock
-            sock.close()
-        now = time.monotonic()
-        if now + pause >= deadline:
-            return None
+        except OSError:
+            pass
+        sock.close()
         if notify is not None:
-            notify(f"waiting for rank 0 to open the roll call on this host ({duration(now - started)})")
-        time.sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE_S / 5)
+            notify(f"waiting for rank 0 to open the roll call on this host ({duration(waited_s)})")
+    return None
 
 
 def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:

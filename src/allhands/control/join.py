@@ -177,8 +177,7 @@ class _Joining:
         return target
 
     def _look_up(self, rendezvous: Rendezvous) -> _Target:
-        pause = 0.01
-        while True:
+        for _ in connect.retries(self.deadline):
             found = rendezvous.read()
             if found is not None and not found.dead:
                 token = self.token or found.token
@@ -194,11 +193,8 @@ class _Joining:
                     fix="set ALLHANDS_BIND on rank 0 to an address that this host can reach, or use tcp://HOST:PORT",
                     ranks=(0,),
                 )
-            if time.monotonic() + pause >= self.deadline:
-                raise self._rank_0_missing(rendezvous.describe())
             self.waiting_line(f"waiting for rank 0 to open the roll call at {rendezvous.describe()}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.2)
+        raise self._rank_0_missing(rendezvous.describe())
 
     def _rank_0_missing(self, place: str) -> AllhandsError:
         return fail(
