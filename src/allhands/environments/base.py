@@ -170,11 +170,6 @@ class Detection(msgspec.Struct):
             self.reasons[name] = why
         return self
 
-    @property
-    def one_host(self) -> bool:
-        """Whether every rank is known to be on this host."""
-        return self.world_size == 1 or (self.world_size is not None and self.local_world_size == self.world_size)
-
     def locate(self, host: _Host | None = None, number: int | None = None, why: str = "") -> Detection:
         """Set the coordinator's address; MASTER_ADDR and MASTER_PORT have precedence.
 
@@ -182,7 +177,9 @@ class Detection(msgspec.Struct):
         Without a port, one is derived from the job's name.
         """
         name, where = text(self.env, "MASTER_ADDR"), "MASTER_ADDR"
-        if not name and self.one_host:
+        # Every rank is known to be on this host.
+        one_host = self.world_size is not None and self.world_size in {1, self.local_world_size}
+        if not name and one_host:
             self.reasons["coordinator"] = "none needed: every rank is on this host"
             return self
         if not name and host is not None:

@@ -307,6 +307,6 @@ def test_a_rank_0_that_announces_nothing_is_missing(left: Announcement | None) -
 
 def test_a_coordinator_that_only_its_own_host_reaches() -> None:
     """An announcement from another host without a port is no-route, with ALLHANDS_BIND as the fix."""
-    elsewhere = Announcement("", "x", f"not {host_key()}", "", 0, 1, 1.0)
+    elsewhere = Announcement("x", f"not {host_key()}", "", 0, 1, 1.0)
     found = refused(World(1, 2), rendezvous=Place(elsewhere))
     assert (found.slug, "ALLHANDS_BIND" in found.diagnosis.fix) == ("no-route", True)
