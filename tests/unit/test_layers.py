@@ -30,6 +30,16 @@ ORDER = {name: number for number, names in enumerate(LAYERS.values()) for name i
 # The one module that may use names that torch does not promise to keep.
 PRIVATE_TORCH = PACKAGE / "_torch.py"
 
+# File names that occur in several folders, and the one idea that each stands for.
+SHARED_NAMES = {
+    "__init__.py": "a package",
+    "base.py": "the interface that the other modules of its package implement",
+    "command.py": "the command line of its package: allhands doctor, allhands run",
+    "engine.py": "the implementation of engines/base.py by its engine",
+    "errors.py": "exceptions",
+    "rollcall.py": "the roll call: control/ decides it, bench/ measures it",
+}
+
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")])
 MODULES = [path for path in SOURCES if path.suffix == ".py"]
 
@@ -177,6 +187,16 @@ def test_imports_go_up_only() -> None:
         if (part := target(dotted)) is not None and ORDER[part] > ORDER[name(path)]
     ]
     assert wrong == []
+
+
+def test_a_file_name_stands_for_one_idea() -> None:
+    """No two folders have a file of the same name, except for the names listed above with their idea."""
+    folders: dict[str, list[str]] = {}
+    for root, patterns in ((PACKAGE, ["*.py"]), (PACKAGE.parents[1] / "csrc", ["*.c", "*.h"])):
+        for path in sorted(path for pattern in patterns for path in root.rglob(pattern)):
+            folders.setdefault(path.name, []).append(str(path.parent.relative_to(PACKAGE.parents[1])))
+    shared = {file: where for file, where in folders.items() if len(where) > 1}
+    assert {file: where for file, where in shared.items() if file not in SHARED_NAMES} == {}
 
 
 def test_no_module_takes_part_in_an_import_cycle() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
-import time
 
 from ..environments.world import Address
 from ..errors import fail
 from . import connect
+from .connect import is_loopback
 from .wording import RANKS, Wording
 
 __all__ = ["WARNING_OPEN", "bind_address", "is_loopback"]
@@ -42,19 +41,17 @@ def bind_address(
     if bind:
         return bind
     attempts = connect.Attempts(address, wording)
-    while True:
+    for _ in connect.retries(deadline if late_names else min(deadline, attempts.started + _RETRY_S)):
         try:
             places = connect.resolve(address.host, address.port, deadline)
             break
         except socket.gaierror as problem:
             attempts.tries += 1
             attempts.name_error = problem
-            limit_s = deadline - attempts.started if late_names else _RETRY_S
-            if time.monotonic() - attempts.started >= limit_s:
-                raise connect.diagnose(attempts, who=who, several_hosts=False) from problem
-            if notify is not None:
-                notify(f"waiting for the name of the coordinator at {address}: {attempts.summary()}")
-            time.sleep(0.1)
+        if notify is not None:
+            notify(f"waiting for the name of the coordinator at {address}: {attempts.summary()}")
+    else:
+        raise connect.diagnose(attempts, who=who, several_hosts=False) from attempts.name_error
     # If the name has IPv4 and IPv6 addresses, bind IPv4: peers try all of them.
     host = min(places)[1]
     literal = address.host in {"localhost", host}
@@ -69,11 +66,3 @@ def bind_address(
             ranks=(0,),
         )
     return host
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is an address that only this machine can connect to."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"

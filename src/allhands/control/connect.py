@@ -7,22 +7,22 @@ leaves evidence, and the evidence of the last one selects the diagnosis.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from ..diagnosis import Diagnosis, count, duration, join
+from ..diagnosis import count, duration, join
 from ..environments.world import Address
-from ..errors import AllhandsError, error
+from ..errors import AllhandsError, fail
 from .process_identity import peer_credentials
 from .wording import RANKS, Wording
 
-__all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "keep_alive", "resolve"]
+__all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "keep_alive", "resolve", "retries"]
 
 # An unknown host name is looked up again for this long, in case the answer was a transient error.
 _NAME_S = 1.5
@@ -35,6 +35,9 @@ _ATTEMPT_S = 3.5
 
 # Pause between attempts; short at first because ranks usually start within a second of each other.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+# What is on this host is asked more often.
+_LONGEST_LOCAL_PAUSE_S = 0.1
 
 # TCP keepalive: report a host without power or network after about 8 s (idle 3 s, 5 probes) instead of two hours.
 # A stopped process does not count: its kernel answers.
@@ -66,6 +69,16 @@ def _describe(problem: OSError) -> str:
     if problem.errno == errno.ECONNREFUSED:
         return "refused"
     return problem.strerror or str(problem)
+
+
+def retries(deadline: float, longest_pause_s: float = _LONGEST_LOCAL_PAUSE_S) -> Iterator[float]:
+    """Yield the seconds since the start before each attempt, with growing pauses in between, until ``deadline``."""
+    pause, started = _FIRST_PAUSE_S, time.monotonic()
+    yield 0.0
+    while (now := time.monotonic()) + pause < deadline:
+        time.sleep(pause)
+        pause = min(pause * 2, longest_pause_s)
+        yield now - started
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -122,21 +135,15 @@ def connect_tcp(
 ) -> socket.socket:
     """Return a TCP socket connected to ``address``. Raises the diagnosis of the last attempt at ``deadline``."""
     attempts = Attempts(address, wording)
-    pause = _FIRST_PAUSE_S
-    while True:
+    for waited_s in retries(deadline, _LONGEST_PAUSE_S):
         try:
             return _try(attempts, deadline)
         except OSError as problem:
-            final = _final(attempts, problem, late_names=late_names)
-        now = time.monotonic()
-        if final or now + pause >= deadline:
-            raise diagnose(attempts, who=who, several_hosts=several_hosts)
+            if _final(attempts, problem, late_names=late_names):
+                break
         if notify is not None:
-            notify(
-                f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(now - attempts.started)})"
-            )
-        time.sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE_S)
+            notify(f"waiting for the coordinator at {address}: {attempts.summary()} ({duration(waited_s)})")
+    raise diagnose(attempts, who=who, several_hosts=several_hosts)
 
 
 def _try(attempts: Attempts, deadline: float) -> socket.socket:
@@ -184,114 +191,81 @@ def connect_unix(name: str, deadline: float, *, notify: Notify | None = None) ->
 
     A listener of another user (except root) is ignored: any user can bind an abstract name.
     """
-    pause, started = _FIRST_PAUSE_S, time.monotonic()
-    while True:
+    for waited_s in retries(deadline):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect("\0" + name)
-        except OSError:
-            sock.close()
-        else:
-            _, uid = peer_credentials(sock)
-            if uid in {os.getuid(), 0}:
+            if peer_credentials(sock)[1] in {os.getuid(), 0}:
                 return sock
-            sock.close()
-        now = time.monotonic()
-        if now + pause >= deadline:
-            return None
+        except OSError:
+            pass
+        sock.close()
         if notify is not None:
-            notify(f"waiting for rank 0 to open the roll call on this host ({duration(now - started)})")
-        time.sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE_S / 5)
-
-
-# Diagnoses -------------------------------------------------------------------------------------------------------
+            notify(f"waiting for rank 0 to open the roll call on this host ({duration(waited_s)})")
+    return None
 
 
 def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsError:
     """Return the exception for the evidence of failed attempts."""
     address, wording = attempts.address, attempts.wording
-    root = f"{wording.noun} 0"
+    host, root = address.host, f"{wording.noun} 0"
     tried = f"{count(attempts.tries, 'attempt')} in {duration(time.monotonic() - attempts.started)}"
-    evidence = f"{attempts.summary()}; {tried}"
-    parts: dict[str, Any] = {"who": who, "hosts": (address.host,)}
-    if attempts.name_error is not None:
-        return error(_name_diagnosis(attempts, evidence, parts))
+    why = f"{attempts.summary()}; {tried}"
     codes = {outcome.errno for outcome in attempts.outcomes.values()}
-    parts["ranks"] = (0,)
-    if errno.ECONNREFUSED in codes:
-        if several_hosts and all(host == "::1" or host.startswith("127.") for host in attempts.outcomes):
-            return error(_loopback_advertised(attempts, evidence, parts))
-        return error(
-            Diagnosis(
-                "connection-refused",
-                f"nothing listens on {address}",
-                why=f"{evidence}: the host answers, but {root} has not opened the port (or listens on another address)",
-                fix=f"start {root} on that host, with the same port everywhere ({wording.port_from}); if it runs "
-                f"there, a firewall may reject us: open port {address.port} on {address.host} for this machine",
-                **parts,
-            )
-        )
-    if codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
-        return error(
-            Diagnosis(
-                "no-route",
-                f"this machine has no route to {address.host}",
-                why=evidence,
-                fix=f"give an address of {root}'s machine on a network that this machine is in as "
-                f"{wording.address_from}, or bring up the interface or the route that leads there (`ip route get "
-                f"{next(iter(attempts.outcomes), address.host)}` shows it)",
-                **parts,
-            )
-        )
-    forbidden = bool(codes & {errno.EACCES, errno.EPERM})
-    if forbidden:
-        why = f"{evidence}: a firewall on this machine forbids the connection"
-    else:
-        why = f"{evidence}: packets get no answer at all, probably a firewall drops them or the host is down"
-    return error(
-        Diagnosis(
-            "connection-filtered",
-            f"{address} does not answer",
-            why=why,
-            fix=f"open port {address.port} on {address.host} for this machine (and the ports of Gloo and NCCL: all "
-            f"above 1023), or check the address; `allhands doctor {address}` from this machine gives details",
-            certain=forbidden,
-            **parts,
-        )
-    )
-
-
-def _name_diagnosis(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
-    host, root, address_from = attempts.address.host, f"{attempts.wording.noun} 0", attempts.wording.address_from
+    certain, unresolved = True, attempts.name_error is not None
     if attempts.name_error is not None and attempts.name_error.errno == socket.EAI_AGAIN:
-        return Diagnosis(
-            "name-server-silent",
-            f"the coordinator's host name {host!r} cannot be resolved: the name server does not answer",
-            why=evidence,
-            fix=f"give the IP address of {root}'s machine as {address_from}, or add it to /etc/hosts with the name "
-            f"{host}; or name a server that answers in /etc/resolv.conf",
-            certain=False,
-            **parts,
+        slug, certain = "name-server-silent", False
+        what = f"the coordinator's host name {host!r} cannot be resolved: the name server does not answer"
+        fix = (
+            f"give the IP address of {root}'s machine as {wording.address_from}, or add it to /etc/hosts with the name "
+            f"{host}; or name a server that answers in /etc/resolv.conf"
         )
-    return Diagnosis(
-        "address-unresolvable",
-        f"the coordinator's host name {host!r} has no address",
-        why=evidence,
-        fix=f"give the right name or the address of {root}'s machine as {address_from}; `getent hosts {host}` must "
-        "print an address",
-        **parts,
-    )
+    elif unresolved:
+        slug, what = "address-unresolvable", f"the coordinator's host name {host!r} has no address"
+        fix = (
+            f"give the right name or the address of {root}'s machine as {wording.address_from}; `getent hosts {host}` "
+            "must print an address"
+        )
+    elif errno.ECONNREFUSED in codes and several_hosts and all(map(is_loopback, attempts.outcomes)):
+        slug, certain = "loopback-advertised", False
+        what = f"the coordinator's address {address} is this machine's own loopback, but {root} runs elsewhere"
+        why += f"; the launch environment says that {wording.noun}s are on several machines"
+        fix = (
+            f"as {wording.address_from} give a name of {root}'s machine that other machines can reach, not localhost; "
+            "remove 127.0.1.1 lines for it from /etc/hosts"
+        )
+    elif errno.ECONNREFUSED in codes:
+        slug, what = "connection-refused", f"nothing listens on {address}"
+        why += f": the host answers, but {root} has not opened the port (or listens on another address)"
+        fix = (
+            f"start {root} on that host, with the same port everywhere ({wording.port_from}); if it runs there, a "
+            f"firewall may reject us: open port {address.port} on {host} for this machine"
+        )
+    elif codes <= {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}:
+        slug, what = "no-route", f"this machine has no route to {host}"
+        fix = (
+            f"give an address of {root}'s machine on a network that this machine is in as {wording.address_from}, or "
+            "bring up the interface or the route that leads there (`ip route get "
+            f"{next(iter(attempts.outcomes), host)}` shows it)"
+        )
+    else:
+        slug, what = "connection-filtered", f"{address} does not answer"
+        certain = bool(codes & {errno.EACCES, errno.EPERM})
+        if certain:
+            why += ": a firewall on this machine forbids the connection"
+        else:
+            why += ": packets get no answer at all, probably a firewall drops them or the host is down"
+        fix = (
+            f"open port {address.port} on {host} for this machine (and the ports of Gloo and NCCL: all above 1023), or "
+            f"check the address; `allhands doctor {address}` from this machine gives details"
+        )
+    ranks = () if unresolved else (0,)
+    return fail(slug, what, who=who, why=why, fix=fix, ranks=ranks, hosts=(host,), certain=certain)
 
 
-def _loopback_advertised(attempts: Attempts, evidence: str, parts: dict[str, Any]) -> Diagnosis:
-    address, wording = attempts.address, attempts.wording
-    return Diagnosis(
-        "loopback-advertised",
-        f"the coordinator's address {address} is this machine's own loopback, but {wording.noun} 0 runs elsewhere",
-        why=f"{evidence}; the launch environment says that {wording.noun}s are on several machines",
-        fix=f"as {wording.address_from} give a name of {wording.noun} 0's machine that other machines can reach, not "
-        "localhost; remove 127.0.1.1 lines for it from /etc/hosts",
-        certain=False,
-        **parts,
-    )
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is an address that only this machine can connect to."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -6,26 +6,19 @@ import asyncio
 import os
 import socket
 import time
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from ..diagnosis import Diagnosis
-from . import handshake
+from . import handshake, messages
 from .connect import keep_alive
 from .messages import (
     GREETING,
     MOST_BEFORE_PROOF,
     MOST_BYTES,
-    Challenge,
-    Claim,
     FrameError,
-    FromCoordinator,
-    FromMember,
-    Hello,
-    Refused,
     Splitter,
-    Status,
     decode_from_member,
     decode_hello,
     decode_proof,
@@ -33,13 +26,15 @@ from .messages import (
     pack,
 )
 from .process_identity import peer_credentials
-from .rollcall import Arrival, RollCall
-from .wording import Wording
+from .rollcall import Arrival
 
-__all__ = ["HANDSHAKE_S", "Connection", "Server"]
+if TYPE_CHECKING:
+    from .coordinator import Coordinator
+
+__all__ = ["Connection"]
 
 # A member sends its part of the handshake at once. Generous because thousands may be served at the same time.
-HANDSHAKE_S = 20.0
+_HANDSHAKE_S = 20.0
 
 # A member with more unread bytes than this is disconnected: it does not read, and its messages would fill the memory.
 _MOST_UNREAD = 2 * MOST_BYTES
@@ -48,37 +43,15 @@ _MOST_UNREAD = 2 * MOST_BYTES
 _READ_REST_S = 0.05
 
 
-class Server(Protocol):
-    """What a connection reports to: the coordinator."""
-
-    token: bytes
-    roll: RollCall
-
-    def connected(self, connection: Connection) -> None:
-        """Report a new connection, before its handshake."""
-
-    def claim_received(self, connection: Connection, claim: Claim) -> None:
-        """Report the claim of an authenticated member."""
-
-    def received(self, connection: Connection, message: FromMember) -> None:
-        """Report a message that follows the claim."""
-
-    def proof_failed(self, connection: Connection) -> None:
-        """Report that the two ends do not share a token."""
-
-    def disconnected(self, connection: Connection, how: str) -> None:
-        """Report the end of the connection, once; ``how`` is what was observed."""
-
-
 class Connection(asyncio.Protocol):
     """One connection; it belongs to a member once greeting, proof and claim have arrived."""
 
-    def __init__(self, coordinator: Server, *, local: bool = False) -> None:
+    def __init__(self, coordinator: Coordinator, *, local: bool = False) -> None:
         self.coordinator = coordinator
         self.most_unread: float = _MOST_UNREAD
-        self.opening = Hello(0, "", 0, -1, 0, b"", has_token=False)
+        self.opening = messages.Hello(0, "", 0, -1, 0, b"", has_token=False)
         self.arrival: Arrival | None = None
-        self.status: Status | None = None
+        self.status: messages.Status | None = None
         self.left: Literal["destroy", "exit"] | None = None
         self.failed = False
         self.closed = False
@@ -86,7 +59,7 @@ class Connection(asyncio.Protocol):
         self.received_at = self.made_at = time.monotonic()
         self.came_from = "unknown"
         self._local = local
-        self._challenge: Challenge | None = None
+        self._challenge: messages.Challenge | None = None
         self._proven = self._disproved = False
         self._greeting = bytearray()
         self._splitter = Splitter(MOST_BEFORE_PROOF)
@@ -99,11 +72,6 @@ class Connection(asyncio.Protocol):
     def rank(self) -> int:
         """The rank in the member's Hello, -1 before it arrived."""
         return self.opening.rank
-
-    @property
-    def pending(self) -> bool:
-        """Whether the last StatusQuery is unanswered."""
-        return self.answered < self.asked
 
     # Called by asyncio -------------------------------------------------------------------------------------------
 
@@ -148,15 +116,19 @@ class Connection(asyncio.Protocol):
 
     # Called by the coordinator -----------------------------------------------------------------------------------
 
-    def send(self, message: FromCoordinator | Challenge) -> None:
+    def send(self, message: messages.FromCoordinator | messages.Challenge) -> None:
         """Send one message; ignored after the end of the connection."""
         self.send_body(encode(message))
 
     def send_body(self, body: bytes) -> None:
         """Send an encoded message; ignored after `close_write` or the end of the connection."""
+        self.write(pack(body))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes as they are; ignored after `close_write` or the end of the connection."""
         if self.closed or self._write_closed or self._transport is None:
             return
-        self._transport.write(pack(body))
+        self._transport.write(data)
         if self._transport.get_write_buffer_size() > self.most_unread:
             self.drop("it stopped reading")
 
@@ -169,7 +141,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """Close after everything was sent."""
+        """Close after all data was sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -182,7 +154,7 @@ class Connection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Drop the connection if its handshake takes too long."""
-        if self.arrival is None and self.left is None and now - self.made_at > HANDSHAKE_S:
+        if self.arrival is None and self.left is None and now - self.made_at > _HANDSHAKE_S:
             self.drop("no handshake")
 
     # Internal ----------------------------------------------------------------------------------------------------
@@ -198,7 +170,7 @@ class Connection(asyncio.Protocol):
         if self._challenge is None:
             self.opening = decode_hello(frame)
             if self.opening.protocol != handshake.PROTOCOL:
-                self._refuse(_other_protocol(self.opening, self.coordinator.roll.wording))
+                self._refuse(self._other_protocol())
                 return
             self._challenge = handshake.challenge(self.opening, self.coordinator.token)
             self.send(self._challenge)
@@ -206,7 +178,7 @@ class Connection(asyncio.Protocol):
             proof = decode_proof(frame).proof
             if not handshake.verify_member(self.opening, self._challenge, proof, self.coordinator.token):
                 self._disproved = True
-                self._refuse(_unproven(self, has_token=bool(self.coordinator.token)))
+                self._refuse(self._unproven())
                 return
             self._proven = True
             self._splitter.most = MOST_BYTES
@@ -217,14 +189,14 @@ class Connection(asyncio.Protocol):
         """Handle a frame of an authenticated member."""
         message = decode_from_member(frame)
         if self.arrival is not None:
-            self.coordinator.received(self, message)
-        elif isinstance(message, Claim):
+            self.coordinator.received(self, self.arrival, message)
+        elif isinstance(message, messages.Claim):
             self.coordinator.claim_received(self, message)
         else:
             self.drop("no claim")
 
     def _refuse(self, diagnosis: Diagnosis) -> None:
-        self.send(Refused(diagnosis))
+        self.send(messages.Refused(diagnosis))
         self.close()
 
     def _watch(self, pid: int) -> None:
@@ -237,11 +209,7 @@ class Connection(asyncio.Protocol):
 
     def _process_ended(self) -> None:
         self._unwatch()
-        asyncio.get_running_loop().call_later(_READ_REST_S, self._drop_dead)
-
-    def _drop_dead(self) -> None:
-        if not self.closed:
-            self.drop("its process ended")
+        asyncio.get_running_loop().call_later(_READ_REST_S, self.drop, "its process ended")
 
     def _unwatch(self) -> None:
         if self._pidfd is not None:
@@ -261,31 +229,23 @@ class Connection(asyncio.Protocol):
             self.coordinator.proof_failed(self)
         self.coordinator.disconnected(self, self._how)
 
+    def _unproven(self) -> Diagnosis:
+        one = self.coordinator.roll.wording.one(self.rank)
+        return handshake.different_tokens(
+            self.opening,
+            f"the coordinator does not admit {one}",
+            who=f"{one} from {self.came_from}",
+            job_has_token=bool(self.coordinator.token),
+            wording=self.coordinator.roll.wording,
+        )
 
-def _unproven(connection: Connection, *, has_token: bool) -> Diagnosis:
-    opening, wording = connection.opening, connection.coordinator.roll.wording
-    if has_token and not opening.has_token:
-        why = "the job has a token and this process has none"
-    elif opening.has_token and not has_token:
-        why = "this process has a token and the coordinator has none"
-    else:
-        why = "its token is not the job's token"
-    return Diagnosis(
-        "not-authorised",
-        f"the coordinator does not admit {wording.one(opening.rank)}",
-        who=f"{wording.one(opening.rank)} from {connection.came_from}",
-        why=why,
-        fix=f"give every {wording.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
-        ranks=(opening.rank,),
-    )
-
-
-def _other_protocol(opening: Hello, wording: Wording) -> Diagnosis:
-    return Diagnosis(
-        "version-mismatch",
-        f"{wording.one(opening.rank)} uses protocol {opening.protocol}, the coordinator {handshake.PROTOCOL}",
-        who=wording.one(opening.rank),
-        why="different versions of allhands are installed",
-        fix="install the same version of allhands everywhere",
-        ranks=(opening.rank,),
-    )
+    def _other_protocol(self) -> Diagnosis:
+        one = self.coordinator.roll.wording.one(self.rank)
+        return Diagnosis(
+            "version-mismatch",
+            f"{one} uses protocol {self.opening.protocol}, the coordinator {handshake.PROTOCOL}",
+            who=one,
+            why="different versions of allhands are installed",
+            fix="install the same version of allhands everywhere",
+            ranks=(self.rank,),
+        )

@@ -14,38 +14,14 @@ import traceback
 from collections import Counter
 from typing import Any
 
-import msgspec
-
 from ..diagnosis import Diagnosis
+from . import messages
 from .connection import Connection
 from .keyvalue import KeyValue, Parked
-from .messages import (
-    Acknowledged,
-    Claim,
-    Closing,
-    Complete,
-    Ended,
-    EndGroup,
-    Failed,
-    FromMember,
-    Leave,
-    LeaveGranted,
-    LogLine,
-    Ping,
-    Pong,
-    Refused,
-    Status,
-    StatusQuery,
-    StatusReport,
-    StatusRequest,
-    StoreReply,
-    StoreRequest,
-    Waiting,
-    encode,
-)
+from .messages import encode
 from .rollcall import Arrival, Completed, RefusedRoll, RollCall, Waits, decide, late
 
-__all__ = ["Coordinator", "peer_failed", "peer_lost"]
+__all__ = ["Coordinator"]
 
 # How often deadlines are checked.
 _TICK_S = 0.2
@@ -97,13 +73,12 @@ class Coordinator:
         self._no_connections = asyncio.Event()
         self._completed_wall = 0.0
         self._linger_s = linger_s
-        self._left: dict[int, Status] = {}
+        # rank -> when it left.
+        self._left: dict[int, float] = {}
         # rank -> its Leave that is not granted yet, with the deadline.
-        self._leaving: dict[int, tuple[Connection, Leave, float]] = {}
-        # Diagnoses that end the group at a time, unless another one does before.
-        self._suspicions: list[tuple[float, Diagnosis]] = []
+        self._leaving: dict[int, tuple[Connection, messages.Leave, float]] = {}
         self._unanswered: set[Connection] = set()
-        self._status_requests: list[tuple[Connection, StatusRequest, float]] = []
+        self._status_requests: list[tuple[Connection, messages.StatusRequest, float]] = []
         self._servers: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
         self._connected_members: set[Connection] = set()
@@ -151,7 +126,7 @@ class Coordinator:
         self._stop_listening()
         self._closing = True
         for connection in list(self._connections):
-            connection.send(Closing())
+            connection.send(messages.Closing())
             connection.close_write()
         # Closing a socket with unread data resets it, and the peer would lose our Closing: read until it closes.
         if self._connections:
@@ -176,10 +151,10 @@ class Coordinator:
             return
         self._connections.add(connection)
         if self._closing:
-            connection.send(Closing())
+            connection.send(messages.Closing())
             connection.close_write()
 
-    def claim_received(self, connection: Connection, claim: Claim) -> None:
+    def claim_received(self, connection: Connection, claim: messages.Claim) -> None:
         """Handle the claim of an authenticated member."""
         now = time.monotonic()
         opening = connection.opening
@@ -200,10 +175,10 @@ class Coordinator:
         if self.completed_at is not None:
             if len(self._left) >= self.roll.world_size or self.roll.again(arrival):
                 # The same processes form their next group at this address: the member connects again.
-                connection.send(Closing())
+                connection.send(messages.Closing())
                 connection.close()
             else:
-                connection.send(Refused(late(arrival, self.roll, self._completed_wall, now)))
+                connection.send(messages.Refused(late(arrival, self.roll, self._completed_wall, now)))
             return
         connection.arrival = arrival
         self.roll.arrive(arrival)
@@ -217,11 +192,11 @@ class Coordinator:
         process = (identity.key, identity.pid)
         retry = process in self._refused_processes or arrival.claim.generation > self._refused_generation
         if self.refused is None or retry or identity.started > self._refused_wall:
-            connection.send(Closing())
+            connection.send(messages.Closing())
             connection.close()
             self.finished.set()
             return
-        connection.send(Refused(self.refused))
+        connection.send(messages.Refused(self.refused))
         self._refused_ranks.add(arrival.rank)
         self._refused_processes.add(process)
 
@@ -247,11 +222,11 @@ class Coordinator:
                     self._show_waiting(decision)
 
     def _complete(self, *, one_host: bool) -> None:
-        self._broadcast(Complete(one_host, secrets.token_hex(8)))
+        self._broadcast(messages.Complete(one_host, secrets.token_hex(8)))
 
     def _show_waiting(self, waits: Waits) -> None:
         if self.members:
-            self.members[min(self.members)].send(Waiting(waits.explanation))
+            self.members[min(self.members)].send(messages.Waiting(waits.explanation))
 
     def _refuse(self, diagnosis: Diagnosis, now: float) -> None:
         self.refused = diagnosis
@@ -261,9 +236,9 @@ class Coordinator:
         known = [*self.roll.present.values(), *(double for _, double in self.roll.doubles)]
         self._refused_processes.update((each.claim.identity.key, each.claim.identity.pid) for each in known)
         self._refused_generation = max((each.claim.generation for each in known), default=0)
-        self._broadcast(Refused(diagnosis))
+        self._broadcast(messages.Refused(diagnosis))
 
-    def _broadcast(self, message: Complete | Refused | Ended) -> None:
+    def _broadcast(self, message: messages.Complete | messages.Refused | messages.Ended) -> None:
         body = encode(message)  # once, not n times
         for connection in list(self._connections):
             if connection.arrival is not None:
@@ -274,68 +249,61 @@ class Coordinator:
         problem = context.get("exception")
         trace = "".join(traceback.format_exception(problem)) if isinstance(problem, BaseException) else ""
         if self.members:
-            self.members[min(self.members)].send(LogLine(f"{context.get('message', '')}\n{trace}".strip()))
+            self.members[min(self.members)].send(messages.LogLine(f"{context.get('message', '')}\n{trace}".strip()))
 
     # Messages of members -----------------------------------------------------------------------------------------
 
-    def received(self, connection: Connection, message: FromMember) -> None:
-        """Handle one message of a member."""
+    def received(self, connection: Connection, arrival: Arrival, message: messages.FromMember) -> None:
+        """Handle one message of a member, whose claim is in ``arrival``."""
         now = time.monotonic()
         match message:
-            case StoreRequest():
+            case messages.StoreRequest():
                 self._store_request(connection, message, now)
-            case Status():
+            case messages.Status():
                 connection.status, connection.answered = message, now
                 self._unanswered.discard(connection)
                 if not self._unanswered:
                     self._report_statuses(now)
-            case Failed():
-                self._member_failed(connection, message, now)
-            case EndGroup():
+            case messages.Failed():
+                connection.failed = True
+                diagnosis = _peer_failed(arrival, message)
+                if message.follows:
+                    asyncio.get_running_loop().call_later(_FOLLOW_S, self._end, diagnosis)
+                else:
+                    self._end(diagnosis)
+                connection.send(messages.Acknowledged(message.id))
+            case messages.EndGroup():
                 self._end(message.diagnosis)
-                connection.send(Acknowledged(message.id))
-            case Leave():
-                self._member_leaves(connection, message, now)
-            case StatusRequest():
+                connection.send(messages.Acknowledged(message.id))
+            case messages.Leave():
+                self._member_leaves(connection, arrival, message, now)
+            case messages.StatusRequest():
                 self._status_requests.append((connection, message, now + message.wait_s))
                 self._query_statuses(now)
-            case Claim():
+            case messages.Claim():
                 connection.drop("a second claim")
-            case Pong():
+            case messages.Pong():
                 pass
 
-    def _store_request(self, connection: Connection, request: StoreRequest, now: float) -> None:
+    def _store_request(self, connection: Connection, request: messages.StoreRequest, now: float) -> None:
         if self.verdict is not None:
             # The key may never be set; the member raises the verdict in place of this reply.
-            connection.send(StoreReply(request.id, problem="timeout"))
+            connection.send(messages.StoreReply(request.id, problem="timeout"))
             return
         reply, released = self.store.handle(connection, request, now)
         if reply is not None:
             connection.send(reply)
         self._send_store_replies(released)
 
-    def _send_store_replies(self, replies: list[tuple[Parked, StoreReply]]) -> None:
+    def _send_store_replies(self, replies: list[tuple[Parked, messages.StoreReply]]) -> None:
         for parked, reply in replies:
             if isinstance(parked.owner, Connection):
                 parked.owner.send(reply)
 
-    def _member_failed(self, connection: Connection, message: Failed, now: float) -> None:
-        connection.failed = True
-        if connection.arrival is not None:
-            self._suspicions.append((now + _FOLLOW_S * message.follows, peer_failed(connection.arrival, message)))
-            self._end_suspected(now)
-        connection.send(Acknowledged(message.id))
-
-    def _member_leaves(self, connection: Connection, message: Leave, now: float) -> None:
+    def _member_leaves(self, connection: Connection, arrival: Arrival, message: messages.Leave, now: float) -> None:
         connection.left = message.how
         self._unanswered.discard(connection)
-        arrival = connection.arrival
-        if arrival is None:
-            connection.send(LeaveGranted(message.id, []))
-            return
-        how = "destroyed the group" if message.how == "destroy" else "exited without destroying the group"
-        identity = arrival.claim.identity
-        self._left[arrival.rank] = Status(arrival.rank, "left", how, now, identity.host, identity.pid)
+        self._left[arrival.rank] = now
         self._leaving[arrival.rank] = (connection, message, now + message.wait_s)
         if self._nobody_waits or message.wait_s <= 0:
             self._grant_leaves(now)
@@ -358,7 +326,7 @@ class Coordinator:
         still = [status for status in statuses if status.state in {"busy", "silent"}][:_MOST_REPORTED]
         for rank in due:
             connection, message, _ = self._leaving.pop(rank)
-            connection.send(LeaveGranted(message.id, still))
+            connection.send(messages.LeaveGranted(message.id, still))
 
     @property
     def _nobody_waits(self) -> bool:
@@ -375,7 +343,7 @@ class Coordinator:
             if connection.left is None and not connection.closed:
                 connection.asked = now
                 self._unanswered.add(connection)
-                connection.send(StatusQuery())
+                connection.send(messages.StatusQuery())
 
     def _report_statuses(self, now: float) -> None:
         """Answer each StatusRequest, if every member has answered its StatusQuery or the deadline has passed."""
@@ -385,26 +353,26 @@ class Coordinator:
         self._status_requests = [entry for entry in self._status_requests if entry not in due]
         statuses = _notable(self.statuses(now))
         for connection, request, _ in due:
-            connection.send(StatusReport(request.id, statuses))
+            connection.send(messages.StatusReport(request.id, statuses))
 
-    def statuses(self, now: float) -> list[Status]:
+    def statuses(self, now: float) -> list[messages.Status]:
         """Return the status of each member, as of its last answer."""
         statuses = []
         for rank, connection in sorted(self.members.items()):
-            if connection.arrival is None:
-                continue
-            identity = connection.arrival.claim.identity
-            if rank in self._left:
-                status = msgspec.structs.replace(self._left[rank], since_s=now - self._left[rank].since_s)
+            identity = self.roll.present[rank].claim.identity
+            state: messages.State = "busy"
+            if connection.left is not None:
+                state, since_s = "left", now - self._left[rank]
+                doing = "destroyed the group" if connection.left == "destroy" else "exited without destroying the group"
             elif connection.closed:
-                status = Status(rank, "gone", "its connection closed", 0.0, identity.host, identity.pid)
-            elif connection.pending and now - connection.asked >= _SILENT_S:
-                silent_s = now - connection.received_at
-                status = Status(rank, "silent", "does not answer", silent_s, identity.host, identity.pid)
+                state, doing, since_s = "gone", "its connection closed", 0.0
+            elif connection.answered < connection.asked <= now - _SILENT_S:
+                state, doing, since_s = "silent", "does not answer", now - connection.received_at
+            elif connection.status is not None:
+                doing, since_s = connection.status.doing, connection.status.since_s
             else:
-                last = connection.status or Status(rank, "busy", "not queried")
-                status = Status(rank, "busy", last.doing, last.since_s, identity.host, identity.pid)
-            statuses.append(status)
+                doing, since_s = "not queried", 0.0
+            statuses.append(messages.Status(rank, state, doing, since_s, identity.host, identity.pid))
         return statuses
 
     # The end of members and of the group -------------------------------------------------------------------------
@@ -427,8 +395,7 @@ class Coordinator:
             self._finish(now)
             return
         if connection.left is None and not connection.failed:
-            self._suspicions.append((now, peer_lost(arrival, how)))
-            self._end_suspected(now)
+            self._end(_peer_lost(arrival, how))
         self._leaving.pop(arrival.rank, None)
         self._report_statuses(now)
         self._finish(now)
@@ -438,14 +405,8 @@ class Coordinator:
         if self.verdict is not None:
             return
         self.verdict = diagnosis
-        self._suspicions.clear()
-        self._broadcast(Ended(diagnosis))
+        self._broadcast(messages.Ended(diagnosis))
         self._grant_leaves(time.monotonic())
-
-    def _end_suspected(self, now: float) -> None:
-        for due, diagnosis in list(self._suspicions):
-            if now >= due:
-                self._end(diagnosis)
 
     def abandon(self, how: str) -> None:
         """Handle the end of the process that started this coordinator: finish after the survivors were informed."""
@@ -456,7 +417,7 @@ class Coordinator:
             # Its connection closed just before its process ended.
             arrival = self.roll.gone[0][0]
         if arrival is not None and self.completed_at is None and self.refused is None:
-            self._refuse(peer_lost(arrival, how), now)
+            self._refuse(_peer_lost(arrival, how), now)
         if root is not None and not root.closed:
             root.drop(how)
         self._finish(now)
@@ -482,7 +443,6 @@ class Coordinator:
             now = time.monotonic()
             self._decide(now)
             self._send_store_replies(self.store.expire(now))
-            self._end_suspected(now)
             if any(deadline - now <= _REFRESH_S for _, _, deadline in self._leaving.values()):
                 self._query_statuses(now)
             self._grant_leaves(now)
@@ -491,13 +451,13 @@ class Coordinator:
             if now - self._pinged >= max(_PING_S, len(self.members) / 500):
                 self._pinged = now
                 for connection in self.members.values():
-                    connection.send(Ping())
+                    connection.send(messages.Ping())
             for connection in list(self._connections):
                 connection.check(now)
             self._finish(now)
 
 
-def _notable(statuses: list[Status]) -> list[Status]:
+def _notable(statuses: list[messages.Status]) -> list[messages.Status]:
     """Return all statuses of a small group; of a large one those that differ from the most common one.
 
     All n ranks may request at once, and n reports of n statuses would be n * n.
@@ -509,7 +469,7 @@ def _notable(statuses: list[Status]) -> list[Status]:
     return odd[:_MOST_REPORTED] or statuses[:_MOST_REPORTED]
 
 
-def peer_failed(arrival: Arrival, message: Failed) -> Diagnosis:
+def _peer_failed(arrival: Arrival, message: messages.Failed) -> Diagnosis:
     """Return the diagnosis of a rank that raised and reported it."""
     return Diagnosis(
         "peer-failed",
@@ -523,7 +483,7 @@ def peer_failed(arrival: Arrival, message: Failed) -> Diagnosis:
     )
 
 
-def peer_lost(arrival: Arrival, how: str) -> Diagnosis:
+def _peer_lost(arrival: Arrival, how: str) -> Diagnosis:
     """Return the diagnosis of a rank whose process or connection ended without a Leave."""
     host = arrival.claim.identity.host
     if "timed out" in how or "unreachable" in how.lower():

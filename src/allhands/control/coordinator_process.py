@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import select
 import signal
 import ssl
 import subprocess
@@ -26,8 +25,8 @@ import msgspec
 
 from ..diagnosis import Diagnosis
 from ..environments.world import Address
-from ..errors import error, fail
-from .messages import HEADER, pack
+from ..errors import error
+from .connect import is_loopback
 from .process_identity import PortOwner, port_owner
 
 if TYPE_CHECKING:
@@ -84,20 +83,17 @@ class CoordinatorProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], options: Options, listening: Listening) -> None:
         self.process = process
+        self.pid = process.pid
         self.unix = options.unix
         self.host = listening.host
         self.port = listening.port
 
-    @property
-    def pid(self) -> int:
-        """The coordinator's process id."""
-        return self.process.pid
-
     def end(self, within_s: float) -> None:
         """Wait at most ``within_s`` until the coordinator exits by itself, then end it. Never raises."""
         for final in (_CLOSE, signal.SIGKILL):
-            if self.process.poll() is not None or _exited_within(self.process.pid, within_s):
-                break
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(within_s)
+                return
             # Remaining members receive Closing, which is no failure.
             self.process.send_signal(final)
             within_s = _CLOSE_S
@@ -111,17 +107,6 @@ class CoordinatorProcess:
     def detach(self) -> None:
         """Let it inform late ranks and exit by itself, within seconds; a thread reaps it."""
         threading.Thread(target=self.process.wait, name="allhands-reaper", daemon=True).start()
-
-
-def _exited_within(pid: int, seconds: float) -> bool:
-    """Return whether the child ``pid`` exits within ``seconds``. Popen.wait would poll every 50 ms."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
-    finally:
-        os.close(pidfd)
 
 
 def start(options: Options, deadline: float, ask: Callable[[], None] | None = None) -> CoordinatorProcess:
@@ -145,13 +130,11 @@ def start(options: Options, deadline: float, ask: Callable[[], None] | None = No
         # Only a coordinator of the same job has the Unix name; any process may have the port.
         owner = port_owner(options.port) if options.host else None
         coordinator = owner.ours if owner is not None else not options.host
-        stranger = owner is not None and not coordinator
-        limit = min(started + (_FREE_S if coordinator else _FREE_UNKNOWN_S), deadline)
-        if listening.trouble.slug != "port-in-use" or stranger:
-            raise error(listening.trouble)
-        if coordinator and ask is not None:
+        if listening.trouble.slug == "port-in-use" and coordinator and ask is not None:
             ask()
-        if time.monotonic() >= limit:
+        # A port without an owner may be free by now.
+        limit_s = _FREE_S if coordinator else _FREE_UNKNOWN_S if owner is None else 0.0
+        if listening.trouble.slug != "port-in-use" or time.monotonic() >= min(started + limit_s, deadline):
             raise error(listening.trouble)
         time.sleep(0.05)
 
@@ -164,16 +147,15 @@ def _exchange(process: subprocess.Popen[bytes], options: Options) -> Listening:
     timer.start()
     try:
         with suppress(BrokenPipeError):
-            process.stdin.write(pack(msgspec.msgpack.encode(options)))
+            process.stdin.write(msgspec.json.encode(options) + b"\n")
             process.stdin.close()
-        head = process.stdout.read(HEADER.size)
-        body = process.stdout.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else b""
+        line = process.stdout.readline()
     finally:
         timer.cancel()
         process.stdout.close()
-    if not body:
+    if not line.endswith(b"\n"):
         status = process.wait()
-        trouble = fail(
+        trouble = Diagnosis(
             "coordinator-lost",
             "the coordinator's process exited before it listened",
             who=f"rank 0 (pid {os.getpid()}) started it as pid {process.pid}",
@@ -182,8 +164,8 @@ def _exchange(process: subprocess.Popen[bytes], options: Options) -> Listening:
             "can be imported",
             ranks=(0,),
         )
-        return Listening(trouble=trouble.diagnosis)
-    return msgspec.msgpack.decode(body, type=Listening)
+        return Listening(trouble=trouble)
+    return msgspec.json.decode(line, type=Listening)
 
 
 # In the child ----------------------------------------------------------------------------------------------------
@@ -191,14 +173,21 @@ def _exchange(process: subprocess.Popen[bytes], options: Options) -> Listening:
 
 def main() -> int:
     """Run a coordinator until no rank needs it. Reads its options from standard input."""
-    head = sys.stdin.buffer.read(HEADER.size)
-    if len(head) < HEADER.size:
+    line = sys.stdin.buffer.readline()
+    if not line:
         sys.stderr.write("allhands.control is started by rank 0; it is not meant to be run by hand\n")
         return 2
-    options = msgspec.msgpack.decode(sys.stdin.buffer.read(HEADER.unpack(head)[0]), type=Options)
+    options = msgspec.json.decode(line, type=Options)
     # The terminal sends Ctrl-C to every process; the ranks handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return asyncio.run(_serve(options))
+    status = asyncio.run(_serve(options))
+    if options.path and not status:
+        # Rank 0 may have died before it could remove the rendezvous file; another job may have replaced the file.
+        path = Path(options.path)
+        with suppress(OSError):
+            if options.unix.encode() in path.read_bytes():
+                path.unlink()
+    return status
 
 
 async def _serve(options: Options) -> int:
@@ -206,16 +195,14 @@ async def _serve(options: Options) -> int:
     from .coordinator import Coordinator  # not at the top: rank 0, which imports this module, does not need it
 
     coordinator = Coordinator(token=options.token)
-    orphaned = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, orphaned.set)
     loop.add_signal_handler(signal.SIGHUP, lambda: None)
     loop.add_signal_handler(_CLOSE, coordinator.finished.set)
-    _watch_parent(options.parent, loop, orphaned)
+    _watch_parent(options.parent, coordinator)
     try:
         listening = await _listen(options, coordinator)
     except OSError as problem:
         listening = Listening(trouble=_cannot_listen(options, problem))
-    os.write(sys.stdout.fileno(), pack(msgspec.msgpack.encode(listening)))
+    os.write(sys.stdout.fileno(), msgspec.json.encode(listening) + b"\n")
     # Release rank 0's output: another process may wait for its end.
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -225,20 +212,9 @@ async def _serve(options: Options) -> int:
     if listening.trouble is not None:
         return 1
     coordinator.start()
-    watcher = loop.create_task(_abandon(orphaned, options.parent, coordinator))
     await coordinator.finished.wait()
-    watcher.cancel()
     await coordinator.close()
-    if options.path:
-        _remove_rendezvous_file(Path(options.path), options.unix)
     return 0
-
-
-def _remove_rendezvous_file(path: Path, unix: str) -> None:
-    """Remove the file if rank 0 died before it could, unless another job has replaced it."""
-    with suppress(OSError):
-        if unix.encode() in path.read_bytes():
-            path.unlink()
 
 
 async def _listen(options: Options, coordinator: Coordinator) -> Listening:
@@ -254,36 +230,37 @@ async def _listen(options: Options, coordinator: Coordinator) -> Listening:
         tls.load_cert_chain(options.tls_cert, options.tls_key or None)
     host, port = await coordinator.listen_tcp(options.host, options.port, tls)
     coordinator.roll.listening = str(Address(host, port))
-    coordinator.roll.only_loopback = host == "::1" or host.startswith("127.")
+    coordinator.roll.only_loopback = is_loopback(host)
     return Listening(host, port)
 
 
-def _watch_parent(parent: int, loop: asyncio.AbstractEventLoop, orphaned: asyncio.Event) -> None:
+def _watch_parent(parent: int, coordinator: Coordinator) -> None:
+    """Abandon the coordinator when rank 0's process ends."""
     from .. import _core  # not at the top: this module can be imported without the extension
 
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        coordinator.abandon("its process ended")
+
+    def terminated() -> None:
+        # Not if only the thread that started this process has ended, or the whole process group received SIGTERM.
+        if os.getppid() != parent:
+            ended()
+
+    def watch_ended() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        ended()
+
+    loop.add_signal_handler(signal.SIGTERM, terminated)
     _core.set_parent_death_signal(signal.SIGTERM)
     try:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:
-        orphaned.set()
-        return
-
-    def ended() -> None:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-        orphaned.set()
-
-    loop.add_reader(pidfd, ended)
-
-
-async def _abandon(orphaned: asyncio.Event, parent: int, coordinator: Coordinator) -> None:
-    while True:
-        await orphaned.wait()
-        if os.getppid() != parent:
-            coordinator.abandon("its process ended")
-            return
-        # The thread that started this process ended, or the whole process group received SIGTERM; rank 0 still runs.
-        orphaned.clear()
+        ended()
+    else:
+        loop.add_reader(pidfd, watch_ended)
 
 
 def _raise_descriptor_limit(world_size: int) -> None:
@@ -310,7 +287,10 @@ def _cannot_listen(options: Options, problem: OSError) -> Diagnosis:
             slug = "port-in-use"
             what = f"{place} is already in use"
             why = f"it is held by {owner}" if owner else "another process holds it"
-            fix = _how_to_free(owner, options.host)
+            if not options.host:
+                fix = "end that process, or give this job a name of its own (ALLHANDS_JOB)"
+            else:
+                fix = f"{_how_to_end(owner)}, or choose another port (MASTER_PORT, tcp://HOST:PORT)"
         case errno.EADDRNOTAVAIL:
             what = f"rank 0 cannot listen on {options.host}: no interface of this machine has that address"
             why = "rank 0 must run on the machine that the address names (observed: EADDRNOTAVAIL)"
@@ -332,21 +312,17 @@ def _cannot_listen(options: Options, problem: OSError) -> Diagnosis:
             what = f"rank 0 cannot listen on {place}: {problem.strerror or problem}"
             why = "the system refused the address (observed)"
             fix = "check MASTER_ADDR and ALLHANDS_BIND, or the certificate files where TLS is configured"
-    return Diagnosis(
-        slug, what, who=f"rank 0 (pid {options.parent}) wants to listen on {place}", why=why, fix=fix, ranks=(0,)
-    )
+    who = f"rank 0 (pid {options.parent}) wants to listen on {place}"
+    return Diagnosis(slug, what, who=who, why=why, fix=fix, ranks=(0,))
 
 
-def _how_to_free(owner: PortOwner | None, host: str) -> str:
-    if not host:
-        return "end that process, or give this job a name of its own (ALLHANDS_JOB)"
-    another = "or choose another port (MASTER_PORT, tcp://HOST:PORT)"
+def _how_to_end(owner: PortOwner | None) -> str:
     if owner is None or not owner.pid:
-        return f"end that process, {another}"
+        return "end that process"
     if owner.ours:
         # A coordinator ends with its rank 0.
-        return f"end that job: its rank 0 is the parent of that process (ps -o ppid= -p {owner.pid}), {another}"
-    return f"end that process (kill {owner.pid}), {another}"
+        return f"end that job: its rank 0 is the parent of that process (ps -o ppid= -p {owner.pid})"
+    return f"end that process (kill {owner.pid})"
 
 
 if __name__ == "__main__":

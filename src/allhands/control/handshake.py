@@ -20,26 +20,15 @@ import msgspec
 
 from ..diagnosis import Diagnosis, duration
 from ..errors import AllhandsError, error, fail
-from .messages import (
-    GREETING,
-    MOST_BYTES,
-    Challenge,
-    Closing,
-    FrameError,
-    Hello,
-    Proof,
-    Refused,
-    Splitter,
-    decode_challenge,
-    encode,
-    pack,
-)
+from . import messages
+from .messages import GREETING, MOST_BYTES, FrameError, Splitter, decode_challenge, encode, pack
 from .wording import RANKS, Wording
 
 __all__ = [
     "PROTOCOL",
     "authenticate",
     "challenge",
+    "different_tokens",
     "hello",
     "member_proof",
     "receive",
@@ -74,33 +63,33 @@ _MOST_SHOWN = 60
 # Proofs ----------------------------------------------------------------------------------------------------------
 
 
-def hello(*, job: str, attempt: int, rank: int, world_size: int, token: bytes) -> Hello:
+def hello(*, job: str, attempt: int, rank: int, world_size: int, token: bytes) -> messages.Hello:
     """Return a member's first message, with a fresh nonce."""
-    return Hello(PROTOCOL, job, attempt, rank, world_size, secrets.token_bytes(_NONCE_BYTES), bool(token))
+    return messages.Hello(PROTOCOL, job, attempt, rank, world_size, secrets.token_bytes(_NONCE_BYTES), bool(token))
 
 
-def challenge(opening: Hello, token: bytes) -> Challenge:
+def challenge(opening: messages.Hello, token: bytes) -> messages.Challenge:
     """Return the coordinator's answer to ``opening``: its proof and a fresh nonce."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    return Challenge(PROTOCOL, nonce, _proof(b"coordinator", opening, nonce, token), bool(token))
+    return messages.Challenge(PROTOCOL, nonce, _proof(b"coordinator", opening, nonce, token), bool(token))
 
 
-def member_proof(opening: Hello, answer: Challenge, token: bytes) -> bytes:
+def member_proof(opening: messages.Hello, answer: messages.Challenge, token: bytes) -> bytes:
     """Return the member's proof for ``answer``."""
     return _proof(b"member", opening, answer.nonce, token)
 
 
-def verify_coordinator(opening: Hello, answer: Challenge, token: bytes) -> bool:
+def verify_coordinator(opening: messages.Hello, answer: messages.Challenge, token: bytes) -> bool:
     """Return whether the coordinator that sent ``answer`` holds the token."""
     return hmac.compare_digest(answer.proof, _proof(b"coordinator", opening, answer.nonce, token))
 
 
-def verify_member(opening: Hello, answer: Challenge, proof: bytes, token: bytes) -> bool:
+def verify_member(opening: messages.Hello, answer: messages.Challenge, proof: bytes, token: bytes) -> bool:
     """Return whether the member that sent ``opening`` and ``proof`` holds the token."""
     return hmac.compare_digest(proof, _proof(b"member", opening, answer.nonce, token))
 
 
-def _proof(label: bytes, opening: Hello, nonce: bytes, token: bytes) -> bytes:
+def _proof(label: bytes, opening: messages.Hello, nonce: bytes, token: bytes) -> bytes:
     # msgpack is prefix-free: different openings never encode to the same bytes.
     transcript = msgspec.msgpack.encode((label, opening, nonce))
     return hmac.new(token, transcript, hashlib.sha256).digest()
@@ -155,7 +144,7 @@ def receive(sock: socket.socket, splitter: Splitter, deadline: float) -> list[by
 
 
 def authenticate(
-    sock: socket.socket, opening: Hello, token: bytes, place: str, deadline: float, *, wording: Wording = RANKS
+    sock: socket.socket, opening: messages.Hello, token: bytes, place: str, deadline: float, *, wording: Wording = RANKS
 ) -> tuple[Splitter, list[bytes]]:
     """Authenticate this member and the coordinator at ``place`` to each other.
 
@@ -197,34 +186,31 @@ def authenticate(
         answer = decode_challenge(frames[0])
     except msgspec.MsgspecError as problem:
         raise _wrong_service(place, _quote(frames[0])) from problem
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise error(answer.diagnosis)
-    if isinstance(answer, Closing):
+    if isinstance(answer, messages.Closing):
         raise _wrong_service(place, "it is a coordinator that is shutting down", certain=False)
     if not verify_coordinator(opening, answer, token):
-        raise _different_tokens(opening, answer, token, place, wording)
+        one = wording.one(opening.rank)
+        what = f"the coordinator at {place} and {one} do not share a token"
+        raise error(different_tokens(opening, what, who=one, job_has_token=answer.has_token, wording=wording))
     with suppress(OSError):  # It closed; the reason may still be unread in the socket.
-        send(sock, pack(encode(Proof(member_proof(opening, answer, token)))), deadline)
+        send(sock, pack(encode(messages.Proof(member_proof(opening, answer, token)))), deadline)
     return splitter, frames[1:]
 
 
-def _different_tokens(opening: Hello, answer: Challenge, token: bytes, place: str, wording: Wording) -> AllhandsError:
-    if answer.has_token and not token:
+def different_tokens(
+    opening: messages.Hello, what: str, *, who: str, job_has_token: bool, wording: Wording
+) -> Diagnosis:
+    """Return the diagnosis of a member whose token, or lack of one, is not the job's."""
+    if job_has_token and not opening.has_token:
         why = "the job has a token and this process has none"
-    elif token and not answer.has_token:
-        why = "this process has a token and the coordinator has none, so it cannot authenticate itself"
+    elif opening.has_token and not job_has_token:
+        why = "this process has a token and the coordinator has none"
     else:
         why = "its proof was made with another token"
-    return error(
-        Diagnosis(
-            "not-authorised",
-            f"the coordinator at {place} and {wording.one(opening.rank)} do not share a token",
-            who=wording.one(opening.rank),
-            why=why,
-            fix=f"give every {wording.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
-            ranks=(opening.rank,),
-        )
-    )
+    fix = f"give every {wording.noun} of the job the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)"
+    return Diagnosis("not-authorised", what, who=who, why=why, fix=fix, ranks=(opening.rank,))
 
 
 def _quote(data: bytes) -> str:

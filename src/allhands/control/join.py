@@ -6,33 +6,17 @@ import logging
 import os
 import socket
 import time
+from contextlib import closing
 
 import msgspec
 
-from ..diagnosis import Diagnosis, duration
+from ..diagnosis import duration
 from ..environments.world import Address, World
 from ..errors import AllhandsError, ConnectError, error, fail
 from ..settings import Settings
-from . import bind, connect, coordinator_process, handshake
+from . import bind, connect, coordinator_process, handshake, messages
 from .member import IN_LAUNCHER, IN_OWN_PROCESS, Member
-from .messages import (
-    Claim,
-    Closing,
-    Complete,
-    FrameError,
-    FromMember,
-    LogLine,
-    Ping,
-    Pong,
-    Refused,
-    Splitter,
-    Status,
-    StatusQuery,
-    Waiting,
-    decode_from_coordinator,
-    encode,
-    pack,
-)
+from .messages import FrameError, Splitter, decode_from_coordinator, encode, pack
 from .rendezvous import (
     Announcement,
     FileRendezvous,
@@ -64,7 +48,7 @@ class Membership(msgspec.Struct, frozen=True):
     """This rank's membership in a complete group."""
 
     member: Member
-    complete: Complete
+    complete: messages.Complete
     # On a rank 0 that started the coordinator.
     coordinator_process: coordinator_process.CoordinatorProcess | None
     # The address at which other hosts reach this one; "" if every rank is on this host.
@@ -86,7 +70,7 @@ class _Joining:
     """One roll call as seen by this rank."""
 
     def __init__(
-        self, world: World, claim: Claim, settings: Settings, deadline: float, rendezvous: Rendezvous | None
+        self, world: World, claim: messages.Claim, settings: Settings, deadline: float, rendezvous: Rendezvous | None
     ) -> None:
         self.world = world
         self.claim = claim
@@ -111,7 +95,16 @@ class _Joining:
             return self._announce(self.rendezvous) if world.rank == 0 else self._look_up(self.rendezvous)
         if world.coordinator is not None:
             if world.rank == 0:
-                return self._start(host=self._bind_address(world.coordinator), port=world.coordinator.port)
+                host = bind.bind_address(
+                    world.coordinator,
+                    self.deadline,
+                    bind=self.settings.bind,
+                    late_names=world.late_names,
+                    share=(world.local_world_size, world.world_size) if world.local_world_size is not None else None,
+                    who=self.who,
+                    notify=self.waiting_line,
+                )
+                return self._start(host=host, port=world.coordinator.port)
             return _Target(address=world.coordinator, token=self.token)
         if world.local_world_size is not None and not world.one_host:
             raise fail(
@@ -155,53 +148,27 @@ class _Joining:
         soon = min(self.deadline, time.monotonic() + _EARLIER_S)
         address = Address(options.host, options.port) if options.host else None
         target = _Target("" if address else options.unix, address, options.token)
-        sock: socket.socket | None
-        if address is not None:
-            try:
-                sock = connect.connect_tcp(address, soon, who=self.who)
-                if self.settings.tls_ca and self.world.coordinator is not None:
-                    sock = handshake.wrap_tls(sock, self.settings.tls_ca, self.world.coordinator.host, soon)
-            except ConnectError:
-                return  # It has just exited.
-        else:
-            sock = connect.connect_unix(options.unix, soon)
+        try:
+            sock = self._connect(target, soon)
+        except ConnectError:
+            return  # It has just exited.
         if sock is None:
             return
-        try:
-            membership = self._answer(sock, target)
-        except ConnectError as problem:
-            sock.close()
-            if problem.slug not in {"wrong-service", "not-authorised"}:
-                raise
-            return  # It belongs to another job.
-        except BaseException:
-            sock.close()
-            raise
-        if membership is None:
-            sock.close()
-        else:
-            membership.member.close()
-
-    def _bind_address(self, address: Address) -> str:
-        local = self.world.local_world_size
-        return bind.bind_address(
-            address,
-            self.deadline,
-            bind=self.settings.bind,
-            late_names=self.world.late_names,
-            share=(local, self.world.world_size) if local is not None else None,
-            who=self.who,
-            notify=self.waiting_line,
-        )
+        with closing(sock):
+            try:
+                membership = self._answer(sock, target)
+            except ConnectError as problem:
+                if problem.slug not in {"wrong-service", "not-authorised"}:
+                    raise
+                return  # It belongs to another job.
+            if membership is not None:
+                membership.member.close()
 
     def _announce(self, rendezvous: Rendezvous) -> _Target:
         rendezvous.prepare()
         token = self.token or (os.urandom(32).hex().encode() if rendezvous.private else b"")
-        host = ""
-        if self.settings.bind:
-            host = self.settings.bind
-        elif rendezvous.wide and not self.world.one_host:
-            host = outbound_address()
+        wide = rendezvous.wide and not self.world.one_host
+        host = self.settings.bind or (outbound_address() if wide else "")
         target = self._start(host=host, token=token)
         if self.process is None:
             raise ValueError("no coordinator was started")
@@ -210,8 +177,7 @@ class _Joining:
         return target
 
     def _look_up(self, rendezvous: Rendezvous) -> _Target:
-        pause = 0.01
-        while True:
+        for _ in connect.retries(self.deadline):
             found = rendezvous.read()
             if found is not None and not found.dead:
                 token = self.token or found.token
@@ -227,11 +193,8 @@ class _Joining:
                     fix="set ALLHANDS_BIND on rank 0 to an address that this host can reach, or use tcp://HOST:PORT",
                     ranks=(0,),
                 )
-            if time.monotonic() + pause >= self.deadline:
-                raise self._rank_0_missing(rendezvous.describe())
             self.waiting_line(f"waiting for rank 0 to open the roll call at {rendezvous.describe()}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.2)
+        raise self._rank_0_missing(rendezvous.describe())
 
     def _rank_0_missing(self, place: str) -> AllhandsError:
         return fail(
@@ -246,27 +209,22 @@ class _Joining:
 
     # The roll call -----------------------------------------------------------------------------------------------
 
-    def connect(self, target: _Target) -> socket.socket:
-        """Return a connection to the coordinator."""
-        if target.unix:
-            sock = connect.connect_unix(target.unix, self.deadline, notify=self.waiting_line)
-            if sock is None:
-                place = self.settings.job or self.world.job or f"the parent process {os.getppid()} that they share"
-                raise self._rank_0_missing(f"the local socket of {place}")
-            return sock
-        if target.address is None:
-            raise ValueError("nothing to connect to")
-        several = self.world.local_world_size is not None and not self.world.one_host
+    def _connect(self, target: _Target, deadline: float) -> socket.socket | None:
+        """Return a connection to the coordinator; None if nothing listens on its Unix socket by ``deadline``."""
+        if target.unix or target.address is None:
+            return connect.connect_unix(target.unix, deadline, notify=self.waiting_line)
         sock = connect.connect_tcp(
             target.address,
-            self.deadline,
+            deadline,
             who=self.who,
             late_names=self.world.late_names,
-            several_hosts=several,
+            several_hosts=self.world.local_world_size is not None and not self.world.one_host,
             notify=self.waiting_line,
         )
         if self.settings.tls_ca:
-            return handshake.wrap_tls(sock, self.settings.tls_ca, target.address.host, self.deadline)
+            # Its certificate has the name that the ranks were given, if any, not the address that it binds.
+            named = target.address if self.rendezvous is not None else self.world.coordinator or target.address
+            return handshake.wrap_tls(sock, self.settings.tls_ca, named.host, deadline)
         return sock
 
     def run(self) -> Membership:
@@ -274,7 +232,10 @@ class _Joining:
         target = self.target()
         retry_until: float | None = None
         while True:
-            sock = self.connect(target)
+            sock = self._connect(target, self.deadline)
+            if sock is None:
+                place = self.settings.job or self.world.job or f"the parent process {os.getppid()} that they share"
+                raise self._rank_0_missing(f"the local socket of {place}")
             asked = time.monotonic()
             try:
                 membership = self._answer(sock, target)
@@ -297,7 +258,7 @@ class _Joining:
 
     def _answer(self, sock: socket.socket, target: _Target) -> Membership | None:
         """Authenticate, send the claim, wait. None: the coordinator was that of an earlier group; connect again."""
-        world = self.world
+        world, deadline = self.world, self.deadline + _DECISION_S
         opening = handshake.hello(
             job=self.settings.job or world.job,
             attempt=self.settings.attempt,
@@ -306,55 +267,66 @@ class _Joining:
             token=target.token,
         )
         splitter, frames = handshake.authenticate(sock, opening, target.token, str(target), self.deadline)
-        left = max(0.0, self.deadline - time.monotonic())
-        claimed = self._send(sock, msgspec.structs.replace(self.claim, timeout_s=left))
-        return self._wait(sock, splitter, frames, target, claimed=claimed)
 
-    def _send(self, sock: socket.socket, message: FromMember) -> bool:
-        """Send; return False if the coordinator has closed (its last messages may still be unread)."""
-        try:
-            handshake.send(sock, pack(encode(message)), self.deadline + _DECISION_S)
-        except OSError:
-            return False
-        return True
+        def send(message: messages.FromMember) -> bool:
+            """Send; return False if the coordinator has closed (its last messages may still be unread)."""
+            try:
+                handshake.send(sock, pack(encode(message)), deadline)
+            except OSError:
+                return False
+            return True
 
-    def _wait(
-        self, sock: socket.socket, splitter: Splitter, frames: list[bytes], target: _Target, *, claimed: bool
-    ) -> Membership | None:
+        claimed = send(msgspec.structs.replace(self.claim, timeout_s=max(0.0, self.deadline - time.monotonic())))
         while True:
             for index, frame in enumerate(frames):
                 message = decode_from_coordinator(frame)
                 match message:
-                    case Complete():
+                    case messages.Complete():
                         return self._membership(sock, splitter, frames[index + 1 :], message, target)
-                    case Refused(diagnosis):
+                    case messages.Refused(diagnosis):
                         raise error(diagnosis)
-                    case Waiting(line):
+                    case messages.Waiting(line):
                         self.waiting_line(line)
-                    case LogLine(text):
+                    case messages.LogLine(text):
                         _log.warning("the coordinator reports: %s", text)
-                    case Closing():
+                    case messages.Closing():
                         return None
-                    case Ping():
-                        self._send(sock, Pong())
-                    case StatusQuery():
-                        self._send(sock, Status(self.world.rank, "busy", "in the roll call"))
+                    case messages.Ping():
+                        send(messages.Pong())
+                    case messages.StatusQuery():
+                        send(messages.Status(world.rank, "busy", "in the roll call"))
                     case _:
                         raise FrameError(f"a {type(message).__name__} during the roll call")
             try:
-                received = handshake.receive(sock, splitter, self.deadline + _DECISION_S)
+                received = handshake.receive(sock, splitter, deadline)
             except OSError:
                 received = []
             if received is None:
-                raise self._silent(target)
+                raise fail(
+                    "coordinator-silent",
+                    f"the coordinator at {target} did not decide by the deadline",
+                    who=self.who,
+                    why="it accepted our claim and sent no decision within "
+                    f"{duration(self.claim.timeout_s)} (observed)",
+                    fix=f"look at the coordinator's process, {self.runs}: it may be stopped or starved",
+                    ranks=(0,),
+                    certain=False,
+                )
             if not received and not claimed:
                 return None  # It was closing before our claim: an earlier group's.
             if not received:
-                raise error(self._lost(target))
+                raise fail(
+                    "coordinator-lost",
+                    f"the coordinator at {target} closed the connection during the roll call",
+                    who=self.who,
+                    why=f"it closed the connection without notice (observed); it runs {self.runs}",
+                    fix="look at rank 0's output and host, and run the job again",
+                    ranks=(0,),
+                )
             frames = received
 
     def _membership(
-        self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: Complete, target: _Target
+        self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: messages.Complete, target: _Target
     ) -> Membership:
         own = ""
         if not complete.one_host:
@@ -370,30 +342,9 @@ class _Joining:
         member.start(rest)
         return Membership(member, complete, self.process, own)
 
-    def _lost(self, target: _Target) -> Diagnosis:
-        return Diagnosis(
-            "coordinator-lost",
-            f"the coordinator at {target} closed the connection during the roll call",
-            who=self.who,
-            why=f"it closed the connection without notice (observed); it runs {self.runs}",
-            fix="look at rank 0's output and host, and run the job again",
-            ranks=(0,),
-        )
-
-    def _silent(self, target: _Target) -> AllhandsError:
-        return fail(
-            "coordinator-silent",
-            f"the coordinator at {target} did not decide by the deadline",
-            who=self.who,
-            why=f"it accepted our claim and sent no decision within {duration(self.claim.timeout_s)} (observed)",
-            fix=f"look at the coordinator's process, {self.runs}: it may be stopped or starved",
-            ranks=(0,),
-            certain=False,
-        )
-
 
 def answer_roll_call(
-    world: World, claim: Claim, *, settings: Settings, deadline: float, rendezvous: Rendezvous | None = None
+    world: World, claim: messages.Claim, *, settings: Settings, deadline: float, rendezvous: Rendezvous | None = None
 ) -> Membership:
     """Answer the roll call as ``world.rank``; return the membership in the complete group, or raise the refusal.
 

@@ -66,8 +66,8 @@ class KeyValue:
             # Under all its keys, not only the missing ones: a present key may be deleted while it waits.
             self._park(Parked(owner, ask, now + ask.wait_s, set(ask.keys)))
             return None, []
-        reply, touched = self._apply(ask)
-        return _limit_size(reply), self._release(touched)
+        reply = self._apply(ask)
+        return _limit_size(reply), self._release(ask.keys)
 
     def expire(self, now: float) -> list[tuple[Parked, StoreReply]]:
         """Return the parked operations whose deadline has passed, each with its reply."""
@@ -101,95 +101,88 @@ class KeyValue:
                 if not queue:
                     del self._parked[key]
 
-    def _release(self, touched: Iterable[str]) -> list[tuple[Parked, StoreReply]]:
+    def _release(self, keys: Iterable[str]) -> list[tuple[Parked, StoreReply]]:
         released: list[tuple[Parked, StoreReply]] = []
-        for key in touched:
+        for key in keys:
             for parked in self._parked.get(key, [])[:]:
                 if not self._missing(parked.ask):
                     self._unpark(parked)
-                    released.append((parked, _limit_size(self._apply(parked.ask)[0])))
+                    released.append((parked, _limit_size(self._apply(parked.ask))))
         return released
 
-    def _apply(self, ask: StoreRequest) -> tuple[StoreReply, list[str]]:
-        """Execute an operation whose keys are present; return its reply and the keys that it created."""
+    def _apply(self, ask: StoreRequest) -> StoreReply:
+        """Execute an operation whose keys are present."""
         try:
             key = ask.keys[0] if ask.keys else ""
             value = ask.values[0] if ask.values else b""
             match ask.op:
                 case "set":
-                    return self._write(ask, [key], [value])
+                    return self._write(ask, {key: value})
                 case "multi_set":
-                    return self._write(ask, ask.keys, ask.values)
+                    return self._write(ask, dict(zip(ask.keys, ask.values, strict=False)))
                 case "append":
-                    return self._write(ask, [key], [self._values.get(key, b"") + value])
+                    return self._write(ask, {key: self._values.get(key, b"") + value})
                 case "get":
-                    return StoreReply(ask.id, [self._values[key]]), []
+                    return StoreReply(ask.id, [self._values[key]])
                 case "multi_get":
-                    return StoreReply(ask.id, [self._values[name] for name in ask.keys]), []
+                    return StoreReply(ask.id, [self._values[name] for name in ask.keys])
                 case "wait":
-                    return StoreReply(ask.id), []
+                    return StoreReply(ask.id)
                 case "check":
                     there = all(name in self._values or name in self._queues for name in ask.keys)
-                    return StoreReply(ask.id, number=int(there)), []
+                    return StoreReply(ask.id, number=int(there))
                 case "add":
                     total = int(self._values.get(key, b"0")) + ask.number
                     if not _LEAST <= total <= _MOST:
-                        return StoreReply(ask.id, problem="not-a-number"), []
-                    reply, touched = self._write(ask, [key], [str(total).encode()])
-                    return StoreReply(ask.id, number=total, problem=reply.problem), touched
+                        return StoreReply(ask.id, problem="not-a-number")
+                    return self._write(ask, {key: str(total).encode()}, number=total)
                 case "compare_set":
-                    return self._compare_set(ask, key)
+                    # As in torch: a missing key equals an empty expectation; otherwise the expectation is returned.
+                    expected, desired = (*ask.values, b"", b"")[:2]
+                    current = self._values.get(key)
+                    if current == expected or (current is None and not expected):
+                        return self._write(ask, {key: desired}, [desired])
+                    return StoreReply(ask.id, [expected if current is None else current])
                 case "delete":
-                    return StoreReply(ask.id, number=int(self._delete(key))), []
+                    removed = self._values.pop(key, None)
+                    if removed is not None:
+                        self._held -= len(key) + len(removed)
+                    return StoreReply(ask.id, number=int(removed is not None))
                 case "num_keys":
-                    return StoreReply(ask.id, number=len(self._values)), []
+                    return StoreReply(ask.id, number=len(self._values))
                 case "list_keys":
-                    return StoreReply(ask.id, [name.encode() for name in self._values]), []
+                    return StoreReply(ask.id, [name.encode() for name in self._values])
                 case "push":
                     if self._held + len(value) > self._most:
-                        return StoreReply(ask.id, problem="full"), []
+                        return StoreReply(ask.id, problem="full")
                     self._queues.setdefault(key, deque()).append(value)
                     self._held += len(value)
-                    return StoreReply(ask.id), [key]
+                    return StoreReply(ask.id)
                 case "pop":
                     first = self._queues[key].popleft()
                     self._held -= len(first)
                     if not self._queues[key]:
                         del self._queues[key]
-                    return StoreReply(ask.id, [first]), []
+                    return StoreReply(ask.id, [first])
                 case "length":
-                    return StoreReply(ask.id, number=len(self._queues.get(key, ()))), []
+                    return StoreReply(ask.id, number=len(self._queues.get(key, ())))
         except ValueError:
             # add() on a value that is not a number.
-            return StoreReply(ask.id, problem="not-a-number"), []
+            return StoreReply(ask.id, problem="not-a-number")
         except KeyError:
             # The request named no key.
-            return StoreReply(ask.id, problem="no-such-key"), []
+            return StoreReply(ask.id, problem="no-such-key")
 
-    def _compare_set(self, ask: StoreRequest, key: str) -> tuple[StoreReply, list[str]]:
-        # As in torch: a missing key equals an empty expectation; otherwise the expectation itself is returned.
-        expected, desired = (*ask.values, b"", b"")[:2]
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            reply, touched = self._write(ask, [key], [desired])
-            return StoreReply(ask.id, [desired], problem=reply.problem), touched
-        return StoreReply(ask.id, [expected if current is None else current]), []
-
-    def _write(self, ask: StoreRequest, keys: list[str], values: list[bytes]) -> tuple[StoreReply, list[str]]:
-        fresh = dict(zip(keys, values, strict=False))
+    def _write(
+        self, ask: StoreRequest, fresh: dict[str, bytes], values: list[bytes] | None = None, number: int = 0
+    ) -> StoreReply:
+        """Set keys; reply with ``values`` and ``number``."""
         growth = sum(
-            len(key) + len(value) - (len(self._values[key]) + len(key) if key in self._values else 0)
+            len(value) - len(self._values[key]) if key in self._values else len(key) + len(value)
             for key, value in fresh.items()
         )
         if self._held + growth > self._most:
-            return StoreReply(ask.id, problem="full"), []
+            return StoreReply(ask.id, values or [], number, problem="full")
         self._values.update(fresh)
         self._held += growth
-        return StoreReply(ask.id), list(fresh)
-
-    def _delete(self, key: str) -> bool:
-        value = self._values.pop(key, None)
-        if value is None:
-            return False
-        self._held -= len(key) + len(value)
-        return True
+        return StoreReply(ask.id, values or [], number)

@@ -15,41 +15,18 @@ import select
 import socket
 import ssl
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from ..diagnosis import Diagnosis
 from ..errors import error, fail
-from .messages import (
-    Acknowledged,
-    Closing,
-    Ended,
-    EndGroup,
-    Failed,
-    FrameError,
-    FromMember,
-    Leave,
-    LeaveGranted,
-    LogLine,
-    Ping,
-    Pong,
-    Splitter,
-    Status,
-    StatusQuery,
-    StatusReport,
-    StatusRequest,
-    StoreOp,
-    StoreReply,
-    StoreRequest,
-    decode_from_coordinator,
-    encode,
-    pack,
-)
+from . import messages
+from .messages import FrameError, Splitter, decode_from_coordinator, encode, pack
 
 __all__ = ["IN_LAUNCHER", "IN_OWN_PROCESS", "Member"]
 
@@ -65,16 +42,6 @@ _ACKNOWLEDGE_S = 1.0
 IN_OWN_PROCESS, IN_LAUNCHER = "in a process of rank 0", "in the launcher of node 0 (allhands run)"
 
 _live: weakref.WeakSet[Member] = weakref.WeakSet()
-
-
-class _Waiter:
-    """One request that waits for its reply."""
-
-    __slots__ = ("answer", "event")
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.answer: Any = None
 
 
 class Member:
@@ -95,6 +62,8 @@ class Member:
         self.place = place
         self.runs = runs
         self.verdict: Diagnosis | None = None
+        # Whether the connection has ended, for any reason.
+        self.over = False
         # Whether the verdict was raised to the caller.
         self.verdict_raised = False
         # Returns what this rank is doing and for how long (seconds).
@@ -103,7 +72,8 @@ class Member:
         self._splitter = splitter
         self._pid = os.getpid()
         self._ids = itertools.count(1)
-        self._waiters: dict[int, _Waiter] = {}
+        # The reply to each request; None wakes a request that gets none. SimpleQueue is safe in a signal handler.
+        self._replies: dict[int, queue.SimpleQueue[Any]] = {}
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         # Closed with this object, not with the connection: a thread about to write to it must never write to another
         # file that was given the same number.
@@ -112,7 +82,6 @@ class Member:
         self._ended = threading.Event()
         self._callbacks: deque[Callable[[Diagnosis], None]] = deque()
         self._closing = False
-        self._over = False
         sock.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="allhands-member", daemon=True)
         _live.add(self)
@@ -126,42 +95,64 @@ class Member:
     # For any thread ----------------------------------------------------------------------------------------------
 
     def store_request(
-        self, op: StoreOp, keys: list[str], values: list[bytes] | None = None, *, number: int = 0, wait_s: float = 0.0
-    ) -> StoreReply:
+        self,
+        op: messages.StoreOp,
+        keys: list[str],
+        values: list[bytes] | None = None,
+        *,
+        number: int = 0,
+        wait_s: float = 0.0,
+    ) -> messages.StoreReply:
         """Execute a store operation. Blocks ``wait_s`` and a grace period at most; raises the verdict, if any."""
-        made = next(self._ids)
-        request = StoreRequest(made, op, keys, values or [], number, wait_s)
-        reply = self._request(made, request, wait_s + _GRACE_S)
+        self.check_process()
+        self.check()
+        if self.over:
+            raise fail(
+                "coordinator-silent",
+                f"the coordinator at {self.place} has exited",
+                who=f"rank {self.rank} (pid {self._pid})",
+                why="it exited normally (observed), as it does once rank 0 has left",
+                fix="let rank 0 wait for the others before it destroys the group",
+                ranks=(0,),
+            )
+        reply: messages.StoreReply | None = self._request(
+            lambda made: messages.StoreRequest(made, op, keys, values or [], number, wait_s), wait_s + _GRACE_S
+        )
         self.check()
         if reply is None:
-            raise self._silent(f"answer the store operation {op}")
-        answer: StoreReply = reply
-        return answer
+            raise fail(
+                "coordinator-silent",
+                f"the coordinator at {self.place} did not answer the store operation {op}",
+                who=f"rank {self.rank} (pid {self._pid})",
+                why="its connection is open but nothing arrives (observed); probably its process is stopped or starved",
+                fix=f"look at the coordinator's process, {self.runs}: `ps -o stat,cmd -p PID` (T is stopped)",
+                ranks=(0,),
+                certain=False,
+            )
+        return reply
 
-    def statuses(self, wait_s: float = 1.0) -> list[Status]:
+    def statuses(self, wait_s: float = 1.0) -> list[messages.Status]:
         """Return what every rank is doing; [] if the coordinator does not answer."""
-        made = next(self._ids)
-        report = self._request(made, StatusRequest(made, wait_s), wait_s + _GRACE_S, even_if_ended=True)
-        return list(report.everyone) if isinstance(report, StatusReport) else []
+        report = self._request(lambda made: messages.StatusRequest(made, wait_s), wait_s + _GRACE_S)
+        return [] if report is None else list(report.everyone)
 
     def report_failure(self, kind: str, message: str, traceback: str, *, follows: bool) -> None:
         """Report an exception of this rank to all ranks. Blocks a second at most; never raises."""
-        made = next(self._ids)
-        self._request(made, Failed(made, kind, message, traceback, follows), _ACKNOWLEDGE_S, even_if_ended=True)
+        self._request(lambda made: messages.Failed(made, kind, message, traceback, follows), _ACKNOWLEDGE_S)
 
     def end_group(self, diagnosis: Diagnosis) -> Diagnosis:
         """End the group because of ``diagnosis``; return the verdict, which may be an earlier diagnosis."""
-        made = next(self._ids)
-        self._request(made, EndGroup(made, diagnosis), _ACKNOWLEDGE_S, even_if_ended=True)
+        self._request(lambda made: messages.EndGroup(made, diagnosis), _ACKNOWLEDGE_S)
         return self.verdict or diagnosis
 
-    def leave(self, how: str, wait_s: float) -> list[Status]:
+    def leave(self, how: str, wait_s: float) -> list[messages.Status]:
         """Leave the group, wait at most ``wait_s`` for the others to leave, and return those that have not."""
-        made = next(self._ids)
         self._closing = True
-        message = Leave(made, "destroy" if how == "destroy" else "exit", wait_s)
-        answer = self._request(made, message, wait_s + _GRACE_S if wait_s else _ACKNOWLEDGE_S, even_if_ended=True)
-        return list(answer.still) if isinstance(answer, LeaveGranted) else []
+        granted = self._request(
+            lambda made: messages.Leave(made, "destroy" if how == "destroy" else "exit", wait_s),
+            wait_s + _GRACE_S if wait_s else _ACKNOWLEDGE_S,
+        )
+        return [] if granted is None else list(granted.still)
 
     def wait_for_verdict(self, timeout_s: float) -> Diagnosis | None:
         """Wait at most ``timeout_s`` for the end of the group; return its diagnosis, None if it goes on."""
@@ -179,21 +170,14 @@ class Member:
 
     def off_end(self, callback: Callable[[Diagnosis], None]) -> None:
         """Remove a callback that has not been called."""
-        try:
+        with suppress(ValueError):  # It was called, or is being called.
             self._callbacks.remove(callback)
-        except ValueError:
-            return  # It was called, or is being called.
 
     def check(self) -> None:
         """Raise the verdict if the group has ended."""
         if self.verdict is not None:
             self.verdict_raised = True
             raise error(self.verdict)
-
-    @property
-    def over(self) -> bool:
-        """Whether the connection has ended, for any reason."""
-        return self._over
 
     @property
     def forked(self) -> bool:
@@ -223,22 +207,12 @@ class Member:
 
     # Internal ----------------------------------------------------------------------------------------------------
 
-    def _request(self, number: int, message: FromMember, timeout_s: float, *, even_if_ended: bool = False) -> Any:
-        """Send ``message`` and wait for its reply; None if there is none in time, or the group has ended."""
+    def _request(self, message: Callable[[int], messages.FromMember], timeout_s: float) -> Any:
+        """Send the message made with a new id; return its reply, None if there is none in time or the group ends."""
         self.check_process()
-        if self._over or (self.verdict is not None and not even_if_ended):
-            if self.verdict is None and not even_if_ended:
-                raise fail(
-                    "coordinator-silent",
-                    f"the coordinator at {self.place} has exited",
-                    who=f"rank {self.rank} (pid {self._pid})",
-                    why="it exited normally (observed), as it does once rank 0 has left",
-                    fix="let rank 0 wait for the others before it destroys the group",
-                    ranks=(0,),
-                )
-            return None
+        number = next(self._ids)
         try:
-            frame = pack(encode(message))
+            frame = pack(encode(message(number)))
         except FrameError as problem:
             raise fail(
                 "invalid-argument",
@@ -248,37 +222,24 @@ class Member:
                 fix="pass large data as tensors or files, or split it into several keys",
                 ranks=(self.rank,),
             ) from None
-        waiter = self._waiters[number] = _Waiter()
-        self._send(frame)
+        replies = self._replies[number] = queue.SimpleQueue()
         try:
-            deadline = time.monotonic() + timeout_s
-            while not waiter.event.wait(max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    break
+            if self.over:
+                return None
+            self._send(frame)
+            return replies.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
         finally:
-            self._waiters.pop(number, None)
-        return waiter.answer
-
-    def _silent(self, missing: str) -> Exception:
-        return fail(
-            "coordinator-silent",
-            f"the coordinator at {self.place} did not {missing}",
-            who=f"rank {self.rank} (pid {self._pid})",
-            why="its connection is open but nothing arrives (observed); probably its process is stopped or starved",
-            fix=f"look at the coordinator's process, {self.runs}: `ps -o stat,cmd -p PID` (T is stopped)",
-            ranks=(0,),
-            certain=False,
-        )
+            del self._replies[number]
 
     def _send(self, frame: bytes) -> None:
         self._outbox.put(frame)
         self._wake_thread()
 
     def _wake_thread(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # The counter is at its maximum: the thread is awake.
             os.eventfd_write(self._wake, 1)
-        except BlockingIOError:
-            return  # The counter is at its maximum: the thread is awake.
 
     def _run(self) -> None:
         poller = select.poll()
@@ -290,24 +251,19 @@ class Member:
                 # TLS may hold decrypted data that poll does not see.
                 pending = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()
                 poller.poll(0 if pending else None)
-                self._reset_wake()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
                 while not self._outbox.empty():
                     unsent += self._outbox.get_nowait()
                 self._write(unsent)
                 if not self._read():
                     break
-                if self._closing and not unsent and not self._waiters and self._outbox.empty():
+                if self._closing and not unsent and not self._replies and self._outbox.empty():
                     break
         except (OSError, FrameError, msgspec.MsgspecError) as problem:
             self._connection_lost(f"{type(problem).__name__}: {problem}")
         finally:
             self._finish()
-
-    def _reset_wake(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
 
     def _write(self, unsent: bytearray) -> None:
         while unsent:
@@ -333,31 +289,30 @@ class Member:
     def _receive(self, frame: bytes) -> None:
         message = decode_from_coordinator(frame)
         match message:
-            case StoreReply() | Acknowledged() | LeaveGranted() | StatusReport():
-                waiter = self._waiters.get(message.id)
-                if waiter is not None:
-                    waiter.answer = message
-                    waiter.event.set()
-            case Ping():
-                self._send(pack(encode(Pong())))
-            case StatusQuery():
+            case messages.StoreReply() | messages.Acknowledged() | messages.LeaveGranted() | messages.StatusReport():
+                replies = self._replies.get(message.id)
+                if replies is not None:
+                    replies.put(message)
+            case messages.Ping():
+                self._send(pack(encode(messages.Pong())))
+            case messages.StatusQuery():
                 self._send(pack(encode(self._status())))
-            case Ended(diagnosis):
+            case messages.Ended(diagnosis):
                 self._end(diagnosis)
-            case LogLine(text):
+            case messages.LogLine(text):
                 _log.warning("the coordinator reports: %s", text)
-            case Closing():
+            case messages.Closing():
                 self._closing = True
             case _:
                 raise FrameError(f"a {type(message).__name__} after the roll call")
 
-    def _status(self) -> Status:
+    def _status(self) -> messages.Status:
         try:
             doing, since_s = self.describe()
         except Exception:  # noqa: BLE001  # the caller's code; this thread must go on
             _log.exception("cannot describe what rank %d is doing", self.rank)
             doing, since_s = "running", 0.0
-        return Status(self.rank, "busy", doing, since_s)
+        return messages.Status(self.rank, "busy", doing, since_s)
 
     def _connection_lost(self, how: str) -> None:
         if self._closing:
@@ -377,11 +332,14 @@ class Member:
         if self.verdict is not None:
             return
         self.verdict = diagnosis
-        self._ended.set()
         # A store operation may wait for a key that a dead rank would have set.
-        for waiter in list(self._waiters.values()):
-            waiter.event.set()
+        self._wake_waiting()
         self._run_callbacks(diagnosis)
+
+    def _wake_waiting(self) -> None:
+        self._ended.set()
+        for replies in list(self._replies.values()):
+            replies.put(None)
 
     def _run_callbacks(self, diagnosis: Diagnosis) -> None:
         # `on_end` and the member's thread may be here at the same time: popleft gives each callback to one of them.
@@ -396,19 +354,15 @@ class Member:
                 _log.exception("a callback for the end of the group failed on rank %d", self.rank)
 
     def _finish(self) -> None:
-        self._over = True
-        self._ended.set()
-        for waiter in list(self._waiters.values()):
-            waiter.event.set()
+        self.over = True
+        self._wake_waiting()
         _live.discard(self)
         self._sock.close()
 
     def _close_in_child(self) -> None:
         """Close a forked child's copies, so that the coordinator sees the parent's death."""
-        try:
+        with suppress(OSError):  # The parent was closing it during the fork.
             os.close(self._sock.detach())
-        except OSError:
-            return  # The parent was closing it during the fork.
 
 
 def _after_fork() -> None:

@@ -15,48 +15,6 @@ import msgspec
 from ..diagnosis import Diagnosis
 from .process_identity import Identity
 
-__all__ = [
-    "GREETING",
-    "HEADER",
-    "MOST_BEFORE_PROOF",
-    "MOST_BYTES",
-    "Acknowledged",
-    "Challenge",
-    "Claim",
-    "Closing",
-    "Complete",
-    "EndGroup",
-    "Ended",
-    "Failed",
-    "FrameError",
-    "FromCoordinator",
-    "FromMember",
-    "Hello",
-    "Leave",
-    "LeaveGranted",
-    "LogLine",
-    "Ping",
-    "Pong",
-    "Proof",
-    "Refused",
-    "Splitter",
-    "Status",
-    "StatusQuery",
-    "StatusReport",
-    "StatusRequest",
-    "StoreOp",
-    "StoreReply",
-    "StoreRequest",
-    "Waiting",
-    "decode_challenge",
-    "decode_from_coordinator",
-    "decode_from_member",
-    "decode_hello",
-    "decode_proof",
-    "encode",
-    "pack",
-]
-
 # A line of text and a blank line: services with text protocols (HTTP, Redis, SSH) answer at once and are recognised.
 GREETING = b"ALLHANDS/1\r\n\r\n"
 
@@ -163,23 +121,8 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
     generation: int = 0
 
 
-StoreOp = Literal[
-    "set",
-    "get",
-    "add",
-    "compare_set",
-    "wait",
-    "check",
-    "delete",
-    "append",
-    "multi_get",
-    "multi_set",
-    "num_keys",
-    "list_keys",
-    "push",
-    "pop",
-    "length",
-]
+_Read = Literal["get", "multi_get", "wait", "check", "length", "num_keys", "list_keys"]
+StoreOp = Literal[_Read, "set", "multi_set", "append", "add", "compare_set", "delete", "push", "pop"]
 
 
 class StoreRequest(msgspec.Struct, tag=True, frozen=True):
@@ -225,11 +168,14 @@ class StatusRequest(msgspec.Struct, tag=True, frozen=True):
     wait_s: float
 
 
+State = Literal["busy", "silent", "left", "gone"]
+
+
 class Status(msgspec.Struct, tag=True, frozen=True):
     """What one rank is doing: the answer to a StatusQuery, and an item of a StatusReport."""
 
     rank: int
-    state: Literal["busy", "silent", "left", "gone"]
+    state: State
     doing: str
     since_s: float = 0.0
     host: str = ""
@@ -318,25 +264,13 @@ class Closing(msgspec.Struct, tag=True, frozen=True):
     """The coordinator exits normally."""
 
 
-FromCoordinator = (
-    Waiting
-    | Complete
-    | Refused
-    | Ended
-    | StoreReply
-    | Acknowledged
-    | LeaveGranted
-    | StatusReport
-    | StatusQuery
-    | Ping
-    | LogLine
-    | Closing
-)
+Reply = StoreReply | Acknowledged | LeaveGranted | StatusReport
+FromCoordinator = Waiting | Complete | Refused | Ended | Reply | StatusQuery | Ping | LogLine | Closing
 
 _Message = TypeVar("_Message")
 
 
-def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]:
+def checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]:
     """Raise msgspec.DecodeError also for text that is not UTF-8 and for too deep nesting."""
 
     def decode_checked(frame: bytes) -> _Message:
@@ -349,9 +283,9 @@ def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_hello = _checked(msgspec.msgpack.Decoder(Hello).decode)
+decode_hello = checked(msgspec.msgpack.Decoder(Hello).decode)
 # A coordinator that cannot continue sends Refused or Closing in place of the Challenge.
-decode_challenge = _checked(msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode)
-decode_proof = _checked(msgspec.msgpack.Decoder(Proof).decode)
-decode_from_member = _checked(msgspec.msgpack.Decoder(FromMember).decode)
-decode_from_coordinator = _checked(msgspec.msgpack.Decoder(FromCoordinator).decode)
+decode_challenge = checked(msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode)
+decode_proof = checked(msgspec.msgpack.Decoder(Proof).decode)
+decode_from_member = checked(msgspec.msgpack.Decoder(FromMember).decode)
+decode_from_coordinator = checked(msgspec.msgpack.Decoder(FromCoordinator).decode)

@@ -28,8 +28,6 @@ __all__ = [
     "random_socket_name",
 ]
 
-_MARK = "allhands-rendezvous-1"
-
 # Kernel start times are exact to a clock tick; the boot time that is added to them changes with clock adjustments.
 _SAME_START_S = 2.0
 
@@ -37,10 +35,9 @@ _SAME_START_S = 2.0
 _LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
 
-class Announcement(msgspec.Struct, frozen=True):
+class Announcement(msgspec.Struct, frozen=True, tag_field="mark", tag="allhands-rendezvous-1"):
     """The address of a coordinator, and which process it is."""
 
-    mark: str
     unix: str
     key: str
     host: str
@@ -52,7 +49,7 @@ class Announcement(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, unix: str, host: str, port: int, pid: int, token: bytes = b"") -> Announcement:
         """Return the announcement of a coordinator on this host."""
-        return cls(_MARK, unix, host_key(), host, port, pid, process_start(pid) or 0.0, token)
+        return cls(unix, host_key(), host, port, pid, process_start(pid) or 0.0, token)
 
     @property
     def here(self) -> bool:
@@ -124,12 +121,9 @@ class FileRendezvous:
         if not content.strip():
             return None  # The user created it empty, as tempfile does.
         try:
-            announcement = msgspec.json.decode(content, type=Announcement)
+            return msgspec.json.decode(content, type=Announcement)
         except ValueError:  # msgspec's errors, and UnicodeDecodeError
             raise self._stale(content) from None
-        if announcement.mark != _MARK:
-            raise self._stale(content)
-        return announcement
 
     def prepare(self) -> None:
         """Raise file-in-use if the coordinator named in the file is alive; otherwise it may be replaced."""

@@ -68,14 +68,22 @@ Decision = Completed | Waits | RefusedRoll
 # Limits how many failed authentications are remembered.
 _MOST_UNPROVEN = 65_536
 
-# What must be equal on all ranks: the slug of a disagreement, and the value.
+# What must be equal on all ranks: the slug of a disagreement, and the value; None is not compared.
 _EQUAL: tuple[tuple[str, Callable[[Arrival], Hashable]], ...] = (
     ("job-mismatch", lambda arrival: (arrival.job, arrival.attempt)),
     ("world-size-mismatch", lambda arrival: arrival.world_size),
     ("backend-mismatch", lambda arrival: arrival.claim.backend),
     ("version-mismatch", lambda arrival: _versions(arrival.claim)),
-    # None (not compared) for a rank that has not selected a device yet.
+    # A rank may not have selected a device yet.
     ("device-mismatch", lambda arrival: arrival.claim.device.partition(":")[0] or None),
+)
+
+
+# What is counted besides: the ranks of each host and GPU.
+_COUNTED: tuple[tuple[str, Callable[[Arrival], Hashable]], ...] = (
+    *_EQUAL,
+    ("host", lambda arrival: arrival.claim.identity.key),
+    ("gpu", lambda arrival: (arrival.claim.identity.key, arrival.claim.gpu) if arrival.claim.gpu else None),
 )
 
 
@@ -102,9 +110,7 @@ class RollCall(msgspec.Struct):
     unproven: dict[int, str] = msgspec.field(default_factory=dict)
     deadline: float = float("inf")
     _values: dict[str, dict[Any, list[int]]] = msgspec.field(default_factory=dict)
-    _gpus: dict[tuple[str, str], list[int]] = msgspec.field(default_factory=dict)
-    _shared_gpus: set[tuple[str, str]] = msgspec.field(default_factory=set)
-    _hosts: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    _shared_gpus: set[Hashable] = msgspec.field(default_factory=set)
 
     def arrive(self, arrival: Arrival) -> None:
         """Count a member in."""
@@ -119,16 +125,13 @@ class RollCall(msgspec.Struct):
             return
         self.present[rank] = arrival
         self.gone.pop(rank, None)
-        for slug, key in _EQUAL:
+        for name, key in _COUNTED:
             value = key(arrival)
             if value is not None:
-                self._values.setdefault(slug, {}).setdefault(value, []).append(rank)
-        self._hosts.setdefault(claim.identity.key, []).append(rank)
-        if claim.gpu:
-            gpu = (claim.identity.key, claim.gpu)
-            self._gpus.setdefault(gpu, []).append(rank)
-            if len(self._gpus[gpu]) > 1:
-                self._shared_gpus.add(gpu)
+                members = self._values.setdefault(name, {}).setdefault(value, [])
+                members.append(rank)
+                if name == "gpu" and len(members) > 1:
+                    self._shared_gpus.add(value)
 
     def leave(self, arrival: Arrival, now: float) -> None:
         """Count a member out whose connection ended during the roll call; its rank may answer again."""
@@ -136,8 +139,7 @@ class RollCall(msgspec.Struct):
             return
         del self.present[arrival.rank]
         self.gone[arrival.rank] = (arrival, now)
-        tables: list[dict[Any, list[int]]] = [self._hosts, self._gpus, *self._values.values()]
-        for table in tables:
+        for table in self._values.values():
             for key, members in list(table.items()):
                 if arrival.rank in members:
                     members.remove(arrival.rank)
@@ -164,20 +166,15 @@ class RollCall(msgspec.Struct):
         """The world size of the claims (the first one if they disagree); 0 before the first claim."""
         return next(iter(self.values("world-size-mismatch")), 0)
 
-    def values(self, slug: str) -> dict[Any, list[int]]:
-        """Return each claimed value of the property that ``slug`` compares, with the ranks that claim it."""
-        return self._values.get(slug, {})
+    def values(self, name: str) -> dict[Any, list[int]]:
+        """Return each claimed value of a property (a slug, "host" or "gpu") with the ranks that claim it."""
+        return self._values.get(name, {})
 
     @property
     def shared_gpu(self) -> list[int]:
         """The ranks of the first GPU that more than one rank uses, or []."""
-        shared = (self._gpus.get(gpu, []) for gpu in self._shared_gpus)
+        shared = (self.values("gpu").get(gpu, []) for gpu in self._shared_gpus)
         return next((members for members in shared if len(members) > 1), [])
-
-    @property
-    def hosts(self) -> int:
-        """The number of different hosts."""
-        return len(self._hosts)
 
 
 def decide(now: float, state: RollCall) -> Decision:
@@ -198,7 +195,7 @@ def decide(now: float, state: RollCall) -> Decision:
         return RefusedRoll(_gpu_shared([state.present[rank] for rank in state.shared_gpu]))
     if size and len(state.present) == size:
         words = f"all {size} {state.wording.noun}s answered after {duration(now - state.opened)}"
-        return Completed(words, one_host=state.hosts == 1)
+        return Completed(words, one_host=len(state.values("host")) == 1)
     if now >= state.deadline:
         absent = [rank for rank in range(size) if rank not in state.present]
         if any(rank in state.unproven for rank in absent):

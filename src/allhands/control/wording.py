@@ -30,15 +30,11 @@ class Wording(msgspec.Struct, frozen=True):
 
     def named(self, numbers: Iterable[int]) -> str:
         """Return ``rank 3`` or ``nodes 0-2 and 5``."""
-        return self._with_noun(ranks(numbers))
+        return ranks(numbers, self.noun)
 
     def by_host(self, hosts: Mapping[int, str]) -> str:
         """Return the numbers grouped by host: ``node 0 (host-a) and node 1 (host-b)``."""
-        return self._with_noun(by_host(hosts))
-
-    def _with_noun(self, text: str) -> str:
-        # Safe although a host may be called "rank": no host name contains a blank.
-        return text if self.noun == "rank" else text.replace("rank ", "node ").replace("ranks ", "nodes ")
+        return by_host(hosts, self.noun)
 
 
 RANKS = Wording(

@@ -68,13 +68,13 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min"
 
 
-def ranks(numbers: Iterable[int]) -> str:
+def ranks(numbers: Iterable[int], noun: str = "rank") -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5 and 7``; after MOST_NAMED ranks ``and N more``."""
     ordered = sorted(set(numbers))
     if not ordered:
         return ""
     if len(ordered) == 1:
-        return f"rank {ordered[0]}"
+        return f"{noun} {ordered[0]}"
     named, left = ordered[:MOST_NAMED], len(ordered) - MOST_NAMED
     runs: list[str] = []
     start = 0
@@ -86,10 +86,10 @@ def ranks(numbers: Iterable[int]) -> str:
             start = index
     if left > 0:
         runs.append(f"{left} more")
-    return f"ranks {join(runs)}"
+    return f"{noun}s {join(runs)}"
 
 
-def by_host(hosts: Mapping[int, str]) -> str:
+def by_host(hosts: Mapping[int, str], noun: str = "rank") -> str:
     """Return ranks grouped by host: ``rank 3 (node-a), ranks 6 and 7 (node-b)``.
 
     Groups are in the order of their lowest rank; at most MOST_NAMED ranks are named in all.
@@ -97,7 +97,7 @@ def by_host(hosts: Mapping[int, str]) -> str:
     groups: dict[str, list[int]] = {}
     for rank in sorted(hosts)[:MOST_NAMED]:
         groups.setdefault(hosts[rank], []).append(rank)
-    parts = [f"{ranks(members)} ({host})" if host else ranks(members) for host, members in groups.items()]
+    parts = [ranks(members, noun) + (f" ({host})" if host else "") for host, members in groups.items()]
     left = len(hosts) - MOST_NAMED
     if left > 0:
         parts.append(f"{left} more")

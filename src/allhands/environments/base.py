@@ -22,7 +22,7 @@ import platform
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,14 +34,13 @@ __all__ = [
     "DEFAULT_PORT",
     "Detection",
     "Environment",
-    "derived_port",
+    "check_one_process",
     "integer",
     "lines",
     "me",
-    "node_not_process",
     "parse_address",
     "port",
-    "several",
+    "processes_per_node",
     "text",
 ]
 
@@ -56,19 +55,15 @@ _Env = Mapping[str, str]
 _Host = Callable[[], tuple[str, str]]
 
 
-class Environment(Protocol):
-    """A module of this package: one launch environment."""
+class Environment(NamedTuple):
+    """One launch environment."""
 
-    @property
-    def NAME(self) -> str:  # noqa: N802  # a module's constant
-        """The value of `World.source`."""
-
-    @property
-    def MARK(self) -> str:  # noqa: N802
-        """What must be set for the environment to be recognised, in words."""
-
-    def detect(self, env: _Env) -> Detection | None:
-        """Return the values of this environment, None if the process is not in it."""
+    # The value of `World.source`.
+    name: str
+    # The variables that must be set, in words.
+    mark: str
+    # Returns the values of the environment, None if the process is not in it.
+    detect: Callable[[_Env], Detection | None]
 
 
 def me() -> str:
@@ -109,11 +104,6 @@ def port(number: int, where: str) -> int:
             fix="give a free port of rank 0's host",
         )
     return number
-
-
-def derived_port(job: str) -> int:
-    """Return a port between 20000 and 29999 that depends only on the job's name (step included)."""
-    return _FIRST_DERIVED + zlib.crc32(job.encode()) % _DERIVED
 
 
 def lines(env: _Env, name: str, fix: str) -> list[str]:
@@ -161,38 +151,35 @@ class Detection(msgspec.Struct):
         """Leave the environment out: it holds secrets."""
         return f"Detection(source={self.source!r}, reason={self.reason!r}, reasons={self.reasons!r})"
 
-    def take(self, value: str, *names: str) -> Detection:
-        """Read ``value`` (rank, world_size …) from the first of the variables that is set."""
-        self.wanted[value] = names[0]
-        for name in names:
-            number = integer(self.env, name)
-            if number is not None:
-                return self.say(value, number, f"{name}={number}")
+    def read(self, **variables: str | tuple[str, ...]) -> Detection:
+        """Read each value (rank, world_size …) from its variable, or from the first of several that is set."""
+        for value, variable in variables.items():
+            names = (variable,) if isinstance(variable, str) else variable
+            self.wanted[value] = names[0]
+            for name in names:
+                number = integer(self.env, name)
+                if number is not None:
+                    self.set(f"{name}={number}", **{value: number})
+                    break
         return self
 
-    def say(self, value: str, what: object, why: str) -> Detection:
-        """Set ``value`` and the place where it was read."""
-        setattr(self, value, what)
-        self.reasons[value] = why
+    def set(self, why: str, **values: object) -> Detection:
+        """Set values and the place where they were read."""
+        for name, value in values.items():
+            setattr(self, name, value)
+            self.reasons[name] = why
         return self
 
-    def call(self, job: str, why: str) -> Detection:
-        """Set the job's name, unless it is empty."""
-        return self.say("job", job, why) if job else self
-
-    @property
-    def one_host(self) -> bool:
-        """Whether every rank is known to be on this host."""
-        return self.world_size == 1 or (self.world_size is not None and self.local_world_size == self.world_size)
-
-    def meet(self, host: _Host | None = None, number: int | None = None, why: str = "") -> Detection:
+    def locate(self, host: _Host | None = None, number: int | None = None, why: str = "") -> Detection:
         """Set the coordinator's address; MASTER_ADDR and MASTER_PORT have precedence.
 
         ``host`` returns the environment's host; ``number`` is its port and ``why`` where that was read.
         Without a port, one is derived from the job's name.
         """
         name, where = text(self.env, "MASTER_ADDR"), "MASTER_ADDR"
-        if not name and self.one_host:
+        # Every rank is known to be on this host.
+        one_host = self.world_size is not None and self.world_size in {1, self.local_world_size}
+        if not name and one_host:
             self.reasons["coordinator"] = "none needed: every rank is on this host"
             return self
         if not name and host is not None:
@@ -201,9 +188,10 @@ class Detection(msgspec.Struct):
         if given is not None:
             number, why = port(given, f"MASTER_PORT={given}"), f"MASTER_PORT={given}"
         elif number is None and name and self.job:
-            number, why = derived_port(self.job), f"derived from the job's name {self.job}"
+            number = _FIRST_DERIVED + zlib.crc32(self.job.encode()) % _DERIVED
+            why = f"derived from the job's name {self.job}"
         if name and number is not None:
-            return self.say("coordinator", Address(name, number), f"host: {where}; port: {why}")
+            return self.set(f"host: {where}; port: {why}", coordinator=Address(name, number))
         if name and where != "MASTER_ADDR":
             # Incomplete, but ranks may also meet at a file or a store.
             self.reasons["coordinator"] = f"{self.source} gives a host ({name}) but no port; set MASTER_PORT"
@@ -238,21 +226,7 @@ class Detection(msgspec.Struct):
                 self._range("local_rank", local, here, "local_world_size")
         if self.late_names:
             self.reasons["late_names"] = f"in {self.source}, host names may appear only after a while"
-        return World(
-            rank=rank,
-            world_size=size,
-            local_rank=local,
-            local_world_size=here,
-            node_rank=self.node_rank,
-            coordinator=self.coordinator,
-            source=self.source,
-            reasons=dict(self.reasons),
-            job=self.job,
-            late_names=self.late_names,
-            agent_store=self.agent_store,
-            hosted=self.hosted,
-            socket=self.socket,
-        )
+        return World(**{name: getattr(self, name) for name in World._fields})
 
     def _half(self, there: str, gone: str, fix: str) -> AllhandsError:
         return fail(
@@ -298,26 +272,28 @@ def parse_address(written: str, where: str) -> Address:
     return Address(host, port(int(number), where))
 
 
-# Set by platforms and manifests to say how many processes a node shall have; none of them starts any.
-_MEANT = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+# Set by platforms and manifests to state how many processes a node shall have; none of them starts any.
+_PER_NODE = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 
 
-def several(env: Mapping[str, str]) -> str:
+def processes_per_node(env: _Env) -> str:
     """Return the variable that asks for more than one process per node, as NAME=VALUE, or ""."""
-    for name in _MEANT:
-        value = text(env, name)
-        if value.isdecimal() and int(value) > 1:
-            return f"{name}={value}"
-    return ""
+    values = ((name, text(env, name)) for name in _PER_NODE)
+    return next((f"{name}={value}" for name, value in values if value.isdecimal() and int(value) > 1), "")
 
 
-def node_not_process(counted: str, evidence: str, where: str) -> AllhandsError:
-    """Return the error: ``counted`` (RANK=1) numbers nodes ``where``, but ``evidence`` asks for more processes."""
-    return fail(
-        "node-not-process",
-        f"{counted} counts nodes, but several processes per node are meant",
-        who=me(),
-        why=f"{where}; {evidence}. All processes of a node would claim the same rank",
-        fix="start the script on every node through a launcher that numbers the processes (torchrun, or "
-        "allhands' own)\nor pass rank= and world_size=, or ask for one process per node",
-    )
+def check_one_process(env: _Env, counted: str, where: str, evidence: str = "") -> None:
+    """Raise node-not-process if ``counted`` (RANK=1) numbers nodes, and a variable asks for more processes per node.
+
+    ``where`` is the reason why it numbers nodes, ``evidence`` replaces that variable.
+    """
+    evidence = evidence or processes_per_node(env)
+    if evidence:
+        raise fail(
+            "node-not-process",
+            f"{counted} counts nodes, but several processes per node are meant",
+            who=me(),
+            why=f"{where}; {evidence}. All processes of a node would claim the same rank",
+            fix="start the script on every node through a launcher that numbers the processes (torchrun, or "
+            "allhands' own)\nor pass rank= and world_size=, or ask for one process per node",
+        )

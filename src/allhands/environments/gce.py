@@ -14,12 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import fail
-from .base import DEFAULT_PORT, Detection, me, node_not_process, parse_address, several, text
+from .base import DEFAULT_PORT, Detection, check_one_process, me, parse_address, text
 
-__all__ = ["DEADLINE_S", "MARK", "NAME", "ask_metadata_server", "detect"]
+__all__ = ["DEADLINE_S", "ask_metadata_server", "detect"]
 
-NAME = "compute"
-MARK = "a Google machine whose metadata has allhands-hosts or allhands-rank, without RANK"
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 
 _Ask = Callable[[str, str], str | None]
@@ -96,9 +94,8 @@ def detect(
     told = {str(key): str(value) for key, value in attributes.items() if str(key).startswith("allhands-")}
     if not {"allhands-hosts", "allhands-rank"} & told.keys():
         return None
-    found = Detection(NAME, "the instance's metadata has keys of allhands", {**env, **told}, late_names=True)
-    if several(env):
-        raise node_not_process("the metadata", several(env), "on Compute Engine, instances are numbered")
+    check_one_process(env, "the metadata", "on Compute Engine, instances are numbered")
+    found = Detection("compute", "the instance's metadata has keys of allhands", {**env, **told}, late_names=True)
     return _hosts(found, told, host) if "allhands-hosts" in told else _numbers(found, told)
 
 
@@ -114,23 +111,20 @@ def _hosts(found: Detection, told: Mapping[str, str], host: str) -> Detection:
             why=f"its own name is {mine or 'unknown'}",
             fix="give every instance the same allhands-hosts, with all their names in order",
         )
-    for name in ("rank", "node_rank"):
-        found.say(name, short.index(mine), "this instance's place in allhands-hosts (metadata)")
-    found.say("world_size", len(names), "allhands-hosts (metadata)")
+    node = short.index(mine)
+    found.set("this instance's place in allhands-hosts (metadata)", rank=node, node_rank=node)
+    found.set("allhands-hosts (metadata)", world_size=len(names), job=f"compute-{told['allhands-hosts']}")
     # Internal DNS names are NAME.ZONE.c.PROJECT.internal; a bare name is in this instance's own zone.
     first = names[0] if "." in names[0] or not domain else f"{names[0]}.{domain}"
-    found.call(f"compute-{told['allhands-hosts']}", "allhands-hosts (metadata)")
-    return found.meet(lambda: (first, "allhands-hosts (metadata)"), DEFAULT_PORT, "the default")
+    return found.locate(lambda: (first, "allhands-hosts (metadata)"), DEFAULT_PORT, "the default")
 
 
 def _numbers(found: Detection, told: Mapping[str, str]) -> Detection:
-    found.take("rank", "allhands-rank").take("node_rank", "allhands-rank")
-    found.take("world_size", "allhands-world-size", "WORLD_SIZE")
+    found.read(rank="allhands-rank", node_rank="allhands-rank", world_size=("allhands-world-size", "WORLD_SIZE"))
     found.remedy = "set allhands-rank and allhands-world-size, or allhands-hosts, in the instances' metadata"
     where = told.get("allhands-coordinator", "")
     if not where:
-        return found.meet()
+        return found.locate()
     why = f"allhands-coordinator={where} (metadata)"
     address = parse_address(where, why)
-    found.call(f"compute-{address}", why)
-    return found.meet(lambda: (address.host, "metadata"), address.port, why)
+    return found.set(why, job=f"compute-{address}").locate(lambda: (address.host, "metadata"), address.port, why)

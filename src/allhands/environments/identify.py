@@ -10,59 +10,53 @@ import msgspec
 from .. import settings
 from ..diagnosis import join
 from ..errors import AllhandsError
-from . import (
-    azureml,
-    batch,
-    flux,
-    gce,
-    indexed,
-    jobset,
-    launcher,
-    lsf,
-    mpich,
-    mvapich,
-    openmpi,
-    pbs,
-    plain,
-    pytorchjob,
-    ray,
-    sagemaker,
-    slurm,
-    statefulset,
-    torchrun,
-    trainer,
-    vertex,
-)
-from .base import Detection, Environment, text
-from .precedence import ARGUMENTS, address_argument, apply_arguments, inner
+from . import gce
+from .base import Detection, Environment, parse_address, text
+from .clouds import detect_azureml, detect_sagemaker, detect_vertex
+from .kubernetes import detect_indexed, detect_jobset, detect_pytorchjob, detect_statefulset, detect_trainer
+from .launcher import NAME as LAUNCHER
+from .launcher import detect_launcher
+from .mpi import HYDRA, MVAPICH, OPENMPI, detect_hydra, detect_mvapich, detect_openmpi
+from .precedence import ARGUMENTS, apply_arguments, is_outer
+from .schedulers import detect_batch, detect_flux, detect_lsf, detect_pbs
+from .slurm import detect_slurm
+from .torch_variables import detect_plain, detect_ray, detect_torchrun
 from .world import Address, World
 
 __all__ = ["ENVIRONMENTS", "Finding", "identify", "survey"]
 
 # The first match is used: launchers, schedulers, MPI, clouds, torch's plain variables. PBS and Azure ML precede the MPI
-# that they use because they also give the hosts. `batch` only raises.
-ENVIRONMENTS: tuple[Environment, ...] = (
-    launcher,
-    torchrun,
-    slurm,
-    lsf,
-    flux,
-    pbs,
-    azureml,
-    openmpi,
-    mvapich,
-    mpich,
-    ray,
-    vertex,
-    sagemaker,
-    pytorchjob,
-    trainer,
-    jobset,
-    indexed,
-    statefulset,
-    gce,
-    plain,
-    batch,
+# that they use because they also give the hosts. `detect_batch` only raises.
+ENVIRONMENTS = (
+    Environment(LAUNCHER, "ALLHANDS_RANK, ALLHANDS_WORLD_SIZE", detect_launcher),
+    Environment("torchrun", "TORCHELASTIC_RUN_ID", detect_torchrun),
+    Environment("slurm", "SLURM_STEP_NODELIST and SLURM_PROCID, as srun sets them", detect_slurm),
+    Environment("lsf", "LSB_JOBID and JSM_NAMESPACE_RANK", detect_lsf),
+    Environment("flux", "FLUX_TASK_RANK", detect_flux),
+    Environment("pbs", "PBS_JOBID, PBS_NODEFILE and a rank from MPI", detect_pbs),
+    Environment("azureml", f"AZUREML_EXPERIMENT_ID and {OPENMPI} or RANK", detect_azureml),
+    Environment("openmpi", OPENMPI, detect_openmpi),
+    Environment("mvapich", MVAPICH, detect_mvapich),
+    Environment("hydra", HYDRA, detect_hydra),
+    Environment(
+        "ray", "RAY_JOB_ID or RAY_RAYLET_PID (any Ray worker), with RANK and NODE_RANK (Ray Train)", detect_ray
+    ),
+    Environment("vertex", "CLOUD_ML_JOB_ID and CLUSTER_SPEC (unset for one replica)", detect_vertex),
+    Environment("sagemaker", "SM_HOSTS and SM_CURRENT_HOST", detect_sagemaker),
+    Environment("pytorchjob", "PET_NNODES and RANK", detect_pytorchjob),
+    Environment("trainer", "PET_MASTER_ADDR without RANK", detect_trainer),
+    Environment("jobset", "JOBSET_NAME, REPLICATED_JOB_NAME and JOB_COMPLETION_INDEX without RANK", detect_jobset),
+    Environment("indexed", "JOB_COMPLETION_INDEX without RANK", detect_indexed),
+    Environment(
+        "statefulset",
+        "KUBERNETES_SERVICE_HOST, WORLD_SIZE without RANK, and a HOSTNAME that ends in a number",
+        detect_statefulset,
+    ),
+    Environment(
+        "compute", "a Google machine whose metadata has allhands-hosts or allhands-rank, without RANK", gce.detect
+    ),
+    Environment("plain", "RANK and WORLD_SIZE", detect_plain),
+    Environment("batch", "an allocation for several processes in which nothing was launched", detect_batch),
 )
 
 # Torch's variables that do not give a rank, but show that there are other processes.
@@ -94,7 +88,8 @@ def identify(
     source = os.environ if env is None else env
     if coordinator is not None:
         # Environments then need not find an address, and must not fail without one.
-        coordinator = address_argument(coordinator)
+        if isinstance(coordinator, str):
+            coordinator = parse_address(coordinator, f"coordinator={coordinator!r}")
         source = {**source, "MASTER_ADDR": coordinator.host, "MASTER_PORT": str(coordinator.port)}
     given = {name for name, value in (("rank", rank), ("world_size", world_size)) if value is not None}
     found, ignored = None, ""
@@ -109,7 +104,10 @@ def identify(
     if ignored:
         found.reasons["environment"] = f"not used: {ignored}"
     apply_arguments(found, rank, world_size, coordinator)
-    return _named(found, source).world()
+    read = settings.read(source)
+    if read.job and found.source != LAUNCHER:
+        found.set("ALLHANDS_JOB and ALLHANDS_ATTEMPT", job=f"{read.job}-{read.attempt}")
+    return found.world()
 
 
 def survey(env: Mapping[str, str] | None = None) -> list[Finding]:
@@ -119,16 +117,15 @@ def survey(env: Mapping[str, str] | None = None) -> list[Finding]:
 
 
 def _consider(environment: Environment, env: Mapping[str, str]) -> Finding:
+    reason = ""
     try:
         found = environment.detect(env)
         if found is None:
-            return Finding(environment.NAME, recognised=False, reason=f"needs {environment.MARK}")
+            return Finding(environment.name, recognised=False, reason=f"needs {environment.mark}")
+        reason = found.reason
+        return Finding(environment.name, recognised=True, reason=reason, world=found.world())
     except AllhandsError as error:
-        return Finding(environment.NAME, recognised=True, reason=error.diagnosis.what, error=error)
-    try:
-        return Finding(environment.NAME, recognised=True, reason=found.reason, world=found.world())
-    except AllhandsError as error:
-        return Finding(environment.NAME, recognised=True, reason=found.reason, error=error)
+        return Finding(environment.name, recognised=True, reason=reason or error.diagnosis.what, error=error)
 
 
 def _believed(env: Mapping[str, str], given: Collection[str]) -> Detection | None:
@@ -137,11 +134,9 @@ def _believed(env: Mapping[str, str], given: Collection[str]) -> Detection | Non
         found = environment.detect(env)
         if found is None:
             continue
-        if not found.innermost:
-            around = inner(found, env, given)
-            if around:
-                inside = f"; {environment.NAME} started the launcher of this process"
-                continue
+        if not found.innermost and is_outer(found, env, given):
+            inside = f"; {environment.name} started the launcher of this process"
+            continue
         found.reason += inside
         return found
     return None
@@ -152,18 +147,10 @@ def _bare(env: Mapping[str, str], given: Collection[str]) -> Detection:
     hints = [f"{name}={text(env, name)}" for name in _HINTS if text(env, name)]
     if not given and not hints:
         found = Detection("alone", _ALONE, env)
-        return found.say("rank", 0, _ALONE).say("world_size", 1, _ALONE).meet()
+        return found.set(_ALONE, rank=0, world_size=1).locate()
     reason = f"{join(hints)} indicates other processes" if hints else "no environment was recognised"
     found = Detection(ARGUMENTS, reason, env, remedy="set RANK and WORLD_SIZE, or pass rank= and world_size=")
     # An incomplete address is no error here: ranks may meet at a file or a store.
     if text(env, "MASTER_ADDR") and text(env, "MASTER_PORT"):
-        found.meet()
-    return found
-
-
-def _named(found: Detection, env: Mapping[str, str]) -> Detection:
-    """Replace the environment's job name by ALLHANDS_JOB, if set."""
-    read = settings.read(env)
-    if read.job and found.source != launcher.NAME:
-        found.call(f"{read.job}-{read.attempt}", "ALLHANDS_JOB and ALLHANDS_ATTEMPT")
+        found.locate()
     return found

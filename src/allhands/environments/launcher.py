@@ -8,38 +8,33 @@ from .. import settings
 from ..errors import fail
 from .base import Detection, me, parse_address, text
 
-__all__ = ["MARK", "NAME", "detect"]
+__all__ = ["NAME", "detect_launcher"]
 
 NAME = "allhands"
-MARK = "ALLHANDS_RANK, ALLHANDS_WORLD_SIZE"
-_MARKS = ("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_COORDINATOR")
 
 
-def detect(env: Mapping[str, str]) -> Detection | None:
+def detect_launcher(env: Mapping[str, str]) -> Detection | None:
     """Recognise a process that allhands' launcher started."""
-    there = [name for name in _MARKS if text(env, name)]
-    if not there:
+    marks = ("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_COORDINATOR")
+    mark = next((name for name in marks if text(env, name)), "")
+    if not mark:
         return None
-    found = Detection(NAME, f"{there[0]} is set by allhands' launcher", env, innermost=True)
+    found = Detection(NAME, f"{mark} is set by allhands' launcher", env, innermost=True)
     found.remedy = "start the script with allhands' launcher, which sets both; or unset every ALLHANDS_ variable"
-    found.take("rank", "ALLHANDS_RANK").take("world_size", "ALLHANDS_WORLD_SIZE")
-    found.take("local_rank", "ALLHANDS_LOCAL_RANK").take("local_world_size", "ALLHANDS_LOCAL_WORLD_SIZE")
-    found.take("node_rank", "ALLHANDS_NODE_RANK")
+    values = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
+    found.read(**{value: f"ALLHANDS_{value.upper()}" for value in values})
     read = settings.read(env)
     if read.job:
-        found.call(f"{read.job}-{read.attempt}", "ALLHANDS_JOB and ALLHANDS_ATTEMPT")
-    return _coordinator(found, text(env, "ALLHANDS_COORDINATOR"))
-
-
-def _coordinator(found: Detection, where: str) -> Detection:
+        found.set("ALLHANDS_JOB and ALLHANDS_ATTEMPT", job=f"{read.job}-{read.attempt}")
+    where = text(env, "ALLHANDS_COORDINATOR")
     why = f"ALLHANDS_COORDINATOR={where}"
     if not where:
-        return found.meet()
+        return found.locate()
     if where.startswith("unix:") and where != "unix:":
         found.reasons["coordinator"] = "none needed: the launcher's coordinator has a socket on this host"
-        return found.say("socket", where.removeprefix("unix:"), why)
+        return found.set(why, socket=where.removeprefix("unix:"))
     if where.startswith("tcp://"):
-        return found.say("coordinator", parse_address(where, why), why).say("hosted", True, why)
+        return found.set(why, coordinator=parse_address(where, why), hosted=True)
     raise fail(
         "invalid-argument",
         f"{why} is not an address",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import msgspec
-
 from ..diagnosis import join
 from ..errors import AllhandsError, fail
-from .base import Detection, integer, me, parse_address
+from .base import Detection, integer, me
 from .world import Address
 
-__all__ = ["ARGUMENTS", "Claim", "address_argument", "apply_arguments", "claims", "inner"]
+__all__ = ["ARGUMENTS", "apply_arguments", "is_outer"]
 
 # source -> the variables of its rank and size; only sources that can be inside another one.
 _VARIABLES: dict[str, tuple[str, str]] = {
@@ -27,72 +25,52 @@ _ORDER = ("slurm", *_VARIABLES)
 _POSITION_OF = {"pbs": "flux", "azureml": "flux"}
 
 
-class Claim(msgspec.Struct, frozen=True):
-    """The rank and size that one pair of variables gives; None if not set."""
-
-    source: str
-    rank: int | None
-    size: int | None
-
-
-def claims(env: Mapping[str, str]) -> list[Claim]:
-    """Return the claim of each pair of variables, in order of precedence."""
-    made = [Claim(source, integer(env, rank), integer(env, size)) for source, (rank, size) in _VARIABLES.items()]
-    return [claim for claim in made if claim.rank is not None or claim.size is not None]
-
-
-def inner(outer: Detection, env: Mapping[str, str], given: Collection[str] = ()) -> str:
-    """Return the source inside ``outer`` that must be used, "" if there is none.
+def is_outer(found: Detection, env: Mapping[str, str], given: Collection[str]) -> bool:
+    """Return whether ``found`` started the launcher of this process, so that a source inside it must be used.
 
     ``given`` names the values (rank, world_size) that the caller gives; they are not compared.
     Raises `launcher-mismatch` if two sources differ and neither can be inside the other.
     """
-    position = outer.source if outer.source in _ORDER else _POSITION_OF.get(outer.source, "hydra")
-    start = _ORDER.index(position) + 1
-    for claim in claims(env):
-        if claim.source not in _ORDER[start:]:
-            continue
+    position = found.source if found.source in _ORDER else _POSITION_OF.get(found.source, "hydra")
+    inside = _ORDER[_ORDER.index(position) + 1 :]
+    for source, names in _VARIABLES.items():
+        rank, size = (integer(env, name) for name in names)
+        pairs = [("rank", names[0], rank, found.rank), ("world_size", names[1], size, found.world_size)]
         differs = [
-            name
-            for name, theirs, ours in (
-                ("rank", claim.rank, outer.rank),
-                ("world_size", claim.size, outer.world_size),
-            )
-            if theirs is not None and ours is not None and theirs != ours and name not in given
+            (value, f"{found.reasons[value]} against {name}={theirs}")
+            for value, name, theirs, ours in pairs
+            if source in inside and None not in (theirs, ours) and theirs != ours and value not in given
         ]
-        if not differs:
-            continue
-        if not _inside(outer, claim, integer(env, "LOCAL_RANK")):
-            raise _mismatch(outer, claim, differs)
-        return claim.source
-    return ""
+        if differs and not _can_contain(found, source, rank, size, integer(env, "LOCAL_RANK")):
+            unset = [name for _, name, theirs, _ in pairs if theirs is not None]
+            raise _mismatch(found, differs, unset)
+        if differs:
+            return True
+    return False
 
 
-def _inside(outer: Detection, claim: Claim, local_rank: int | None) -> bool:
-    """Whether ``outer`` can be the agent of the launcher that made ``claim`` (rules: see `base`)."""
-    if claim.rank is None or claim.size is None:
+def _can_contain(outer: Detection, source: str, rank: int | None, size: int | None, local_rank: int | None) -> bool:
+    """Return whether ``outer`` can be the agent of the launcher that gave ``rank`` and ``size`` (rules: see `base`)."""
+    if rank is None or size is None:
         return False
     if outer.world_size == 1:
-        return claim.size > 1
+        return size > 1
     if outer.local_world_size != 1 and outer.local_world_size is not None:
         return False
-    if claim.source != "plain":
+    if source != "plain":
         # MPI's daemons and Flux's brokers: one per node is known, not assumed.
         return outer.local_world_size == 1
-    if local_rank is None or outer.world_size is None or claim.size % outer.world_size:
+    if local_rank is None or outer.world_size is None or size % outer.world_size:
         return False
-    per_task = claim.size // outer.world_size
-    return per_task > 1 and claim.rank % per_task == local_rank
+    per_task = size // outer.world_size
+    return per_task > 1 and rank % per_task == local_rank
 
 
-def _mismatch(outer: Detection, claim: Claim, differs: list[str]) -> AllhandsError:
-    names = dict(zip(("rank", "world_size"), _VARIABLES[claim.source], strict=True))
-    values = {"rank": claim.rank, "world_size": claim.size}
-    pairs = [f"{outer.reasons[name]} against {names[name]}={values[name]}" for name in differs]
-    unset = [names[name] for name, value in values.items() if value is not None]
+def _mismatch(outer: Detection, differs: list[tuple[str, str]], unset: list[str]) -> AllhandsError:
+    values = join([value for value, _ in differs]).replace("_", " ")
     return fail(
         "launcher-mismatch",
-        f"two sources disagree about this process's {join(differs).replace('_', ' ')}: {join(pairs)}",
+        f"two sources disagree about this process's {values}: {join([pair for _, pair in differs])}",
         who=me(),
         why=f"{outer.reason}; {join(unset)} may be left over from a shell, a script or an image",
         fix=f"if {outer.source} started this process: unset {' '.join(unset)}\notherwise pass rank= and world_size=, "
@@ -101,41 +79,29 @@ def _mismatch(outer: Detection, claim: Claim, differs: list[str]) -> AllhandsErr
 
 
 ARGUMENTS = "arguments"
-_LOCAL = ("local_rank", "local_world_size", "node_rank")
 
 
-def address_argument(given: Address | str) -> Address:
-    """Return the caller's address, which may be "HOST:PORT"."""
-    return parse_address(given, f"coordinator={given!r}") if isinstance(given, str) else given
-
-
-def apply_arguments(
-    found: Detection,
-    rank: int | None,
-    world_size: int | None,
-    coordinator: Address | None,
-) -> Detection:
-    """Override ``found`` by the caller's arguments, and return it."""
+def apply_arguments(found: Detection, rank: int | None, world_size: int | None, coordinator: Address | None) -> None:
+    """Override ``found`` by the caller's arguments."""
     changed = False
     for name, value in (("rank", rank), ("world_size", world_size)):
         if value is None:
             continue
         changed |= getattr(found, name) not in (None, _whole(name, value))
-        found.say(name, value, f"the argument {name}={value}")
+        found.set(f"the argument {name}={value}", **{name: value})
     if changed:
         # The environment's local values count other processes.
-        for name in _LOCAL:
+        for name in ("local_rank", "local_world_size", "node_rank"):
             if getattr(found, name) is not None:
-                found.say(name, None, f"{found.source} numbers other processes than the arguments")
+                found.set(f"{found.source} numbers other processes than the arguments", **{name: None})
         if found.coordinator is None:
             found.reasons.pop("coordinator", None)
     if rank is not None and world_size is not None:
         found.source = ARGUMENTS
     if coordinator is not None:
-        found.say("coordinator", coordinator, f"the argument coordinator={coordinator}")
+        found.set(f"the argument coordinator={coordinator}", coordinator=coordinator)
         found.agent_store, found.hosted, found.socket = False, False, ""
         found.reasons.pop("socket", None)
-    return found
 
 
 def _whole(name: str, value: object) -> int:

@@ -9,10 +9,7 @@ from collections.abc import Mapping
 from ..errors import AllhandsError, fail
 from .base import Detection, lines, me, port, text
 
-__all__ = ["MARK", "MOST", "NAME", "counts", "detect", "expand", "head", "in_step", "split"]
-
-NAME = "slurm"
-MARK = "SLURM_STEP_NODELIST and SLURM_PROCID, as srun sets them"
+__all__ = ["MOST", "counts", "detect_slurm", "expand", "head", "in_step", "split"]
 
 # The batch script and the shell of an interactive job are steps too, but srun did not start them.
 # SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP of Slurm's headers, unsigned and signed.
@@ -29,23 +26,23 @@ def in_step(env: Mapping[str, str]) -> bool:
     return bool(text(env, "SLURM_STEP_NODELIST") and text(env, "SLURM_PROCID")) and step not in _NOT_LAUNCHED
 
 
-def detect(env: Mapping[str, str]) -> Detection | None:
+def detect_slurm(env: Mapping[str, str]) -> Detection | None:
     """Recognise a task of a Slurm step."""
     if not in_step(env):
         return None
-    found = Detection(NAME, "SLURM_STEP_NODELIST and SLURM_PROCID are set by srun", env)
-    found.take("rank", "SLURM_PROCID").take("world_size", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    found.take("local_rank", "SLURM_LOCALID").take("node_rank", "SLURM_NODEID")
+    found = Detection("slurm", "SLURM_STEP_NODELIST and SLURM_PROCID are set by srun", env)
+    found.read(rank="SLURM_PROCID", world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    found.read(local_rank="SLURM_LOCALID", node_rank="SLURM_NODEID")
     _local_size(found)
     job, step = _first(env, "SLURM_JOB_ID", "SLURM_JOBID"), _first(env, "SLURM_STEP_ID", "SLURM_STEPID")
     if job:
-        found.call(f"slurm-{job}.{step or '0'}", f"SLURM_JOB_ID={job} and SLURM_STEP_ID={step or '0'}")
+        found.set(f"SLURM_JOB_ID={job} and SLURM_STEP_ID={step or '0'}", job=f"slurm-{job}.{step or '0'}")
     reserved = text(env, "SLURM_STEP_RESV_PORTS")
     if reserved:
         first = expand(f"[{reserved}]")[0]
         why = f"SLURM_STEP_RESV_PORTS={reserved}"
-        return found.meet(lambda: _host(env), port(int(first), why), why)
-    return found.meet(lambda: _host(env))
+        return found.locate(lambda: _host(env), port(int(first), why), why)
+    return found.locate(lambda: _host(env))
 
 
 def head(env: Mapping[str, str]) -> tuple[str, str]:
@@ -59,9 +56,9 @@ def _local_size(found: Detection) -> None:
     if tasks and node is not None:
         per_node = counts(tasks)
         if 0 <= node < len(per_node):
-            found.say("local_world_size", per_node[node], f"SLURM_STEP_TASKS_PER_NODE={tasks}, node {node}")
+            found.set(f"SLURM_STEP_TASKS_PER_NODE={tasks}, node {node}", local_world_size=per_node[node])
     elif text(found.env, "SLURM_STEP_NUM_NODES") == "1":
-        found.say("local_world_size", found.world_size, "SLURM_STEP_NUM_NODES=1")
+        found.set("SLURM_STEP_NUM_NODES=1", local_world_size=found.world_size)
 
 
 def _host(env: Mapping[str, str]) -> tuple[str, str]:

@@ -10,24 +10,12 @@ import msgspec
 
 from ..diagnosis import Diagnosis, title
 from ..errors import AllhandsError
-from .identify import Finding, identify, survey
-from .world import World
+from .identify import identify, survey
+from .world import Address, World
 
 __all__ = ["render", "report"]
 
-_VALUES = (
-    "rank",
-    "world_size",
-    "local_rank",
-    "local_world_size",
-    "node_rank",
-    "coordinator",
-    "job",
-    "late_names",
-    "agent_store",
-    "hosted",
-    "socket",
-)
+_VALUES = [name for name in World._fields if name not in {"source", "reasons"}]
 _NOT_GIVEN = "not given"
 
 
@@ -37,18 +25,30 @@ def report(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     The result is plain data for JSON. `exit_code` is 1 if the world cannot be determined, and `error` is the diagnosis.
     """
     source = os.environ if env is None else env
+    made: dict[str, Any] = {"exit_code": 0, "source": None, "world": {}, "error": None}
     try:
         world = identify(source)
     except AllhandsError as error:
-        return {"exit_code": 1, "source": None, "world": {}, "error": _error(error), "survey": _survey(source, "")}
-    reasons = {name: {"value": _plain(world, name), "reason": world.reasons.get(name, _NOT_GIVEN)} for name in _VALUES}
-    return {
-        "exit_code": 0,
-        "source": world.source,
-        "world": reasons,
-        "error": None,
-        "survey": _survey(source, world.source),
-    }
+        made |= {"exit_code": 1, "error": msgspec.to_builtins(error.diagnosis)}
+    else:
+        values = {name: (getattr(world, name), world.reasons.get(name, _NOT_GIVEN)) for name in _VALUES}
+        made["source"] = world.source
+        made["world"] = {name: {"value": _plain(value), "reason": reason} for name, (value, reason) in values.items()}
+    made["survey"] = [
+        {
+            "name": found.name,
+            "recognised": found.recognised,
+            "believed": found.name == made["source"],
+            "reason": found.reason,
+            "error": None if found.error is None else msgspec.to_builtins(found.error.diagnosis),
+        }
+        for found in survey(source)
+    ]
+    return made
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Address) else value
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -57,7 +57,13 @@ def render(report: Mapping[str, Any]) -> str:
     if error is not None:
         lines = [msgspec.convert(error, Diagnosis).render(title(error["slug"]))]
     else:
-        lines = _table([("source", str(report["source"]), ""), *_rows(report["world"])])
+        # Values without value and reason are left out.
+        rows = [
+            (name, "-" if found["value"] is None else str(found["value"]), found["reason"])
+            for name, found in report["world"].items()
+            if found["reason"] != _NOT_GIVEN
+        ]
+        lines = _table([("source", str(report["source"]), ""), *rows])
     lines += ["", "environments, in order of precedence:"]
     states = [
         (found["name"], "believed" if found["believed"] else "yes" if found["recognised"] else "no", found["reason"])
@@ -66,39 +72,6 @@ def render(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in _table(states))])
 
 
-def _rows(world: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    # Values without value and reason are left out.
-    return [
-        (name, "-" if told["value"] is None else str(told["value"]), told["reason"])
-        for name, told in world.items()
-        if told["reason"] != _NOT_GIVEN
-    ]
-
-
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{name:{first}}  {value:{second}}  {reason}".rstrip() for name, value, reason in rows]
-
-
-def _plain(world: World, name: str) -> str | int | bool | None:
-    value = getattr(world, name)
-    return value if value is None or isinstance(value, (str, int)) else str(value)
-
-
-def _error(error: AllhandsError) -> dict[str, Any]:
-    made: dict[str, Any] = msgspec.to_builtins(error.diagnosis)
-    return made
-
-
-def _survey(env: Mapping[str, str], source: str) -> list[dict[str, Any]]:
-    return [_finding(found, believed=found.name == source) for found in survey(env)]
-
-
-def _finding(found: Finding, *, believed: bool) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "recognised": found.recognised,
-        "believed": believed,
-        "reason": found.reason,
-        "error": None if found.error is None else _error(found.error),
-    }

@@ -69,7 +69,7 @@ def failure(number: int) -> OSError:
     ],
 )
 def test_each_kind_of_evidence(problem: OSError, slug: str, fix: str, *, certain: bool) -> None:
-    """What stands in the way has its own name, and the fix says which address, port or host to change."""
+    """Each kind of evidence has its slug, and the fix names the address, port or host to change."""
     found = said(problem)
     assert (found.slug, found.certain, found.hosts) == (slug, certain, ("node-a",))
     assert fix in found.fix
@@ -84,7 +84,7 @@ def test_loopback_with_others_elsewhere() -> None:
     assert "give a name of rank 0's machine" in found.fix
 
 
-def test_nodes_are_told_their_own_options() -> None:
-    """The launcher's nodes have other words for the same things."""
+def test_the_fix_for_nodes_names_the_options_of_the_launcher() -> None:
+    """The wording for nodes replaces MASTER_ADDR by --coordinator."""
     found = said(socket.gaierror(socket.EAI_AGAIN, "x"), wording=NODES)
     assert "the IP address of node 0's machine as --coordinator" in found.fix

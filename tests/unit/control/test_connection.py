@@ -1,4 +1,4 @@
-"""What the coordinator makes of a connection that ends before its proof came."""
+"""How a connection that ends before its proof is reported to the coordinator."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from allhands.control.wording import RANKS
 TOKEN = b"open sesame"
 
 
-class Ears:
-    """A coordinator that notes who it is told about."""
+class FakeCoordinator:
+    """A coordinator that records the connections reported to it."""
 
     def __init__(self, token: bytes) -> None:
         self.token, self.roll = token, SimpleNamespace(wording=RANKS)
-        self.away: list[int] = []
+        self.failed: list[int] = []
         self.left: list[str] = []
 
     def proof_failed(self, connection: Connection) -> None:
-        """Note who could not prove itself."""
-        self.away.append(connection.rank)
+        """Record the rank whose proof failed."""
+        self.failed.append(connection.rank)
 
     def disconnected(self, _: Connection, how: str) -> None:
-        """Note how it went."""
+        """Record the reason."""
         self.left.append(how)
 
 
@@ -41,16 +41,16 @@ class Ears:
         (b"", TOKEN, b"", [1]),
         (TOKEN, TOKEN, b"", [1]),
     ],
-    ids=["nobody has a token", "a wrong proof", "only ours", "only its", "both"],
+    ids=["no token", "a wrong proof", "only ours", "only its", "both"],
 )
-def test_a_member_that_goes_before_its_proof(ours: bytes, its: bytes, proof: bytes, away: list[int]) -> None:
-    """Tokens can differ only where there are any: one that was killed or late in its handshake has the right one."""
-    coordinator: Any = Ears(ours)
+def test_a_connection_that_ends_before_its_proof(ours: bytes, its: bytes, proof: bytes, away: list[int]) -> None:
+    """A failed proof is reported only where one side has a token; otherwise the process ended or was late."""
+    coordinator: Any = FakeCoordinator(ours)
     connection = Connection(coordinator)
     opening = handshake.hello(job="night", attempt=0, rank=1, world_size=2, token=its)
     connection.data_received(GREETING + pack(encode(opening)))
     if proof:
         connection.data_received(pack(encode(Proof(proof))))
     connection.connection_lost(None)
-    assert coordinator.away == away
+    assert coordinator.failed == away
     assert coordinator.left == ["its connection closed"]

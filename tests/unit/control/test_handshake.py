@@ -17,7 +17,7 @@ def hello(token: bytes = TOKEN) -> Hello:
 
 
 @pytest.mark.parametrize("token", [TOKEN, b""])
-def test_two_ends_with_one_token_believe_each_other(token: bytes) -> None:
+def test_two_ends_with_one_token_accept_each_other(token: bytes) -> None:
     """With the same token (or none on both sides) both proofs hold."""
     opening = hello(token)
     answer = handshake.challenge(opening, token)
@@ -28,7 +28,7 @@ def test_two_ends_with_one_token_believe_each_other(token: bytes) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [(TOKEN, OTHER), (TOKEN, b""), (b"", TOKEN), (TOKEN, TOKEN + b"\0x")])
 def test_two_ends_with_different_tokens_do_not(ours: bytes, theirs: bytes) -> None:
-    """Neither end believes the other when the tokens differ or only one side has one."""
+    """Neither end accepts the proof of the other when the tokens differ or only one side has one."""
     opening = hello(ours)
     answer = handshake.challenge(opening, theirs)
     assert not handshake.verify_coordinator(opening, answer, ours)
@@ -36,7 +36,7 @@ def test_two_ends_with_different_tokens_do_not(ours: bytes, theirs: bytes) -> No
 
 
 def test_a_proof_cannot_be_reflected() -> None:
-    """Who has no token cannot hand one side's proof back to it as the other's."""
+    """The proof of one side is not accepted as the proof of the other side."""
     opening = hello()
     answer = handshake.challenge(opening, TOKEN)
     assert not handshake.verify_member(opening, answer, answer.proof, TOKEN)
@@ -77,7 +77,7 @@ def test_the_coordinators_nonce_is_bound() -> None:
 
 
 def test_a_recorded_exchange_proves_nothing_later() -> None:
-    """Each side's nonce is fresh, so neither a recorded member nor a recorded coordinator is believed again."""
+    """Each side's nonce is fresh, so a recorded proof of either side is not accepted again."""
     opening = hello()
     answer = handshake.challenge(opening, TOKEN)
     proof = handshake.member_proof(opening, answer, TOKEN)
@@ -91,15 +91,15 @@ def test_a_recorded_exchange_proves_nothing_later() -> None:
 
 @pytest.mark.parametrize("proof", [b"", b"\0", bytes(32), bytes(64)])
 def test_a_proof_of_any_length_is_only_wrong(proof: bytes) -> None:
-    """A stranger's proof may have any length."""
+    """A proof of any length is compared and rejected."""
     opening = hello()
     answer = handshake.challenge(opening, TOKEN)
     assert not handshake.verify_member(opening, answer, proof, TOKEN)
     assert not handshake.verify_coordinator(opening, Challenge(1, answer.nonce, proof, has_token=True), TOKEN)
 
 
-def test_openings_that_read_alike_differ() -> None:
-    """Moving bytes from one field to the next gives another proof: fields cannot run into each other."""
+def test_fields_of_the_hello_cannot_be_shifted() -> None:
+    """Moving bytes from one field to the next gives another proof."""
     first = Hello(1, "a1", 1, 0, 2, b"n", has_token=True)
     second = Hello(1, "a", 11, 0, 2, b"n", has_token=True)
     answer = handshake.challenge(first, TOKEN)
@@ -107,7 +107,7 @@ def test_openings_that_read_alike_differ() -> None:
 
 
 def test_the_token_is_not_in_what_is_sent() -> None:
-    """Nothing of what travels contains the token."""
+    """No message of the handshake contains the token."""
     opening = hello()
     answer = handshake.challenge(opening, TOKEN)
     sent = [msgspec.msgpack.encode(part) for part in (opening, answer)]

@@ -198,7 +198,7 @@ def test_no_coordinator_at_an_address() -> None:
     assert (found.slug, str(address) in found.diagnosis.what) == ("connection-refused", True)
 
 
-def test_an_own_error_is_raised_where_nobody_can_be_informed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_error_is_raised_without_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with an error of its own raises that one if there is no coordinator, long before its deadline."""
     monkeypatch.setattr(join, "_TROUBLE_S", 0.1)
     begun = time.monotonic()
@@ -208,7 +208,7 @@ def test_an_own_error_is_raised_where_nobody_can_be_informed(monkeypatch: pytest
 
 
 def test_ranks_on_several_hosts_need_an_address() -> None:
-    """Where the environment says that ranks are elsewhere too, an address is missing, and that is said at once."""
+    """If the environment states that ranks are on other hosts too, a missing address is reported at once."""
     found = refused(World(1, 4, local_world_size=2, source="slurm"))
     assert (found.slug, found.ranks) == ("incomplete-environment", (1,))
 
@@ -217,7 +217,7 @@ def test_ranks_on_several_hosts_need_an_address() -> None:
 
 
 def test_closing_means_connect_again() -> None:
-    """Closing comes from the coordinator of an earlier group: the rank connects again."""
+    """Closing is sent by the coordinator of an earlier group: the rank connects again."""
     server = Script([Closing()], [LogLine("x"), Complete(one_host=False, session="s")], linger_s=0.2)
     membership = answer(at(server.address))
     assert (membership.complete.session, membership.own_address) == ("s", "127.0.0.1")
@@ -307,6 +307,6 @@ def test_a_rank_0_that_announces_nothing_is_missing(left: Announcement | None) -
 
 def test_a_coordinator_that_only_its_own_host_reaches() -> None:
     """An announcement from another host without a port is no-route, with ALLHANDS_BIND as the fix."""
-    elsewhere = Announcement("", "x", f"not {host_key()}", "", 0, 1, 1.0)
+    elsewhere = Announcement("x", f"not {host_key()}", "", 0, 1, 1.0)
     found = refused(World(1, 2), rendezvous=Place(elsewhere))
     assert (found.slug, "ALLHANDS_BIND" in found.diagnosis.fix) == ("no-route", True)

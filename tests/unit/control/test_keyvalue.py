@@ -15,7 +15,7 @@ ME, YOU = "me", "you"
 
 
 class Table:
-    """A store with numbered operations, as a test writes them."""
+    """A store whose operations are numbered automatically."""
 
     def __init__(self, **kw: Any) -> None:
         self.store = KeyValue(**kw)
@@ -62,7 +62,7 @@ class Table:
 
 
 def test_set_get_overwrite_delete() -> None:
-    """A key holds what was set last, any bytes, until it is deleted."""
+    """A key has the value that was set last, any bytes, until it is deleted."""
     table = Table()
     for value in (b"", b"\x00\xff", b"text"):
         assert table.do("set", "k", values=(value,)) == StoreReply(table.last)
@@ -74,7 +74,7 @@ def test_set_get_overwrite_delete() -> None:
 
 
 def test_add_counts_in_text() -> None:
-    """A counter starts at 0, goes both ways, and is read as decimal text, as torch's stores have it."""
+    """A counter starts at 0, can be decreased, and is stored as decimal text, as in torch's stores."""
     table = Table()
     assert [table.do("add", "n", number=number).number for number in (1, 41, -50)] == [1, 42, -8]
     assert table.do("get", "n").values == [b"-8"]
@@ -83,7 +83,7 @@ def test_add_counts_in_text() -> None:
 
 
 def test_add_to_text_is_a_problem() -> None:
-    """Adding to something that is no number is answered, and changes nothing."""
+    """add() to a value that is not a number replies with a problem and changes nothing."""
     table = Table()
     table.do("set", "k", values=(b"text",))
     assert table.do("add", "k", number=1).problem == "not-a-number"
@@ -92,7 +92,7 @@ def test_add_to_text_is_a_problem() -> None:
 
 @pytest.mark.parametrize("start", [b"9223372036854775807", b"-9223372036854775809", b"9" * 100])
 def test_add_stays_within_what_can_be_sent(start: bytes) -> None:
-    """A sum of more than 64 bits is answered as a problem that fits on the wire, and is not stored."""
+    """A sum of more than 64 bits replies with a problem and is not stored."""
     table = Table()
     table.do("set", "n", values=(start,))
     reply = table.do("add", "n", number=1 if not start.startswith(b"-") else -1)
@@ -115,7 +115,7 @@ def test_add_stays_within_what_can_be_sent(start: bytes) -> None:
 def test_compare_set(
     there: bytes | None, expected: bytes, desired: bytes, returned: bytes, after: bytes | None
 ) -> None:
-    """compare_set has torch's rule for every combination of what is there and what is expected."""
+    """compare_set follows torch's rule for every combination of current and expected value."""
     table = Table()
     if there is not None:
         table.do("set", "k", values=(there,))
@@ -126,7 +126,7 @@ def test_compare_set(
 
 
 def test_many_keys_at_once() -> None:
-    """multi_set sets all, multi_get returns in the order asked, and only when all are there."""
+    """multi_set sets all keys; multi_get returns values in the order of the request, once all keys exist."""
     table = Table()
     table.do("multi_set", "a", "b", values=(b"1", b"2"))
     assert table.do("multi_get", "b", "a", "b").values == [b"2", b"1", b"2"]
@@ -135,7 +135,7 @@ def test_many_keys_at_once() -> None:
 
 
 def test_append_makes_and_grows() -> None:
-    """An append begins with nothing and adds at the end."""
+    """Append creates a missing key and extends a present one."""
     table = Table()
     table.do("append", "k", values=(b"ab",))
     table.do("append", "k", values=(b"c",))
@@ -143,7 +143,7 @@ def test_append_makes_and_grows() -> None:
 
 
 def test_check_and_wait_see_queues_too() -> None:
-    """A queue with something in it is there; an empty one is not, and queues are no keys to count or list."""
+    """Check and wait find a queue that is not empty; num_keys and list_keys leave queues out."""
     table = Table()
     assert table.do("check", "q").number == 0
     table.do("push", "q", values=(b"1",))
@@ -155,7 +155,7 @@ def test_check_and_wait_see_queues_too() -> None:
 
 
 def test_queues_are_first_in_first_out() -> None:
-    """Values come out of a queue in the order in which they went in, then it is empty."""
+    """Pop returns values in the order of push, until the queue is empty."""
     table = Table()
     for value in (b"1", b"", b"3"):
         table.do("push", "q", values=(value,))
@@ -167,15 +167,15 @@ def test_queues_are_first_in_first_out() -> None:
 
 @pytest.mark.parametrize("op", ["get", "pop"])
 def test_an_operation_that_names_no_key_is_answered(op: str) -> None:
-    """A message that no store of ours sends harms nobody: it gets a reply too."""
+    """A request without a key, which no client of ours sends, gets a reply too."""
     assert Table().do(op).problem == "no-such-key"
 
 
 # Waiting ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_is_released_in_the_order_of_asking() -> None:
-    """Setting a key answers everyone who waits for it, first come first served."""
+def test_waiting_requests_are_released_in_order() -> None:
+    """Setting a key releases all requests that wait for it, in the order of the requests."""
     table = Table()
     waiting = [table.park("get", "k"), table.park("wait", "k", owner=YOU), table.park("multi_get", "k", "k")]
     released = table.free("set", "k", values=(b"v",))
@@ -194,15 +194,15 @@ def test_who_waits_is_released_in_the_order_of_asking() -> None:
         ("multi_set", {"values": (b"v",)}, b"v"),
     ],
 )
-def test_every_way_to_make_a_key_releases(op: str, kw: dict[str, Any], value: bytes) -> None:
-    """Whatever brings a key into being wakes those who wait for it."""
+def test_every_operation_that_creates_a_key_releases(op: str, kw: dict[str, Any], value: bytes) -> None:
+    """Every operation that creates a key releases the requests that wait for it."""
     table = Table()
     waiting = table.park("get", "k")
     assert table.free(op, "k", **kw) == [(waiting, StoreReply(waiting, [value]))]
 
 
-def test_who_waits_for_several_keys_waits_for_all() -> None:
-    """The last of the missing keys releases, in whatever order they come."""
+def test_a_wait_for_several_keys_needs_all() -> None:
+    """The last missing key releases the request, in whatever order the keys are set."""
     table = Table()
     waiting = table.park("wait", "a", "b", "c")
     assert table.free("set", "c") == []
@@ -210,8 +210,8 @@ def test_who_waits_for_several_keys_waits_for_all() -> None:
     assert table.free("set", "b") == [(waiting, StoreReply(waiting))]
 
 
-def test_one_step_that_makes_all_keys_releases_once() -> None:
-    """multi_set of all that is waited for answers once."""
+def test_one_operation_that_creates_all_keys_releases_once() -> None:
+    """multi_set of all awaited keys gives one reply."""
     table = Table()
     waiting = table.park("multi_get", "a", "b")
     released = table.free("multi_set", "a", "b", values=(b"1", b"2"))
@@ -219,7 +219,7 @@ def test_one_step_that_makes_all_keys_releases_once() -> None:
 
 
 def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
-    """One who waits for two keys, of which the first is deleted and set again, is released by the last to come."""
+    """A wait for two keys, the first of which is deleted and set again, ends when both are present."""
     table = Table()
     table.do("set", "a")
     waiting = table.park("wait", "a", "b")
@@ -228,8 +228,8 @@ def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
     assert table.free("set", "a") == [(waiting, StoreReply(waiting))]
 
 
-def test_a_value_in_a_queue_goes_to_one_waiter() -> None:
-    """Each push answers one who waits to pop, the first; someone who waits for the queue to exist goes after it."""
+def test_a_pushed_value_releases_one_pop() -> None:
+    """Each push releases the first waiting pop; a wait for the queue to exist is released after it."""
     table = Table()
     first, second, third = table.park("pop", "q"), table.park("pop", "q"), table.park("wait", "q")
     assert table.free("push", "q", values=(b"1",)) == [(first, StoreReply(first, [b"1"]))]
@@ -239,7 +239,7 @@ def test_a_value_in_a_queue_goes_to_one_waiter() -> None:
 
 
 def test_waits_expire_each_at_its_own_time() -> None:
-    """At its deadline and not before, a wait is answered with "timeout", once, however many keys it waits for."""
+    """A wait for any number of keys gets one reply "timeout", at its deadline and not before."""
     table = Table()
     long = table.park("get", "a", wait_s=20.0, now=100.0)
     short = table.park("wait", "a", "b", wait_s=5.0, now=100.0)
@@ -252,14 +252,14 @@ def test_waits_expire_each_at_its_own_time() -> None:
 
 
 def test_a_queue_wait_expires_as_a_timeout() -> None:
-    """A pop that was willing to wait ends with "timeout", one that was not with "empty"."""
+    """A pop with a wait ends with "timeout", one without a wait with "empty"."""
     table = Table()
     waiting = table.park("pop", "q", wait_s=1.0)
     assert [(parked.ask.id, reply.problem) for parked, reply in table.store.expire(1.0)] == [(waiting, "timeout")]
 
 
-def test_who_is_gone_is_forgotten() -> None:
-    """Nothing is kept for an owner that went away, and a value is not lost to it; others still wait."""
+def test_a_closed_owner_is_forgotten() -> None:
+    """The waiting requests of an owner are dropped with it and consume no value; those of others remain."""
     table = Table()
     table.park("pop", "q", owner=YOU)
     table.park("wait", "q", "k", owner=YOU)
@@ -275,7 +275,7 @@ def test_who_is_gone_is_forgotten() -> None:
 
 @pytest.mark.parametrize("op", ["set", "append", "multi_set", "push", "compare_set"])
 def test_a_full_store_refuses_and_keeps_what_it_has(op: str) -> None:
-    """A value that goes over the limit is refused; what is there stays, and smaller values still fit."""
+    """A value over the limit is refused; stored values remain, and smaller values still fit."""
     table = Table(most=20)
     table.do("set", "old", values=(b"12345",))
     values = (b"", bytes(20)) if op == "compare_set" else (bytes(20),)
@@ -293,7 +293,7 @@ def test_a_counter_needs_room_too() -> None:
 
 @pytest.mark.parametrize("round_trip", ["overwrite", "delete", "queue", "twice"])
 def test_room_is_given_back(round_trip: str) -> None:
-    """Overwriting, deleting and popping give back exactly what was taken, so a store never fills up by itself."""
+    """Overwriting, deleting and popping release exactly the bytes that were counted."""
     table = Table(most=64)
     for _ in range(50):
         match round_trip:
@@ -316,7 +316,7 @@ def test_room_is_given_back(round_trip: str) -> None:
 
 
 class Model:
-    """The same store, written as plainly as can be: one list of waiters, looked through from the front."""
+    """A plain model of the store: one list of waiting requests, searched from the front."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -429,7 +429,7 @@ STEPS = st.lists(st.one_of(operations(), st.sampled_from(["later", "forget"])), 
 
 @given(STEPS)
 def test_any_sequence_of_operations_matches_the_model(steps: list[Any]) -> None:
-    """Replies, who is parked, who is released and who expires are those of the plain model, step by step."""
+    """Replies, parked, released and expired requests are those of the plain model, step by step."""
     store, model, now = KeyValue(), Model(), 0.0
     for number, step in enumerate(steps):
         owner = (ME, YOU)[number % 2]

@@ -122,7 +122,7 @@ def test_a_silent_coordinator_is_reported(pair: Pair, monkeypatch: pytest.Monkey
 
 
 def test_a_request_that_is_too_large_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message over the limit raises invalid-argument, and the connection goes on."""
+    """A message over the limit raises invalid-argument, and the connection remains open."""
     monkeypatch.setattr("allhands.control.messages.MOST_BYTES", 100)
     found = raised(pair.call(pair.member.store_request, "set", ["key"], [bytes(1000)]))
     assert found.slug == "invalid-argument"
@@ -157,7 +157,7 @@ def test_the_first_verdict_stands(pair: Pair) -> None:
     assert call.result(10) == LOST
 
 
-def test_leaving_returns_the_ranks_that_stay(pair: Pair) -> None:
+def test_leaving_returns_the_ranks_that_have_not_left(pair: Pair) -> None:
     """`leave` returns the ranks that have not left, and the coordinator's end is then no failure."""
     call = pair.call(pair.member.leave, "destroy", 3.0)
     message = pair.receive()
@@ -181,7 +181,7 @@ def test_a_query_is_answered_with_what_the_rank_does(pair: Pair) -> None:
 
 
 def test_a_description_that_raises_is_logged(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    """An exception of `describe` is logged, the query is answered, and the connection goes on."""
+    """An exception of `describe` is logged, the query is answered, and the connection remains open."""
     pair.member.describe = lambda: 1 / 0  # type: ignore[assignment, return-value]
     pair.send(StatusQuery())
     assert pair.receive() == Status(0, "busy", "running")
@@ -237,7 +237,7 @@ def test_a_coordinator_that_closes_without_notice_is_lost(pair: Pair) -> None:
 
 
 def test_a_coordinator_that_exits_normally_is_not_lost(pair: Pair) -> None:
-    """After Closing the end of the connection is no failure; later requests say that the coordinator has exited."""
+    """After Closing the end of the connection is no failure; later requests report that the coordinator has exited."""
     pair.send(Closing())
     pair.sock.shutdown(socket.SHUT_WR)
     pair.member.wait_for_verdict(10)
@@ -324,7 +324,7 @@ def test_closing_ends_the_thread(pair: Pair) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_is_no_member(pair: Pair) -> None:
-    """In a forked child every request raises forked-process, and the parent's connection goes on."""
+    """In a forked child every request raises forked-process, and the parent's connection remains open."""
     child = os.fork()
     if not child:
         try:

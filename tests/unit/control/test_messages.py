@@ -93,29 +93,29 @@ def name(value: object) -> str:
 
 
 @pytest.mark.parametrize("message", FROM_MEMBER, ids=name)
-def test_what_a_member_says_arrives_as_it_was(message: Any) -> None:
-    """Every message of a member comes out of the wire equal and of its own type."""
+def test_messages_of_a_member_round_trip(message: Any) -> None:
+    """Every message of a member is decoded to an equal one of the same type."""
     found = decode_from_member(encode(message))
     assert found == message
     assert type(found) is type(message)
 
 
 @pytest.mark.parametrize("message", FROM_COORDINATOR, ids=name)
-def test_what_the_coordinator_says_arrives_as_it_was(message: Any) -> None:
-    """Every message of the coordinator comes out of the wire equal and of its own type."""
+def test_messages_of_the_coordinator_round_trip(message: Any) -> None:
+    """Every message of the coordinator is decoded to an equal one of the same type."""
     found = decode_from_coordinator(encode(message))
     assert found == message
     assert type(found) is type(message)
 
 
 @pytest.mark.parametrize(("decode", "message"), HANDSHAKE, ids=name)
-def test_the_handshake_arrives_as_it_was(decode: Any, message: Any) -> None:
-    """Every message of the handshake comes out of the wire equal."""
+def test_messages_of_the_handshake_round_trip(decode: Any, message: Any) -> None:
+    """Every message of the handshake is decoded to an equal one."""
     assert decode(encode(message)) == message
 
 
 def test_no_message_is_untested() -> None:
-    """The lists above hold every message there is."""
+    """The lists above contain every message class."""
     structs = {
         value
         for value in vars(messages).values()
@@ -125,14 +125,14 @@ def test_no_message_is_untested() -> None:
 
 
 @pytest.mark.parametrize("message", [*FROM_COORDINATOR, Hello(1, "", 0, 0, 1, b"", has_token=False)], ids=name)
-def test_a_member_cannot_speak_as_the_coordinator(message: Any) -> None:
+def test_a_member_cannot_send_messages_of_the_coordinator(message: Any) -> None:
     """A message of the other direction is malformed."""
     with pytest.raises(msgspec.ValidationError):
         decode_from_member(encode(message))
 
 
 @pytest.mark.parametrize("message", [message for message in FROM_MEMBER if message is not STATUS], ids=name)
-def test_the_coordinator_cannot_speak_as_a_member(message: Any) -> None:
+def test_the_coordinator_cannot_send_messages_of_a_member(message: Any) -> None:
     """A message of the other direction is malformed."""
     with pytest.raises(msgspec.ValidationError):
         decode_from_coordinator(encode(message))
@@ -159,7 +159,7 @@ def test_the_coordinator_cannot_speak_as_a_member(message: Any) -> None:
     ],
 )
 def test_wrong_types_are_rejected(wrong: Any) -> None:
-    """An unknown tag, a missing field or a field of another type is malformed, never taken on trust."""
+    """An unknown tag, a missing field or a field of another type is malformed."""
     with pytest.raises(msgspec.MsgspecError):
         decode_from_member(msgspec.msgpack.encode(wrong))
 
@@ -177,7 +177,7 @@ def test_wrong_types_are_rejected(wrong: Any) -> None:
     ids=["empty", "no-msgpack", "no-utf-8", "deep", "endless"],
 )
 def test_malformed_frames_are_one_kind_of_error(decode: Any, frame: bytes) -> None:
-    """Whatever is wrong with a frame, text that is not UTF-8 and endless nesting included, is a MsgspecError."""
+    """Every malformed frame, text that is not UTF-8 and endless nesting included, is a MsgspecError."""
     with pytest.raises(msgspec.MsgspecError):
         decode(frame)
 
@@ -203,7 +203,7 @@ def chunks(stream: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(0, 10_000), max_size=30))
 def test_any_chunking_gives_the_same_frames(bodies: list[bytes], cuts: list[int]) -> None:
-    """However the network cuts the stream, the frames come out whole, in order, and nothing is held back."""
+    """The frames are complete and in order for every division of the stream into chunks."""
     splitter = Splitter()
     found = [frame for chunk in chunks(b"".join(map(pack, bodies)), cuts) for frame in splitter.feed(chunk)]
     assert found == bodies
@@ -212,7 +212,7 @@ def test_any_chunking_gives_the_same_frames(bodies: list[bytes], cuts: list[int]
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=4), st.integers(1, 53))
 def test_an_unfinished_frame_is_held(bodies: list[bytes], missing: int) -> None:
-    """What came of an unfinished frame is kept as it came, and the rest completes it."""
+    """The bytes of an incomplete frame are kept, and the rest completes it."""
     stream = b"".join(map(pack, bodies))
     last = pack(bodies[-1])
     missing = min(missing, len(last))
@@ -224,7 +224,7 @@ def test_an_unfinished_frame_is_held(bodies: list[bytes], missing: int) -> None:
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 500), max_size=10))
 def test_any_bytes_are_frames_or_an_error(stream: bytes, cuts: list[int]) -> None:
-    """Whatever comes, a splitter never holds more than one frame of the size it allows."""
+    """For any input, a splitter never holds more than one frame of the size that it allows."""
     splitter = Splitter(most=20)
     try:
         for chunk in chunks(stream, cuts):
@@ -235,8 +235,8 @@ def test_any_bytes_are_frames_or_an_error(stream: bytes, cuts: list[int]) -> Non
 
 
 @pytest.mark.parametrize("most", [0, 20, MOST_BYTES])
-def test_a_length_over_the_limit_is_an_error_before_any_of_it_came(most: int) -> None:
-    """The header alone is refused; nothing of the frame is waited for or made room for."""
+def test_a_length_over_the_limit_is_an_error_before_the_body(most: int) -> None:
+    """The header alone is refused; no memory is allocated for the body."""
     assert Splitter(most).feed(HEADER.pack(most)) == ([b""] if most == 0 else [])
     splitter = Splitter(most)
     tracemalloc.start()
@@ -249,13 +249,13 @@ def test_a_length_over_the_limit_is_an_error_before_any_of_it_came(most: int) ->
 
 
 def test_frames_before_the_bad_one_do_not_hide_it() -> None:
-    """A stream that turns bad is an error even when good frames came in the same read."""
+    """A malformed header is an error even after complete frames in the same read."""
     with pytest.raises(FrameError):
         Splitter(20).feed(pack(b"good") + HEADER.pack(21))
 
 
 def test_a_limit_can_be_raised_in_the_middle() -> None:
-    """A connection that proved itself may send more from then on."""
+    """After the proof a connection may send larger frames."""
     splitter = Splitter(4)
     assert splitter.feed(pack(b"1234")) == [b"1234"]
     splitter.most = 5
@@ -263,6 +263,6 @@ def test_a_limit_can_be_raised_in_the_middle() -> None:
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
-    """What the other end would refuse is refused here."""
+    """A message that the other end would refuse is not packed."""
     with pytest.raises(FrameError, match="over the limit"):
         pack(bytes(MOST_BYTES + 1))

@@ -14,7 +14,7 @@ from allhands.control import process_identity
 from allhands.control.process_identity import PortOwner, boot, host_key, port_owner, process_start, this_process
 
 
-def test_this_process_is_told_as_others_see_it() -> None:
+def test_this_process_is_described_as_the_system_does() -> None:
     """Host name, number and start time are those that the system itself reports."""
     found = this_process()
     assert (found.host, found.pid) == (socket.gethostname(), os.getpid())
@@ -37,8 +37,8 @@ def test_the_start_of_no_process_is_unknown() -> None:
     assert process_start(2**22 + 1) is None
 
 
-def test_a_strange_process_name_does_not_shift_the_fields() -> None:
-    """A name with blanks and brackets in it, which /proc shows as it is, does not spoil the start time."""
+def test_blanks_in_a_process_name_do_not_shift_the_fields() -> None:
+    """A process name with blanks and brackets, which /proc does not escape, does not change the start time."""
     done, found = threading.Event(), []
 
     def named() -> None:
@@ -55,15 +55,15 @@ def test_a_strange_process_name_does_not_shift_the_fields() -> None:
 
 
 def test_the_host_key_names_kernel_and_network() -> None:
-    """Processes share a key where they share the kernel and its network namespace, which is where loopback ends."""
+    """Processes share a key where they share the kernel and its network namespace, the extent of loopback."""
     assert host_key() == host_key()
     kernel, _, namespace = host_key().rpartition(":")
     assert kernel == boot()
     assert int(namespace) == Path("/proc/self/ns/net").stat().st_ino
 
 
-def test_the_host_key_without_a_kernel_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no boot id and no namespace, the host name is what is left."""
+def test_the_host_key_without_boot_id_and_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without boot id and namespace the key is made of the host name."""
 
     def refuse(*_: object, **__: object) -> str:
         raise OSError
@@ -74,7 +74,7 @@ def test_the_host_key_without_a_kernel_that_tells(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-def test_who_listens_is_named(family: socket.AddressFamily, host: str) -> None:
+def test_the_owner_of_a_port_is_found(family: socket.AddressFamily, host: str) -> None:
     """The process that listens on a port is found, with its command and user."""
     with socket.socket(family) as sock:
         try:
@@ -94,13 +94,13 @@ def test_who_listens_is_named(family: socket.AddressFamily, host: str) -> None:
 
 
 def test_a_connection_is_not_a_listener() -> None:
-    """Who merely talks from that port does not hold it."""
+    """A connected socket with that port is not its owner."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         assert port_owner(client.getsockname()[1]) is None
 
 
-def test_a_process_that_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's process is a holder without a number, and is said to be that."""
+def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another user is an owner without a pid, and is described as such."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=None)
     monkeypatch.setattr(psutil, "net_connections", lambda **_: [entry])
     found = port_owner(4021)
@@ -109,8 +109,8 @@ def test_a_process_that_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("first", ["nothing", "no process"])
-def test_a_socket_that_was_opened_while_we_looked(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables that do not fit each other, because they were read one after the other, are read once more."""
+def test_a_socket_that_was_opened_during_the_search(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's tables are read again if they do not match, because they are not read atomically."""
     place = SimpleNamespace(ip="", port=4021)
     looks = [
         [] if first == "nothing" else [SimpleNamespace(status=psutil.CONN_LISTEN, laddr=place, pid=None)],
@@ -123,7 +123,7 @@ def test_a_socket_that_was_opened_while_we_looked(first: str, monkeypatch: pytes
 
 
 def test_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder that is gone before it can be asked for its name is still a holder."""
+    """A process that ends before its name is read is still reported as the owner."""
     entry = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=SimpleNamespace(ip="", port=4021), pid=2**22 + 1)
     monkeypatch.setattr(psutil, "net_connections", lambda **_: [entry])
     assert port_owner(4021) == PortOwner(2**22 + 1, "?", "?")
@@ -137,5 +137,5 @@ def test_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_coordinator_of_ours_is_recognised(command: str, *, ours: bool) -> None:
-    """An allhands coordinator is told from other programs by its command."""
+    """A coordinator of allhands is recognised by its command line."""
     assert PortOwner(1, command, "ada").ours is ours

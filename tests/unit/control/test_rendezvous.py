@@ -24,32 +24,32 @@ NOBODY = 2**22 + 1
 
 
 def announcement(pid: int | None = None, token: bytes = b"secret") -> Announcement:
-    """Return a announcement of a coordinator on this host: this very process, unless told otherwise."""
+    """Return an announcement of a coordinator on this host: this process by default."""
     return Announcement.of("allhands-x", "10.0.0.1", 4021, os.getpid() if pid is None else pid, token)
 
 
 # The announcement ------------------------------------------------------------------------------------------------
 
 
-def test_a_notice_of_a_living_process_is_not_dead() -> None:
+def test_an_announcement_of_a_living_process_is_not_dead() -> None:
     """A coordinator that runs on this host is alive."""
     assert announcement().here
     assert not announcement().dead
 
 
-def test_a_notice_of_no_process_is_dead() -> None:
-    """A coordinator whose process is gone is certainly dead."""
+def test_an_announcement_of_no_process_is_dead() -> None:
+    """A coordinator whose process has ended is dead."""
     assert announcement(pid=NOBODY).dead
 
 
-def test_a_notice_of_a_number_given_out_again_is_dead() -> None:
-    """A process that started at another time is another process, whatever its number."""
+def test_an_announcement_of_a_reused_pid_is_dead() -> None:
+    """A process with the same pid that started at another time is another process."""
     old = msgspec.structs.replace(announcement(), started=announcement().started - 60)
     assert old.dead
 
 
-def test_a_notice_from_another_host_is_never_certainly_dead() -> None:
-    """Of a process on another host nothing is known."""
+def test_an_announcement_from_another_host_is_never_dead() -> None:
+    """A process on another host may be alive."""
     elsewhere = msgspec.structs.replace(announcement(pid=NOBODY), key="another kernel")
     assert not elsewhere.here
     assert not elsewhere.dead
@@ -58,16 +58,16 @@ def test_a_notice_from_another_host_is_never_certainly_dead() -> None:
 # The file --------------------------------------------------------------------------------------------------------
 
 
-def test_a_posted_notice_is_read_by_others(tmp_path: Path) -> None:
-    """What rank 0 posts, token included, is what another place at the same path reads."""
+def test_a_published_announcement_is_read_by_others(tmp_path: Path) -> None:
+    """Another rank reads from the file what rank 0 published, token included."""
     posted = announcement()
     FileRendezvous(str(tmp_path / "meet")).publish(posted)
     assert FileRendezvous(str(tmp_path / "meet")).read() == posted
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n"])
-def test_nothing_is_posted_yet(tmp_path: Path, content: bytes | None) -> None:
-    """An absent file, and an empty one that the user made, mean that nobody has posted; rank 0 may go on."""
+def test_nothing_is_published_yet(tmp_path: Path, content: bytes | None) -> None:
+    """An absent file, or an empty one that the user created, has no announcement, and rank 0 may publish."""
     path = tmp_path / "meet"
     if content is not None:
         path.write_bytes(content)
@@ -90,8 +90,8 @@ def test_nothing_is_posted_yet(tmp_path: Path, content: bytes | None) -> None:
     ],
     ids=["file-store", "text", "empty-object", "array", "cut-off", "other-mark", "no-utf-8", "deep"],
 )
-def test_junk_is_a_stale_file(tmp_path: Path, content: bytes) -> None:
-    """A file with anything else in it is never taken for a meeting and never overwritten."""
+def test_a_file_with_other_content_is_stale(tmp_path: Path, content: bytes) -> None:
+    """A file with other content is never read as an announcement and never overwritten."""
     path = tmp_path / "meet"
     path.write_bytes(content)
     place = FileRendezvous(str(path))
@@ -104,8 +104,8 @@ def test_junk_is_a_stale_file(tmp_path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_place_that_is_no_file_is_unusable(tmp_path: Path) -> None:
-    """A path that cannot be read or written says what the file system answered."""
+def test_a_path_that_is_no_file_is_unusable(tmp_path: Path) -> None:
+    """The error for a path that cannot be read or written has the answer of the file system."""
     place = FileRendezvous(str(tmp_path))
     with pytest.raises(ConnectError, match="Is a directory") as caught:
         place.read()
@@ -117,8 +117,8 @@ def test_a_place_that_is_no_file_is_unusable(tmp_path: Path) -> None:
     assert caught.value.slug == "stale-file"
 
 
-def test_a_dead_notice_is_replaced(tmp_path: Path) -> None:
-    """What a dead coordinator left is recognised, and the next rank 0 posts over it."""
+def test_a_dead_announcement_is_replaced(tmp_path: Path) -> None:
+    """The announcement of a dead coordinator is recognised, and the next rank 0 replaces it."""
     place = FileRendezvous(str(tmp_path / "meet"))
     place.publish(announcement(pid=NOBODY))
     fresh = FileRendezvous(str(tmp_path / "meet"))
@@ -128,7 +128,7 @@ def test_a_dead_notice_is_replaced(tmp_path: Path) -> None:
     assert place.read() == living
 
 
-def test_a_living_notice_is_not_replaced(tmp_path: Path) -> None:
+def test_a_living_announcement_is_not_replaced(tmp_path: Path) -> None:
     """A file whose coordinator runs belongs to that job; the process is named."""
     FileRendezvous(str(tmp_path / "meet")).publish(announcement())
     with pytest.raises(ConnectError) as caught:
@@ -137,8 +137,8 @@ def test_a_living_notice_is_not_replaced(tmp_path: Path) -> None:
     assert f"pid {os.getpid()}" in caught.value.diagnosis.who
 
 
-def test_a_notice_from_another_host_may_be_replaced(tmp_path: Path) -> None:
-    """Whether a coordinator elsewhere lives cannot be seen, so it does not block the file for ever."""
+def test_an_announcement_from_another_host_may_be_replaced(tmp_path: Path) -> None:
+    """A coordinator on another host cannot be checked, so its announcement does not block the file for ever."""
     place = FileRendezvous(str(tmp_path / "meet"))
     place.publish(msgspec.structs.replace(announcement(), key="another kernel"))
     place.prepare()
@@ -159,8 +159,8 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_clear_removes_what_was_posted_here(tmp_path: Path) -> None:
-    """When everyone has come, the file goes; a second time, or without a file, nothing happens."""
+def test_clear_removes_the_own_announcement(tmp_path: Path) -> None:
+    """clear() removes the file; a second call, or one without a file, does nothing."""
     path = tmp_path / "meet"
     place = FileRendezvous(str(path))
     place.clear()
@@ -170,8 +170,8 @@ def test_clear_removes_what_was_posted_here(tmp_path: Path) -> None:
     place.clear()
 
 
-def test_clear_leaves_what_others_posted(tmp_path: Path) -> None:
-    """A file that is someone else's by now stays."""
+def test_clear_leaves_the_announcement_of_others(tmp_path: Path) -> None:
+    """A file that another job has replaced remains."""
     path = tmp_path / "meet"
     first, second = FileRendezvous(str(path)), FileRendezvous(str(path))
     theirs = announcement(token=b"2")
@@ -183,8 +183,8 @@ def test_clear_leaves_what_others_posted(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_nobody_reads_half_a_notice(tmp_path: Path) -> None:
-    """While notices are posted over each other, a reader sees a whole one at every moment, and no rest stays."""
+def test_an_announcement_is_never_read_in_part(tmp_path: Path) -> None:
+    """While announcements replace each other, a reader sees a complete one, and no temporary file remains."""
     path = tmp_path / "meet"
     place = FileRendezvous(str(path))
     place.publish(announcement())
@@ -207,8 +207,8 @@ def test_nobody_reads_half_a_notice(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["meet"]
 
 
-def test_a_notice_that_cannot_be_posted_leaves_nothing(tmp_path: Path) -> None:
-    """Where the file cannot be put in place, the half-made one is removed."""
+def test_an_announcement_that_cannot_be_published_leaves_no_file(tmp_path: Path) -> None:
+    """If the file cannot be replaced, the temporary one is removed."""
     path = tmp_path / "meet"
     path.mkdir()
     with pytest.raises(ConnectError):
@@ -229,7 +229,7 @@ tmpfs /dev/shm tmpfs rw 0 0
 
 @pytest.fixture
 def mounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernel tell of the mounts above."""
+    """Replace the kernel's list of mounts by the one above."""
     real = Path.read_text
 
     def read_text(path: Path, *args: str, **kw: str) -> str:
@@ -258,14 +258,14 @@ def test_a_network_file_system_is_wide(path: str, *, wide: bool) -> None:
 
 
 @pytest.mark.usefixtures("mounts")
-def test_a_link_leads_to_the_file_system_that_counts(tmp_path: Path) -> None:
+def test_a_link_is_resolved_before_the_file_system_is_read(tmp_path: Path) -> None:
     """A path through a symbolic link is on the file system that the link leads to."""
     (tmp_path / "link").symlink_to("/home/bob")
     assert FileRendezvous(str(tmp_path / "link" / "meet")).wide
 
 
 def test_an_unknown_file_system_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel does not tell, other hosts may be there."""
+    """If the file system is unknown, other hosts may share it."""
 
     def refuse(*_: object, **__: object) -> str:
         raise OSError

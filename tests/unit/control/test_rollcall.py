@@ -17,7 +17,7 @@ OPENED, DEADLINE = 0.0, 60.0
 
 
 def arrival(rank: int, world_size: int = 4, *, host: str = "node-a", **other: Any) -> Arrival:
-    """Return what the coordinator sees of one rank; ``other`` overrides parts of the arrival or of its claim."""
+    """Return the arrival of one rank; ``other`` overrides parts of the arrival or of its claim."""
     identity = Identity(host, f"key of {host}", 1000 + rank, other.pop("started", 5.0), other.pop("parent", "shell"))
     seen: dict[str, Any] = {
         "job": "night",
@@ -40,7 +40,7 @@ def arrival(rank: int, world_size: int = 4, *, host: str = "node-a", **other: An
 
 
 def called(*arrivals: Arrival) -> RollCall:
-    """Return a roll call to which these have answered."""
+    """Return a roll call with these arrivals."""
     state = RollCall(OPENED, listening="node-a:29500")
     for each in arrivals:
         state.arrive(each)
@@ -48,14 +48,14 @@ def called(*arrivals: Arrival) -> RollCall:
 
 
 def refused(state: RollCall, now: float = 2.0) -> Diagnosis:
-    """Return why the roll call is refused; fail where it is not."""
+    """Return the diagnosis of a refused roll call; fail if it is not refused."""
     decision = decide(now, state)
     assert isinstance(decision, RefusedRoll)
     return decision.diagnosis
 
 
 def waiting(state: RollCall, now: float = 2.0) -> str:
-    """Return the words of a roll call that goes on; fail where it does not."""
+    """Return the explanation of a roll call that waits; fail if it does not wait."""
     decision = decide(now, state)
     assert isinstance(decision, Waits)
     return decision.explanation
@@ -65,7 +65,7 @@ def waiting(state: RollCall, now: float = 2.0) -> str:
 
 
 def test_all_ranks_on_one_host_complete_the_roll_call() -> None:
-    """The roll call is complete with the last rank and not before, and knows that there is one host."""
+    """The roll call is complete with the last rank and not before, and reports that there is one host."""
     state = called(*(arrival(rank) for rank in (2, 0, 3)))
     assert isinstance(decide(2.0, state), Waits)
     state.arrive(arrival(1))
@@ -86,32 +86,32 @@ def test_several_hosts_are_not_one_host() -> None:
 
 
 def test_a_world_of_one_completes_at_once() -> None:
-    """A single rank needs nobody else."""
+    """The roll call of a single rank is complete with it."""
     assert isinstance(decide(0.0, called(arrival(0, 1))), Completed)
 
 
 def test_completeness_beats_the_deadline() -> None:
-    """When the last rank comes exactly at the deadline, the group forms."""
+    """If the last rank arrives exactly at the deadline, the group forms."""
     assert isinstance(decide(DEADLINE, called(arrival(0, 2), arrival(1, 2))), Completed)
 
 
 # Waiting ---------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_here_yet_is_waiting() -> None:
+def test_an_empty_roll_call_waits() -> None:
     """Before the first rank there is no world size and no deadline."""
     assert waiting(called(), now=1e9).startswith("0 of ? ranks are here; waiting for the first")
 
 
 def test_waiting_names_the_missing_ranks() -> None:
-    """Where nothing tells how nodes are numbered, missing ranks are named by number."""
+    """Without the numbers of the nodes, missing ranks are named by number."""
     assert waiting(called(arrival(0, 8), arrival(5, 8)), now=12.0) == (
         "2 of 8 ranks are here; waiting for ranks 1-4, 6 and 7 (12 s)"
     )
 
 
 def test_waiting_names_the_missing_ranks_by_node() -> None:
-    """Where those present are laid out node by node, the missing are named by node: by its host where known."""
+    """If the present ranks are numbered node by node, missing ranks are named by node, or by its host if known."""
     state = called(
         arrival(0, 6, host="node-a", node_rank=0, local_world_size=2),
         arrival(2, 6, host="node-b", node_rank=1, local_world_size=2),
@@ -122,15 +122,15 @@ def test_waiting_names_the_missing_ranks_by_node() -> None:
 
 
 @pytest.mark.parametrize("odd", [{"node_rank": 0, "local_world_size": 2}, {"node_rank": 1, "local_world_size": 3}, {}])
-def test_nodes_are_not_guessed(odd: dict[str, Any]) -> None:
+def test_nodes_are_named_only_if_all_ranks_fit(odd: dict[str, Any]) -> None:
     """One rank that does not fit "node by node" is enough to name no nodes at all."""
     state = called(arrival(0, 6, node_rank=0, local_world_size=2), arrival(2, 6, **odd))
     assert "waiting for ranks 1 and 3-5 (" in waiting(state)
     assert "node" not in waiting(state)
 
 
-def test_a_rank_may_leave_and_come_again() -> None:
-    """A rank that went away is missing again, its claim no longer counts, and a restart of it completes the group."""
+def test_a_rank_may_leave_and_answer_again() -> None:
+    """A rank that disconnected is missing again, its claim no longer counts, and its restart completes the group."""
     first = arrival(1, 2, backend="nccl", job="other", torch="1.0", device="cuda:0", gpu="GPU-1", host="node-b")
     state = RollCall(OPENED)
     state.arrive(first)
@@ -144,8 +144,8 @@ def test_a_rank_may_leave_and_come_again() -> None:
     assert decision.one_host
 
 
-def test_only_the_one_who_is_counted_can_leave() -> None:
-    """The end of a connection that was never counted, or was counted out before, takes nobody else's place."""
+def test_only_a_counted_arrival_can_leave() -> None:
+    """The end of a connection that was never counted, or was counted out before, changes nothing."""
     first, second = arrival(1, 2), arrival(1, 2)
     state = called(arrival(0, 2), first)
     state.leave(second, 3.0)
@@ -160,8 +160,8 @@ def test_only_the_one_who_is_counted_can_leave() -> None:
 # Refused at once -------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_in_trouble_refuses_for_everyone() -> None:
-    """What one rank found wrong on its own side is told to all, completed with who and where."""
+def test_an_error_of_one_rank_refuses_all() -> None:
+    """An error that one rank found before it connected is sent to all, with the rank and its host."""
     found = Diagnosis("nccl-missing", "this torch has no NCCL", fix="use gloo")
     diagnosis = refused(called(arrival(0), arrival(2, host="node-b", trouble=found)))
     assert (diagnosis.slug, diagnosis.what, diagnosis.fix) == ("nccl-missing", "this torch has no NCCL", "use gloo")
@@ -169,8 +169,8 @@ def test_a_rank_in_trouble_refuses_for_everyone() -> None:
     assert diagnosis.who == "rank 2 (node-b, pid 1002)"
 
 
-def test_trouble_keeps_its_own_words() -> None:
-    """A trouble that already says who and which ranks is passed on unchanged, and goes before what follows from it."""
+def test_an_error_of_one_rank_is_passed_on_unchanged() -> None:
+    """An error that names its rank is passed on unchanged, and precedes its consequences."""
     found = Diagnosis("rank-out-of-range", "rank 9 …", who="rank 9 (node-c)", ranks=(9,), hosts=("node-c",))
     assert refused(called(arrival(0), arrival(9, trouble=found))) == found
 
@@ -188,7 +188,7 @@ def test_two_processes_with_one_rank() -> None:
     ("parent", "words"), [("shell", "the same parent started both"), ("cron", "different parents started them")]
 )
 def test_two_processes_with_one_rank_on_one_host(parent: str, words: str) -> None:
-    """On one host it is also said whether one program started both."""
+    """On one host the reason also states whether one program started both."""
     diagnosis = refused(called(arrival(1), arrival(1, parent=parent)))
     assert (diagnosis.slug, diagnosis.hosts) == ("duplicate-rank", ("node-a",))
     assert diagnosis.why.endswith(words)
@@ -196,7 +196,7 @@ def test_two_processes_with_one_rank_on_one_host(parent: str, words: str) -> Non
 
 @pytest.mark.parametrize("rank", [4, 99, -1])
 def test_a_rank_outside_of_the_world(rank: int) -> None:
-    """A rank that is not below the world size is refused at once, whoever else is here."""
+    """A rank that is not below the world size is refused at once."""
     diagnosis = refused(called(arrival(0), arrival(rank, host="node-b")))
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("rank-out-of-range", (rank,), ("node-b",))
     assert (diagnosis.what, diagnosis.why) == (f"rank {rank} does not exist in a world of 4", "ranks go from 0 to 3")
@@ -217,7 +217,7 @@ def test_a_rank_outside_of_the_world(rank: int) -> None:
     ],
 )
 def test_ranks_disagree(slug: str, odd: dict[str, Any], words: str) -> None:
-    """A rank that states something else is refused as soon as it comes, by name, and the others are told the same."""
+    """A rank with a different claim is refused as soon as it arrives, and all ranks receive the same diagnosis."""
     usual = {"device": "xpu:0"} if slug == "device-mismatch" else {}
     state = called(arrival(0, **usual), arrival(1, **usual), arrival(2, host="node-b", launcher="slurm", **odd))
     diagnosis = refused(state)
@@ -228,8 +228,8 @@ def test_ranks_disagree(slug: str, odd: dict[str, Any], words: str) -> None:
     assert diagnosis.why == f"all of them are connected; {told}"
 
 
-def test_the_smaller_party_is_the_odd_one() -> None:
-    """Whoever came first, the ranks in the minority are the ones that are named."""
+def test_the_minority_is_named() -> None:
+    """The ranks in the minority are named, in any order of arrival."""
     sizes = {0: 8, 1: 4, 2: 4, 3: 2}
     diagnosis = refused(called(*(arrival(rank, size) for rank, size in sizes.items())))
     assert (diagnosis.slug, diagnosis.ranks) == ("world-size-mismatch", (0, 3))
@@ -250,8 +250,8 @@ def test_mixed_versions_allow_torch_to_differ_but_not_allhands() -> None:
     assert "torch (any), allhands 9.9" in diagnosis.what
 
 
-def test_mixed_versions_are_everyones_word() -> None:
-    """It does not suffice that one of the ranks allows it."""
+def test_mixed_versions_must_be_allowed_on_every_rank() -> None:
+    """One rank that allows mixed versions is not enough."""
     state = called(arrival(0, 2, mixed_versions=True), arrival(1, 2, torch="2.11.0"))
     assert refused(state).slug == "version-mismatch"
 
@@ -263,7 +263,7 @@ def test_devices_of_one_kind_agree() -> None:
 
 
 def test_one_gpu_for_two_ranks_is_refused_with_nccl() -> None:
-    """NCCL cannot share a GPU, so the ranks that would are refused at once."""
+    """NCCL cannot share a GPU, so such ranks are refused at once."""
     use: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "device": "cuda:0"}
     state = called(arrival(0, gpu="GPU-1", **use), arrival(1, gpu="GPU-2", **use), arrival(3, gpu="GPU-1", **use))
     diagnosis = refused(state)
@@ -271,15 +271,15 @@ def test_one_gpu_for_two_ranks_is_refused_with_nccl() -> None:
     assert diagnosis.what == "ranks 0 and 3 use the same GPU (cuda:0 on node-a), which NCCL refuses"
 
 
-def test_one_gpu_for_two_ranks_is_no_matter_without_nccl() -> None:
-    """Gloo does not mind, and equal device numbers on two hosts are two GPUs."""
+def test_two_ranks_may_share_a_gpu_without_nccl() -> None:
+    """Gloo accepts a shared GPU, and equal device numbers on two hosts are two GPUs."""
     assert isinstance(decide(2.0, called(arrival(0, 2, gpu="GPU-1"), arrival(1, 2, gpu="GPU-1"))), Completed)
     nccl = {"backend": "nccl", "gpu": "0", "device": "cuda:0"}
     assert isinstance(decide(2.0, called(arrival(0, 2, **nccl), arrival(1, 2, host="node-b", **nccl))), Completed)
 
 
 def test_a_gpu_is_free_again_when_its_rank_left() -> None:
-    """A rank that went away no longer uses its GPU."""
+    """A rank that disconnected no longer uses its GPU."""
     nccl = {"backend": "nccl", "gpu": "GPU-1", "device": "cuda:0"}
     first = arrival(0, 2, **nccl)
     state = called(first)
@@ -304,8 +304,8 @@ def test_missing_ranks_at_the_earliest_deadline() -> None:
     )
 
 
-def test_the_deadline_of_a_rank_that_left_binds_nobody() -> None:
-    """When the hasty one is gone, the others have their own time."""
+def test_the_deadline_of_a_rank_that_left_no_longer_counts() -> None:
+    """After the rank with the earliest deadline left, the deadline is that of the others."""
     hasty = arrival(1, deadline=10.0)
     state = called(arrival(0, deadline=50.0), hasty)
     state.leave(hasty, 5.0)
@@ -313,8 +313,8 @@ def test_the_deadline_of_a_rank_that_left_binds_nobody() -> None:
     assert refused(state, now=50.0).ranks == (1, 2, 3)
 
 
-def test_a_rank_that_came_and_went_is_said_to_have_done_so() -> None:
-    """Of the missing, those who were here are told apart from those who were never heard of."""
+def test_a_missing_rank_that_disconnected_is_reported_as_such() -> None:
+    """The reason distinguishes missing ranks that disconnected from those that never connected."""
     gone = arrival(3, host="node-b", at=2.0)
     state = called(arrival(0), arrival(1), gone)
     state.leave(gone, 6.5)
@@ -325,8 +325,8 @@ def test_a_rank_that_came_and_went_is_said_to_have_done_so() -> None:
     )
 
 
-def test_a_rank_that_went_and_came_back_is_not_missing() -> None:
-    """Who is here now is no evidence of going away."""
+def test_a_rank_that_reconnected_is_not_missing() -> None:
+    """A rank that is present is not reported as disconnected."""
     gone = arrival(1)
     state = called(arrival(0), gone)
     state.leave(gone, 2.0)
@@ -344,8 +344,8 @@ def test_a_loopback_coordinator_is_named_where_ranks_may_be_elsewhere(local: int
     assert ("listens on loopback only" in refused(state, now=DEADLINE).why) is said
 
 
-def test_someone_without_the_token_is_why_a_rank_is_missing() -> None:
-    """At the deadline, a missing rank under whose number someone failed the proof is not authorised."""
+def test_a_failed_proof_explains_a_missing_rank() -> None:
+    """At the deadline, a missing rank whose number failed a proof is reported as not authorised."""
     state = called(arrival(0), arrival(1))
     state.refuse_proof(3, "10.0.0.66")
     assert isinstance(decide(2.0, state), Waits), "a stranger cannot end a roll call"
@@ -354,8 +354,8 @@ def test_someone_without_the_token_is_why_a_rank_is_missing() -> None:
     assert diagnosis.who == "rank 3 connected from 10.0.0.66"
 
 
-def test_someone_without_the_token_is_no_matter_where_the_rank_came() -> None:
-    """A stranger who claims the number of a rank that is present changes nothing."""
+def test_a_failed_proof_for_a_present_rank_changes_nothing() -> None:
+    """A failed proof under the number of a rank that is present is ignored."""
     state = called(arrival(0), arrival(1))
     state.refuse_proof(1, "10.0.0.66")
     assert refused(state, now=DEADLINE).slug == "missing-ranks"
@@ -364,8 +364,8 @@ def test_someone_without_the_token_is_no_matter_where_the_rank_came() -> None:
     assert isinstance(decide(DEADLINE, state), Completed)
 
 
-def test_strangers_cannot_fill_the_memory() -> None:
-    """What a stranger says is kept only for numbers that a rank can have."""
+def test_failed_proofs_cannot_fill_the_memory() -> None:
+    """Failed proofs are remembered only for numbers that a rank can have."""
     state = called(arrival(0))
     for rank in (-1, -(2**62), 65_536, 2**62):
         state.refuse_proof(rank, "10.0.0.66")
@@ -376,13 +376,13 @@ def test_strangers_cannot_fill_the_memory() -> None:
 
 
 def test_a_second_process_of_a_rank_after_completion_is_a_duplicate() -> None:
-    """One that was started with the others and comes when the group is formed is a double."""
+    """A process that was started with the others and answers after completion is a duplicate."""
     state = called(arrival(0, 2), arrival(1, 2))
     diagnosis = late(arrival(1, 2, host="node-b", started=5.0), state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("duplicate-rank", (1,), ("node-a", "node-b"))
 
 
-def test_one_that_started_after_completion_met_another_job() -> None:
+def test_a_process_that_started_after_completion_belongs_to_another_job() -> None:
     """A process that did not exist when the group was formed belongs to another job at the same address."""
     state = called(arrival(0, 2), arrival(1, 2))
     diagnosis = late(arrival(1, 2, host="node-b", started=11.0), state, completed_wall=10.0, now=42.0)
@@ -393,16 +393,16 @@ def test_one_that_started_after_completion_met_another_job() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_a_late_one_with_another_world_size(rank: int) -> None:
-    """One that was started with the others but counts more ranks is told so, and is the odd one."""
+def test_a_late_rank_with_another_world_size(rank: int) -> None:
+    """A late process of the job with another world size is refused as the odd one."""
     state = called(arrival(0, 2), arrival(1, 2))
     diagnosis = late(arrival(rank, 4, host="node-b"), state, completed_wall=10.0, now=2.0)
     assert (diagnosis.slug, diagnosis.ranks, diagnosis.hosts) == ("world-size-mismatch", (rank,), ("node-b",))
 
 
 @pytest.mark.parametrize("odd", [{"job": "day"}, {"attempt": 3}])
-def test_a_late_one_of_another_job(odd: dict[str, Any]) -> None:
-    """Another job's rank is told that, however late it was started."""
+def test_a_late_rank_of_another_job(odd: dict[str, Any]) -> None:
+    """A late rank of another job is refused as such, whenever it was started."""
     state = called(arrival(0, 2), arrival(1, 2))
     newcomer = arrival(0, 2, host="node-b", started=99.0, **odd)
     diagnosis = late(newcomer, state, completed_wall=10.0, now=2.0)
@@ -412,7 +412,7 @@ def test_a_late_one_of_another_job(odd: dict[str, Any]) -> None:
 # Cost ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_arrival_costs_the_same_however_many_are_here() -> None:
+def test_the_cost_of_an_arrival_does_not_grow() -> None:
     """Deciding after each of 5,000 arrivals takes far less than it would if each decision looked at all ranks."""
     size = 5_000
     state = RollCall(OPENED)
@@ -426,8 +426,8 @@ def test_an_arrival_costs_the_same_however_many_are_here() -> None:
 
 
 @pytest.mark.parametrize("derived_name", [True, False])
-def test_ranks_that_meet_by_their_parent_are_told_so(derived_name: bool) -> None:
-    """Where ranks were given no address, a missing one may only have another parent, and the fix says what then."""
+def test_the_fix_explains_a_derived_socket_name(derived_name: bool) -> None:
+    """Without an address, a missing rank may have another parent process; the fix covers that."""
     state = called(arrival(0))
     state.derived_name = derived_name
     decision = decide(state.deadline, state)
@@ -439,7 +439,7 @@ def test_ranks_that_meet_by_their_parent_are_told_so(derived_name: bool) -> None
 
 
 def nodes(*arrivals: Arrival) -> RollCall:
-    """Return the roll call of agents to which these have answered."""
+    """Return a roll call of agents with these arrivals."""
     state = RollCall(OPENED, listening="node-a:29500", wording=NODES)
     for each in arrivals:
         state.arrive(msgspec.structs.replace(each, wording=NODES))
@@ -447,7 +447,7 @@ def nodes(*arrivals: Arrival) -> RollCall:
 
 
 def test_nodes_are_called_nodes() -> None:
-    """The agents' roll call has the ranks' slugs, and speaks of nodes and of the launcher's options."""
+    """The agents' roll call has the ranks' slugs, and names nodes and the launcher's options."""
     state = nodes(arrival(0, 3))
     assert waiting(state) == "1 of 3 nodes are here; waiting for nodes 1 and 2 (2 s)"
     missing = refused(state, DEADLINE)
@@ -470,7 +470,7 @@ def test_a_node_without_a_number() -> None:
 
 
 def test_nodes_on_loopback_only() -> None:
-    """How many ranks an agent starts says nothing about whether all nodes are on one host."""
+    """The number of ranks that an agent starts does not show whether all nodes are on one host."""
     state = nodes(arrival(0, 2, local_world_size=2))
     state.only_loopback = True
     assert "nodes on other hosts cannot reach it" in refused(state, DEADLINE).why

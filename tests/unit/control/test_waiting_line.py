@@ -35,7 +35,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Put a clock of our own into the module."""
+    """Replace the clock of the module."""
     made = Clock()
     monkeypatch.setattr(waiting_line, "time", SimpleNamespace(monotonic=made.monotonic))
     return made
@@ -59,14 +59,14 @@ def test_nothing_is_printed_in_the_first_second(clock: Clock, *, terminal: bool)
 
 
 def test_a_log_gets_one_line_each_ten_seconds(clock: Clock) -> None:
-    """Where lines stay, the first comes after a second and the next each ten seconds later, with no escape codes."""
+    """In a log the first line is printed after a second and the next ones every ten seconds, without escape codes."""
     stream = Stream(terminal=False)
     run(stream, clock, 25).done()
     assert stream.getvalue() == "allhands rank 0: line 1\nallhands rank 0: line 11\nallhands rank 0: line 21\n"
 
 
 def test_a_terminal_has_one_line_that_changes(clock: Clock) -> None:
-    """On a terminal each line takes the place of the one before, and the last is taken off at the end, once."""
+    """On a terminal each line replaces the previous one, and the last is erased at the end, once."""
     stream = Stream(terminal=True)
     shown = run(stream, clock, 2)
     assert stream.getvalue().split("\r\x1b[K") == [
@@ -101,14 +101,14 @@ class Broken(Stream):
 
 
 def test_a_broken_stream_is_written_to_once(clock: Clock) -> None:
-    """After the first error nothing more is written, and the caller goes on."""
+    """After the first error nothing more is written, and the caller continues."""
     stream = Broken(terminal=True)
     run(stream, clock, 30)
     assert stream.writes == 1
 
 
 def test_a_process_without_stderr_prints_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a standard error nothing is printed, also not to one that appears later."""
+    """Without standard error nothing is printed, even if one is opened later."""
     monkeypatch.setattr(sys, "stderr", None)
     shown = WaitingLine("allhands rank 0")
     later = Stream(terminal=False)

@@ -7,13 +7,13 @@ from allhands.diagnosis.catalogue import _ENTRIES
 
 
 def test_slugs_are_unique_words() -> None:
-    """Each slug stands once in the catalogue, in small letters joined by hyphens."""
+    """Each slug occurs once in the catalogue, in lower-case words joined by hyphens."""
     assert len(CATALOGUE) == len(_ENTRIES)
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)+", slug) for slug in CATALOGUE)
 
 
 def test_meanings_are_one_line() -> None:
-    """A meaning is one line without a full stop, so that it can stand in a list."""
+    """A meaning is one line without a full stop, so that it fits in a list."""
     for entry in CATALOGUE.values():
         assert entry.meaning
         assert "\n" not in entry.meaning

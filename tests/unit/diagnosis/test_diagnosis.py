@@ -28,12 +28,12 @@ def test_render_has_the_look_of_every_error() -> None:
 
 
 def test_render_leaves_out_what_is_empty() -> None:
-    """A part that has nothing to say takes no line."""
+    """An empty part has no line."""
     assert Diagnosis("peer-lost", "rank 3 is gone").render("PeerLost") == "PeerLost: rank 3 is gone   [peer-lost]"
 
 
 def test_render_ends_with_the_traceback() -> None:
-    """The other rank's traceback comes last, marked line by line so that it is not taken for one's own."""
+    """The other rank's traceback is last, with a mark on each line to distinguish it from the own one."""
     found = Diagnosis("peer-failed", "rank 3 raised", traceback='File "a.py", line 1\n  x\n\nKeyError: 1\n')
     assert found.render("PeerFailed").splitlines()[1:] == [
         "  its traceback:",
@@ -121,7 +121,7 @@ def test_ranks_take_any_iterable() -> None:
 
 
 def test_by_host_groups_in_order_of_the_lowest_rank() -> None:
-    """Ranks are grouped by host; the host with the lowest rank comes first."""
+    """Ranks are grouped by host; the host with the lowest rank is first."""
     assert by_host({6: "node-b", 3: "node-a", 7: "node-b"}) == "rank 3 (node-a) and ranks 6 and 7 (node-b)"
     assert by_host({1: "node-b", 0: "node-a", 2: "node-a"}) == "ranks 0 and 2 (node-a) and rank 1 (node-b)"
 
@@ -138,5 +138,5 @@ def test_by_host_names_at_most_sixteen_in_all() -> None:
 
 
 def test_by_host_of_nobody_is_empty() -> None:
-    """Nobody is written as nothing."""
+    """No ranks give an empty text."""
     assert by_host({}) == ""

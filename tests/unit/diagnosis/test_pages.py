@@ -78,7 +78,7 @@ def test_no_page_without_a_slug() -> None:
 
 @pytest.mark.parametrize("slug", FOUND)
 def test_example_is_what_the_doctor_would_show(slug: str) -> None:
-    """The page of what only the doctor finds has an example that says why and how to mend it, as on its screen."""
+    """The page of a finding of the doctor has an example with reason and fix, as the doctor prints it."""
     first, *rest = example(slug)
     mark, what = first.split(" ", 1)
     labels = {line[4:8].strip(): line[10:] for line in rest if line[4:8].strip() in {"why", "fix"}}
@@ -100,7 +100,7 @@ def test_example_is_what_the_doctor_would_show(slug: str) -> None:
 
 @pytest.mark.parametrize("slug", RAISED)
 def test_example_is_what_the_code_would_print(slug: str) -> None:
-    """A page's example has the right exception and slug, says who and what to do, and looks as rendered."""
+    """A page's example has the right exception and slug, names who and what to do, and is formatted as rendered."""
     lines = example(slug)
     found = parse(lines)
     assert found.slug == slug
@@ -128,7 +128,7 @@ def test_page_names_only_known_slugs(slug: str) -> None:
 
 @every_slug
 def test_page_names_only_commands_that_exist(slug: str) -> None:
-    """A page sends nobody to a command of allhands that does not exist."""
+    """Every command of allhands on a page exists."""
     code = re.findall(r"`([^`]+)`|^ {7}(.+)$", page(slug), flags=re.MULTILINE)
     named = {name for spans in code for name in re.findall(r"(?<!import )\ballhands (\w+)", " ".join(spans))}
     assert named <= {"explain", "whoami", "bench", "doctor", "run"}
@@ -136,7 +136,7 @@ def test_page_names_only_commands_that_exist(slug: str) -> None:
 
 @every_slug
 def test_page_names_only_exceptions_that_exist(slug: str) -> None:
-    """An exception that a page tells the reader to catch exists."""
+    """Every exception on a page exists."""
     for name in re.findall(r"except allhands\.(\w+)", page(slug)):
         assert name in errors.__all__
 

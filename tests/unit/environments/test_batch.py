@@ -14,7 +14,7 @@ SBATCH = {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM
 
 
 def test_sbatch_without_srun(refuse: Refuse) -> None:
-    """The one process of a batch script looks like rank 0 of n and would wait forever: it is told to use srun."""
+    """The one process of a batch script looks like rank 0 of n and would wait for ever: the fix is srun."""
     told = refuse("not-launched", SBATCH).diagnosis
     assert "SLURM_NTASKS=8" in told.what
     assert "start it with srun" in told.fix

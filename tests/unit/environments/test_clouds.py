@@ -38,13 +38,13 @@ def test_vertex(pool: str, index: int, rank: int) -> None:
     "meant", [{"NPROC_PER_NODE": "8"}, {"LOCAL_RANK": "2"}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}]
 )
 def test_vertex_counts_machines(refuse: Refuse, meant: dict[str, str]) -> None:
-    """RANK and WORLD_SIZE count machines: with several processes on each they are no ranks."""
+    """RANK and WORLD_SIZE count machines, so they are no ranks if each machine runs several processes."""
     told = refuse("node-not-process", vertex("workerpool1", 0, RANK="1", WORLD_SIZE="3", **meant)).diagnosis
     assert "machines" in told.why
 
 
 def test_vertex_with_a_launcher_inside() -> None:
-    """A launcher on each machine that numbers the processes is believed."""
+    """The numbers of a launcher on each machine are used."""
     world = identify(vertex("workerpool1", 0, RANK="6", WORLD_SIZE="12", LOCAL_RANK="2", LOCAL_WORLD_SIZE="4"))
     assert (world.rank, world.world_size, world.local_rank, world.source) == (6, 12, 2, "plain")
 
@@ -58,7 +58,7 @@ def test_vertex_with_one_replica() -> None:
     "spec", ["", "{", "[]", "{}", '{"cluster": {"workerpool0": []}, "task": {"type": "workerpool0", "index": 0}}']
 )
 def test_vertex_with_a_strange_spec(refuse: Refuse, spec: str) -> None:
-    """A CLUSTER_SPEC that tells nothing is shown; an empty one is as good as none."""
+    """A CLUSTER_SPEC without the rank is shown in the error; an empty one counts as unset."""
     env = {"CLOUD_ML_JOB_ID": "123", "CLUSTER_SPEC": spec}
     if spec:
         assert "CLUSTER_SPEC" in refuse("incomplete-environment", env).diagnosis.what
@@ -67,7 +67,7 @@ def test_vertex_with_a_strange_spec(refuse: Refuse, spec: str) -> None:
 
 
 def test_vertex_server_is_no_rank(refuse: Refuse) -> None:
-    """A machine of the later pools is told that it has no rank."""
+    """A machine of the later pools has no rank, which is an error."""
     assert "workerpool2" in refuse("incomplete-environment", vertex("workerpool2", 0)).diagnosis.why
 
 
@@ -75,7 +75,7 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "T
 
 
 def test_sagemaker() -> None:
-    """The host's place in the list is its rank, and peers' names may come late."""
+    """The host's place in the list is its rank, and the names of peers may resolve late."""
     world = identify(SAGEMAKER)
     assert (world.rank, world.world_size, world.node_rank, world.source) == (1, 2, 1, "sagemaker")
     assert world.coordinator == Address("algo-1", 29500)
@@ -96,7 +96,7 @@ def test_sagemaker_with_a_strange_list(refuse: Refuse, hosts: str) -> None:
 
 
 def test_sagemaker_numbers_hosts(refuse: Refuse) -> None:
-    """Where several processes per host are meant, the host's place is no rank."""
+    """If several processes per host are intended, the host's place is no rank."""
     refuse("node-not-process", {**SAGEMAKER, "LOCAL_WORLD_SIZE": "8"})
 
 

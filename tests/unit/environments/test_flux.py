@@ -28,8 +28,8 @@ def test_job_id_is_not_a_number() -> None:
     assert 20000 <= world.coordinator.port < 30000
 
 
-def test_address_is_asked_for() -> None:
-    """Flux tells its hosts by a command only: the reason says which."""
+def test_a_missing_address_is_explained() -> None:
+    """Only a command of Flux prints its hosts: the reason names it."""
     world = identify(ENV)
     assert world.coordinator is None
     assert "flux hostlist" in world.reasons["coordinator"]

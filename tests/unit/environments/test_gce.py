@@ -76,7 +76,7 @@ def test_half(refuse: Refuse, serve: Serve) -> None:
 
 
 def test_instance_that_is_not_listed(refuse: Refuse, serve: Serve) -> None:
-    """An instance outside the list is told its own name."""
+    """The error for an instance outside the list has its own name."""
     assert "vm-x" in refuse("incomplete-environment", serve(HOSTS, name="vm-x")).diagnosis.why
 
 
@@ -88,14 +88,14 @@ def test_instance_that_is_not_listed(refuse: Refuse, serve: Serve) -> None:
         {"attributes": HOSTS, "status": 404},
     ],
 )
-def test_nothing_told(serve: Serve, answer: dict[str, Any]) -> None:
+def test_metadata_without_our_keys(serve: Serve, answer: dict[str, Any]) -> None:
     """A machine without our keys, or a server that is not Google's, leaves the process alone."""
     assert identify(serve(**answer)).source == "alone"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"attributes": 3}', "null"])
 def test_strange_answer(text: str) -> None:
-    """An answer that is not metadata is as good as none."""
+    """An answer that is not metadata is ignored."""
     assert gce.detect({"GCE_METADATA_HOST": "x"}, ask=lambda _server, _path: text) is None
 
 
@@ -119,7 +119,7 @@ def test_asked_only_with_local_evidence() -> None:
 
 
 def test_silent_server_costs_no_minute() -> None:
-    """A server that accepts and says nothing is given up within the deadline."""
+    """A server that accepts and sends nothing costs no more than the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         start = time.monotonic()
         assert gce.ask_metadata_server(f"127.0.0.1:{server.getsockname()[1]}", "instance/", deadline_s=0.05) is None
@@ -127,8 +127,8 @@ def test_silent_server_costs_no_minute() -> None:
     assert gce.DEADLINE_S < 1
 
 
-def test_dribbling_server_costs_no_minute() -> None:
-    """The deadline holds for the whole answer: one byte now and then does not extend it."""
+def test_slow_server_costs_no_minute() -> None:
+    """The deadline applies to the whole answer: single bytes do not extend it."""
     done = threading.Event()
 
     def dribble(server: socket.socket) -> None:
@@ -152,7 +152,7 @@ def test_dribbling_server_costs_no_minute() -> None:
 
 
 def test_names_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver keeps no deadline, so only addresses are asked."""
+    """Names are not resolved, because a resolver has no deadline."""
 
     def never(*_: object, **__: object) -> None:
         pytest.fail("a connection was tried")

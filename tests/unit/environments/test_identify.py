@@ -55,14 +55,14 @@ THIRD = {"RANK": "3", "WORLD_SIZE": "4"}
     ],
 )
 def test_precedence(env: Mapping[str, str], source: str) -> None:
-    """Launchers go before schedulers, those before MPI, MPI before clouds, and torch's bare variables come last."""
+    """Launchers precede schedulers, those MPI, MPI clouds, and torch's own variables are last."""
     assert identify(env).source == source
 
 
 @pytest.mark.parametrize("outer", [STEP, LSF, FLUX, OPENMPI, HYDRA, SAGEMAKER])
 @pytest.mark.parametrize(("rank", "size", "says"), [("0", "4", "RANK=0"), ("3", "8", "WORLD_SIZE=8")])
-def test_disagreement_is_said(refuse: Refuse, outer: Mapping[str, str], rank: str, size: str, says: str) -> None:
-    """RANK and WORLD_SIZE against any scheduler, MPI or cloud: both are named with their values, none is picked."""
+def test_disagreement_is_an_error(refuse: Refuse, outer: Mapping[str, str], rank: str, size: str, says: str) -> None:
+    """RANK and WORLD_SIZE against any scheduler, MPI or cloud: the error names both with their values."""
     told = refuse("launcher-mismatch", {**outer, "RANK": rank, "WORLD_SIZE": size}).diagnosis
     assert says in told.what
     believed = identify(outer)
@@ -113,12 +113,12 @@ def test_node_launcher_inside_a_step() -> None:
     ],
 )
 def test_left_over_variables_in_agents(refuse: Refuse, left_over: Mapping[str, str]) -> None:
-    """What does not fit together with the tasks is not a launcher inside them, even at one task per node."""
+    """Variables that do not fit the tasks are not of a launcher inside them, even at one task per node."""
     refuse("launcher-mismatch", {**AGENTS, **left_over})
 
 
 def test_shell_inside_a_step_of_one() -> None:
-    """In `srun --pty bash` the user's own RANK and WORLD_SIZE are believed: a step of one is no job of many."""
+    """In `srun --pty bash` RANK and WORLD_SIZE of the user are used: a step of one task is no job of several."""
     one = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     world = identify({**one, "SLURM_NODEID": "0", "SLURM_LOCALID": "0", **PLAIN})
     assert (world.rank, world.world_size, world.source) == (1, 4, "plain")
@@ -131,7 +131,7 @@ def test_agreeing_sources_keep_the_first() -> None:
 
 
 def test_alone() -> None:
-    """Nothing that tells of others: a world of one, which says so."""
+    """Without any variable that indicates other processes the world has one rank, with that reason."""
     world = identify({"PATH": "/bin", "SLURM_NTASKS": "1", "HOSTNAME": "notebook-0", "RANK": " "})
     assert (world.rank, world.world_size, world.source, world.coordinator) == (0, 1, "alone", None)
     assert "nothing" in world.reasons["rank"]
@@ -140,7 +140,7 @@ def test_alone() -> None:
 
 @pytest.mark.parametrize("hint", ["MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
 def test_not_alone_with_a_hint(refuse: Refuse, hint: str) -> None:
-    """A variable that tells of others, without rank and size, is not a world of one."""
+    """A variable that indicates other processes, without rank and size, is an error."""
     assert f"{hint}=1" in refuse("incomplete-environment", {hint: "1"}).diagnosis.why
 
 
@@ -155,15 +155,15 @@ def test_never_writes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_job_name_of_the_user() -> None:
-    """ALLHANDS_JOB goes before the scheduler's name, with the attempt."""
+    """ALLHANDS_JOB, with the attempt, replaces the scheduler's name."""
     assert identify(STEP).job == "slurm-77.0"
     assert identify({**STEP, "ALLHANDS_JOB": "mine", "ALLHANDS_ATTEMPT": "2"}).job == "mine-2"
 
 
 def test_survey_names_every_environment_with_a_reason() -> None:
-    """Each environment is considered once, in order, and says why or why not; errors are kept, not raised."""
+    """Each environment is considered once, in order, with its reason; errors are returned, not raised."""
     found = survey({**STEP, "RANK": "0"})
-    assert [finding.name for finding in found] == [environment.NAME for environment in ENVIRONMENTS]
+    assert [finding.name for finding in found] == [environment.name for environment in ENVIRONMENTS]
     assert all(finding.reason for finding in found)
     by_name = {finding.name: finding for finding in found}
     assert {name for name, finding in by_name.items() if finding.recognised} == {"slurm", "plain"}
@@ -177,7 +177,7 @@ def test_survey_names_every_environment_with_a_reason() -> None:
 
 def test_names_are_distinct() -> None:
     """A source names one environment only."""
-    assert len({environment.NAME for environment in ENVIRONMENTS}) == len(ENVIRONMENTS)
+    assert len({environment.name for environment in ENVIRONMENTS}) == len(ENVIRONMENTS)
 
 
 def test_arguments_are_checked_even_when_the_environment_is_fine() -> None:

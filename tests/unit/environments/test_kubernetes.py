@@ -46,7 +46,7 @@ def test_pytorchjob() -> None:
 
 @pytest.mark.parametrize("more", [{"WORLD_SIZE": "8"}, {"PET_NPROC_PER_NODE": "2"}])
 def test_pytorchjob_with_several_processes_per_pod(refuse: Refuse, more: dict[str, str]) -> None:
-    """RANK is the pod's index while WORLD_SIZE counts processes: it would hang, so it is said."""
+    """RANK is the pod's index while WORLD_SIZE counts processes: the group would never form, so it is an error."""
     told = refuse("node-not-process", {**PYTORCHJOB, **more}).diagnosis
     assert "RANK=3" in told.what
     assert "torchrun" in told.fix
@@ -75,14 +75,14 @@ def test_trainer_with_several_processes_per_pod(refuse: Refuse) -> None:
 
 @pytest.mark.parametrize("number", ["auto", "gpu"])
 def test_trainer_that_leaves_the_number_to_a_launcher(refuse: Refuse, number: str) -> None:
-    """PET_NPROC_PER_NODE may be `auto`: only a launcher in the pod can tell the world size then."""
+    """PET_NPROC_PER_NODE may be `auto`: then only a launcher in the pod knows the world size."""
     told = refuse("not-launched", {**TRAINER, "PET_NPROC_PER_NODE": number}).diagnosis
     assert f"PET_NPROC_PER_NODE={number}" in told.what
     assert "torchrun" in told.fix
 
 
-def test_indexed_job_does_not_tell_its_size(refuse: Refuse) -> None:
-    """The number of pods is not injected: WORLD_SIZE is asked for, and enough; an argument is, too."""
+def test_indexed_job_without_its_size(refuse: Refuse) -> None:
+    """Kubernetes does not set the number of pods: WORLD_SIZE or an argument must give it."""
     told = refuse("incomplete-environment", INDEXED).diagnosis
     assert told.what == "WORLD_SIZE is missing: only JOB_COMPLETION_INDEX=3 is there"
     assert "spec.completions" in told.fix
@@ -93,13 +93,13 @@ def test_indexed_job_does_not_tell_its_size(refuse: Refuse) -> None:
 
 
 def test_indexed_job_with_an_address() -> None:
-    """The manifest tells the headless service's name in MASTER_ADDR; a pod needs no special port."""
+    """The manifest sets MASTER_ADDR to the headless service's name; the port has a default."""
     env = {**INDEXED, "WORLD_SIZE": "4", "MASTER_ADDR": "bert-0.svc"}
     assert identify(env).coordinator == Address("bert-0.svc", 29500)
 
 
 def test_index_does_not_contradict_rank() -> None:
-    """A manifest that sets RANK itself is believed: in a JobSet the index begins again in every Job."""
+    """RANK of the manifest is used: in a JobSet the index restarts in every Job."""
     world = identify({**INDEXED, "RANK": "7", "WORLD_SIZE": "8"})
     assert (world.rank, world.source) == (7, "plain")
 
@@ -108,7 +108,7 @@ def test_index_does_not_contradict_rank() -> None:
     "env", [{**INDEXED, "WORLD_SIZE": "4"}, {**JOBSET, "WORLD_SIZE": "4"}, {**STATEFULSET, "WORLD_SIZE": "4"}]
 )
 def test_pods_are_not_processes(refuse: Refuse, env: dict[str, str]) -> None:
-    """A pod's index is no rank where the manifest means several processes per pod."""
+    """A pod's index is no rank if the manifest asks for several processes per pod."""
     refuse("node-not-process", {**env, "NPROC_PER_NODE": "8"})
 
 
@@ -122,12 +122,12 @@ def test_jobset() -> None:
 
 
 def test_jobset_that_passes_too_little_on(refuse: Refuse) -> None:
-    """The controller sets no variable: what the manifest must add is said."""
+    """The controller sets no variables: the error names those that the manifest must add."""
     assert "PROCESSES_IN_JOB" in refuse("incomplete-environment", {**JOBSET, "JOB_INDEX": "1"}).diagnosis.fix
 
 
 def test_statefulset() -> None:
-    """The host name's number is the rank where WORLD_SIZE tells the replicas."""
+    """The number in the host name is the rank if WORLD_SIZE gives the number of replicas."""
     world = identify({**STATEFULSET, "WORLD_SIZE": "4", "MASTER_ADDR": "bert-0.svc"})
     assert (world.rank, world.world_size, world.source, world.late_names) == (3, 4, "statefulset", True)
     assert world.coordinator == Address("bert-0.svc", 29500)

@@ -45,7 +45,7 @@ def test_socket() -> None:
     ],
 )
 def test_inside_anything(inside: dict[str, str]) -> None:
-    """The launcher's word holds inside any scheduler, and nothing is compared."""
+    """The launcher's values are used inside any scheduler, and nothing is compared with them."""
     assert identify({**ENV, **inside}).rank == 5
 
 

@@ -41,7 +41,7 @@ def test_values(env: dict[str, str], source: str) -> None:
 
 
 @pytest.mark.parametrize("env", [OPENMPI, HYDRA, MVAPICH])
-def test_node_rank_is_not_told(env: dict[str, str]) -> None:
+def test_node_rank_is_not_read(env: dict[str, str]) -> None:
     """OMPI_COMM_WORLD_NODE_RANK is the process's number on its node, not the node's: it is not read."""
     assert identify(env).node_rank is None
 
@@ -69,7 +69,7 @@ def test_half_an_address(refuse: Refuse) -> None:
 
 
 def test_half_an_address_of_the_allocation() -> None:
-    """A host that only the scheduler tells, with no port to be had, is not the user's mistake: the reason says it."""
+    """A host of the scheduler without a port is no error of the user: the reason explains it."""
     world = identify({**OPENMPI, "PMIX_NAMESPACE": "", "SLURM_JOB_NODELIST": "n[3-4]"})
     assert world.coordinator is None
     assert "set MASTER_PORT" in world.reasons["coordinator"]
@@ -97,7 +97,7 @@ def test_mpirun_in_a_slurm_allocation() -> None:
 
 @pytest.mark.parametrize("mpi", [OPENMPI, HYDRA, MVAPICH, {**HYDRA, "PALS_RANKID": "3", "PALS_APID": "a-b"}])
 def test_pbs(tmp_path: Path, mpi: dict[str, str]) -> None:
-    """MPI numbers, PBS knows the hosts: the first line of its node file."""
+    """MPI gives the ranks; the host of rank 0 is the first line of PBS's node file."""
     nodes = tmp_path / "nodes"
     nodes.write_text("first.cluster\nsecond.cluster\n")
     pals = {"PALS_LOCAL_RANKID": "0", "PALS_NODEID": "1"}
@@ -110,13 +110,13 @@ def test_pbs(tmp_path: Path, mpi: dict[str, str]) -> None:
 
 
 def test_pbs_node_file_that_is_elsewhere(refuse: Refuse) -> None:
-    """A node file that only the first node has is named, with the line that mends it."""
+    """A node file that only the first node has is named, with the line that corrects it."""
     told = refuse("incomplete-environment", {**HYDRA, "PBS_JOBID": "9", "PBS_NODEFILE": "/nowhere/nodes"}).diagnosis
     assert "head -n 1 $PBS_NODEFILE" in told.fix
 
 
 def test_pals_without_a_size(refuse: Refuse) -> None:
-    """PALS tells no size of its own."""
+    """PALS gives no size."""
     env = {"PBS_JOBID": "9", "PBS_NODEFILE": "/nowhere", "PALS_RANKID": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     assert "PMI_SIZE is missing" in refuse("incomplete-environment", env).diagnosis.what
 
@@ -125,7 +125,7 @@ def test_pals_without_a_size(refuse: Refuse) -> None:
     ("node", "address"), [("10.0.0.4:6000", Address("10.0.0.4", 6000)), ("10.0.0.4", Address("10.0.0.4", 20000))]
 )
 def test_azureml_with_mpi(node: str, address: Address) -> None:
-    """Azure ML's batch service tells the first node."""
+    """Azure ML's batch service gives the first node."""
     env = {**OPENMPI, "AZUREML_EXPERIMENT_ID": "e", "AZUREML_RUN_ID": "r", "AZ_BATCH_MASTER_NODE": node}
     world = identify(env)
     assert (world.rank, world.local_rank, world.source, world.job) == (3, 1, "azureml", "azureml-r")

@@ -27,7 +27,7 @@ def test_values() -> None:
 
 
 def test_no_address_is_not_half_an_address() -> None:
-    """Without MASTER_ADDR and MASTER_PORT the ranks may meet in another way; the reason says what to set."""
+    """Without MASTER_ADDR and MASTER_PORT the ranks may meet in another way; the reason names what to set."""
     world = identify(without("MASTER_ADDR", "MASTER_PORT"))
     assert world.coordinator is None
     assert "MASTER_ADDR" in world.reasons["coordinator"]
@@ -80,13 +80,13 @@ def test_more_here_than_in_all(refuse: Refuse) -> None:
 
 @pytest.mark.parametrize("meant", ["LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE"])
 def test_rank_that_counts_nodes(refuse: Refuse, meant: str) -> None:
-    """The recurring trap: without LOCAL_RANK or torchrun, RANK is not a process's rank where several are meant."""
+    """Without LOCAL_RANK or torchrun, RANK is no process's rank if several processes per node are intended."""
     told = refuse("node-not-process", {**ENV, meant: "8"}).diagnosis
     assert "RANK=1" in told.what
     assert f"{meant}=8" in told.why
 
 
-def test_one_process_per_node_is_no_trap() -> None:
-    """Where one process per node is meant, or LOCAL_RANK is set, RANK can be trusted."""
+def test_rank_with_one_process_per_node() -> None:
+    """With one process per node, or with LOCAL_RANK, RANK is the rank of the process."""
     assert identify({**ENV, "NPROC_PER_NODE": "1"}).rank == 1
     assert identify({**ENV, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).local_world_size == 2

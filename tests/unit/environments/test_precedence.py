@@ -23,7 +23,7 @@ def test_arguments_without_environment() -> None:
 
 
 def test_arguments_override_what_they_give() -> None:
-    """What is not given still comes from the environment."""
+    """Values that are not given are read from the environment."""
     world = identify(PLAIN, rank=3)
     assert (world.rank, world.world_size, world.coordinator) == (3, 4, Address("node-a", 29501))
     assert world.reasons["world_size"] == "WORLD_SIZE=4"
@@ -35,14 +35,14 @@ def test_same_arguments_keep_the_local_rank() -> None:
 
 
 def test_other_arguments_drop_the_local_rank() -> None:
-    """A local rank that belongs to the environment's processes is not taken for ours."""
+    """A local rank that belongs to the environment's processes is not used."""
     world = identify(STEP, rank=9, world_size=16)
     assert world.local_rank is None
     assert "slurm" in world.reasons["local_rank"]
 
 
 def test_arguments_are_not_compared() -> None:
-    """RANK against SLURM_PROCID is no obstacle for who knows its rank."""
+    """RANK against SLURM_PROCID is no error if the caller gives the rank."""
     muddled = {**STEP, "RANK": "0"}
     world = identify(muddled, rank=3)
     assert (world.rank, world.world_size) == (3, 4)
@@ -50,8 +50,8 @@ def test_arguments_are_not_compared() -> None:
     assert (world.rank, world.world_size) == (5, 6)
 
 
-def test_muddled_environment_is_not_used() -> None:
-    """With rank and size given, an environment that cannot be understood is left aside, which is said."""
+def test_inconsistent_environment_is_not_used() -> None:
+    """With rank and size given, an inconsistent environment is ignored, with a reason."""
     world = identify({"SLURM_NTASKS": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, rank=1, world_size=2)
     assert (world.rank, world.coordinator) == (1, Address("h", 1))
     assert "srun" in world.reasons["environment"]
@@ -81,7 +81,7 @@ def test_rank_out_of_range(refuse: Refuse, rank: int, size: int) -> None:
     ],
 )
 def test_coordinator(written: Address | str, address: Address) -> None:
-    """A coordinator's address can be given in several ways and goes before MASTER_ADDR."""
+    """A coordinator's address can be written in several ways and overrides MASTER_ADDR."""
     world = identify(PLAIN, coordinator=written)
     assert world.coordinator == address
     assert "argument" in world.reasons["coordinator"]
@@ -89,11 +89,11 @@ def test_coordinator(written: Address | str, address: Address) -> None:
 
 @pytest.mark.parametrize("written", ["host", "host:", ":1", "host:x", "fe80::1:1", "host:0", "host:65536", "[]:1", ""])
 def test_strange_coordinator(refuse: Refuse, written: str) -> None:
-    """What is not HOST:PORT is refused with the value shown."""
+    """An address that is not HOST:PORT is an error that shows it."""
     assert written in refuse("invalid-argument", PLAIN, coordinator=written).diagnosis.what
 
 
-def test_given_coordinator_spares_the_search(refuse: Refuse) -> None:
+def test_given_coordinator_needs_no_host_list(refuse: Refuse) -> None:
     """With an address given, a scheduler's unreadable list of hosts is not needed."""
     env = {"PBS_JOBID": "1", "PBS_NODEFILE": "/nowhere/nodes", "PMI_RANK": "1", "PMI_SIZE": "2"}
     refuse("incomplete-environment", env)
@@ -101,7 +101,7 @@ def test_given_coordinator_spares_the_search(refuse: Refuse) -> None:
     assert (world.rank, world.coordinator, world.source) == (1, Address("h", 1), "pbs")
 
 
-def test_given_coordinator_is_not_the_agents() -> None:
+def test_given_coordinator_is_not_in_the_agents_store() -> None:
     """Another address than torchrun's is not held by torchrun's agent."""
     env = {**PLAIN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert identify(env).agent_store

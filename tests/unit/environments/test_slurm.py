@@ -66,7 +66,7 @@ SALLOC = {name: value for name, value in BATCH.items() if name not in {*TASKS[0]
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_what_srun_gives(rank: int) -> None:
+def test_tasks_of_a_real_srun(rank: int) -> None:
     """The four tasks of a real srun, three on one node and one on the other."""
     world = identify({**SRUN, **TASKS[rank]})
     assert (world.rank, world.world_size, world.source, world.job) == (rank, 4, "slurm", "slurm-1.0")
@@ -77,20 +77,20 @@ def test_what_srun_gives(rank: int) -> None:
 
 
 @pytest.mark.parametrize("env", [BATCH, SALLOC])
-def test_what_a_batch_script_sees(refuse: Refuse, env: dict[str, str]) -> None:
-    """The script of sbatch looks like rank 0, and is none: it is told to use srun."""
+def test_batch_script_is_no_rank(refuse: Refuse, env: dict[str, str]) -> None:
+    """The script of sbatch looks like rank 0 and is none: the fix is srun."""
     assert "srun" in refuse("not-launched", env).diagnosis.fix
 
 
 def test_values() -> None:
-    """A task's numbers come from the step, not from the job."""
+    """A task's numbers are those of the step, not of the job."""
     world = identify(STEP)
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (3, 5, 1, 2, 1)
     assert (world.job, world.source) == ("slurm-77.4", "slurm")
     assert world.reasons["world_size"] == "SLURM_STEP_NUM_TASKS=5"
 
 
-def test_size_of_the_job_where_the_step_tells_none() -> None:
+def test_size_of_the_job_if_the_step_gives_none() -> None:
     """SLURM_NTASKS is the size where SLURM_STEP_NUM_TASKS is not set."""
     assert identify({**STEP, "SLURM_STEP_NUM_TASKS": ""}).world_size == 9
 
@@ -116,7 +116,7 @@ def test_arbitrary_distribution_follows_the_host_file(tmp_path: Path) -> None:
 
 
 def test_arbitrary_distribution_without_a_list() -> None:
-    """After `srun -m arbitrary -w n2,n1` nothing tells where rank 0 is: no host is guessed, and the reason says so."""
+    """After `srun -m arbitrary -w n2,n1` no variable gives the host of rank 0, and none is guessed."""
     world = identify({**STEP, "SLURM_DISTRIBUTION": "arbitrary"})
     assert world.coordinator is None
     assert "MASTER_ADDR" in world.reasons["coordinator"]
@@ -129,7 +129,7 @@ def test_host_file_that_cannot_be_read(refuse: Refuse) -> None:
 
 
 def test_derived_port_differs_between_steps() -> None:
-    """The port is stable for a step, differs for concurrent steps, stays in its range, and its origin is said."""
+    """The port is stable for a step, differs for concurrent steps, stays in its range, and has a reason."""
     ports = set()
     for step in range(8):
         env = {**STEP, "SLURM_STEP_ID": str(step)}
@@ -152,7 +152,7 @@ def test_derived_port_differs_between_steps() -> None:
     ],
 )
 def test_ports(extra: dict[str, str], address: Address) -> None:
-    """What the user sets goes first, then a real reservation of Slurm's."""
+    """A port of the user has precedence, then one that Slurm reserved."""
     assert identify({**STEP, **extra}).coordinator == address
 
 
@@ -167,7 +167,7 @@ def test_one_host_needs_no_address() -> None:
 
 
 def test_local_world_size_is_slurms() -> None:
-    """A LOCAL_WORLD_SIZE from elsewhere is not believed."""
+    """LOCAL_WORLD_SIZE of another source is not used."""
     assert identify({**STEP, "LOCAL_WORLD_SIZE": "5"}).local_world_size == 2
     assert identify({**STEP, "LOCAL_WORLD_SIZE": "5", "SLURM_STEP_TASKS_PER_NODE": ""}).local_world_size is None
 
@@ -223,7 +223,7 @@ def test_examples(written: str, hosts: list[str]) -> None:
     ],
 )
 def test_malformed(written: str, why: str) -> None:
-    """What is not a host list is shown, with what is wrong about it."""
+    """A malformed host list is an error that shows it, with the reason."""
     with pytest.raises(AllhandsError) as caught:
         expand(written)
     assert caught.value.slug == "invalid-argument"
@@ -233,7 +233,7 @@ def test_malformed(written: str, why: str) -> None:
 
 @pytest.mark.parametrize("written", ["n[0-99999999999]", "a[0-999]b[0-999]", "n[0-65535],m", "n[0-40000,0-40000]"])
 def test_too_many(written: str) -> None:
-    """A list that would fill the memory is refused before it does."""
+    """A list that would exhaust the memory is refused."""
     with pytest.raises(AllhandsError, match=str(MOST)):
         expand(written)
     assert len(expand("n[0-65535]")) == MOST
@@ -272,7 +272,7 @@ def reference(item: tuple[str, list[tuple[Bracket, str]]]) -> list[str]:
 
 @given(st.lists(items, max_size=3), st.sampled_from([",", " ", ", ", "\n"]))
 def test_round_trip(listed: list[tuple[str, list[tuple[Bracket, str]]]], separator: str) -> None:
-    """Any list expands to what its parts say, in order, whatever separates its items."""
+    """Any list expands to the hosts of its parts, in order, with any separator."""
     written = [write(item) for item in listed]
     expected = [reference(item) for item in listed]
     if sum(map(len, expected)) > MOST:
@@ -309,7 +309,7 @@ def test_counts_round_trip(runs: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("written", ["2(x", "x", "2(3)", "", "2,,1", "1(x99999999999)"])
 def test_malformed_counts(written: str) -> None:
-    """What is not a list of counts is an error, also where it would fill the memory."""
+    """A malformed list of counts is an error, also one that would exhaust the memory."""
     with pytest.raises(AllhandsError) as caught:
         counts(written)
     assert caught.value.slug == "invalid-argument"

@@ -45,12 +45,12 @@ def test_inside_slurm() -> None:
 
 
 def test_inside_pytorchjob() -> None:
-    """A per-pod torchrun numbers the processes: the operator's variables are no trap then."""
+    """A per-pod torchrun numbers the processes: the operator's variables are ignored then."""
     assert identify({**ENV, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}).source == "torchrun"
 
 
 def test_default_run_id_is_no_name() -> None:
-    """Two jobs that both have torchrun's default id are told apart by their addresses."""
+    """Two jobs that both have torchrun's default id differ in their addresses."""
     one = identify({**ENV, "TORCHELASTIC_RUN_ID": "none"})
     two = identify({**ENV, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29501"})
     assert one.job != two.job

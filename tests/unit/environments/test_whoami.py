@@ -17,18 +17,18 @@ STEP = {
 
 
 def test_report_gives_every_value_its_reason() -> None:
-    """Each value stands with where it was read, and the report survives JSON."""
+    """Each value has the place where it was read, and the report can be encoded as JSON."""
     made = json.loads(json.dumps(report(STEP)))
     assert (made["exit_code"], made["source"], made["error"]) == (0, "slurm", None)
     assert made["world"]["rank"] == {"value": 3, "reason": "SLURM_PROCID=3"}
     assert made["world"]["coordinator"]["value"].startswith("n1:")
     assert made["world"]["local_rank"] == {"value": None, "reason": "not given"}
-    assert [found["name"] for found in made["survey"]] == [environment.NAME for environment in ENVIRONMENTS]
+    assert [found["name"] for found in made["survey"]] == [environment.name for environment in ENVIRONMENTS]
     assert [found["name"] for found in made["survey"] if found["believed"]] == ["slurm"]
 
 
 def test_report_of_an_error() -> None:
-    """Where it cannot be said who this process is, the diagnosis stands in the report and the exit code is 1."""
+    """If the rank cannot be determined, the report has the diagnosis, and the exit code is 1."""
     made = json.loads(json.dumps(report({**STEP, "RANK": "0"})))
     assert (made["exit_code"], made["error"]["slug"], made["world"]) == (1, "launcher-mismatch", {})
     assert not any(found["believed"] for found in made["survey"])
@@ -52,7 +52,7 @@ def test_report_holds_no_secret() -> None:
 
 
 def test_render_is_aligned() -> None:
-    """Values and reasons stand in columns, and what is neither known nor explained is left out."""
+    """Values and reasons are aligned, and values without value and reason are left out."""
     lines = render(report(STEP)).splitlines()
     rank = next(line for line in lines if line.startswith("rank"))
     size = next(line for line in lines if line.startswith("world_size"))
@@ -72,8 +72,8 @@ def test_render_is_aligned() -> None:
         {"ALLHANDS_RANK": "0", "ALLHANDS_WORLD_SIZE": "2", "ALLHANDS_COORDINATOR": "unix:x", "ALLHANDS_JOB": "j"},
     ],
 )
-def test_what_is_known_has_a_reason(env: dict[str, str]) -> None:
-    """No value is given without where it comes from."""
+def test_every_value_has_a_reason(env: dict[str, str]) -> None:
+    """Each value has a reason."""
     world = report(env)["world"]
     assert world
     for name, told in world.items():
@@ -82,5 +82,5 @@ def test_what_is_known_has_a_reason(env: dict[str, str]) -> None:
 
 
 def test_render_alone() -> None:
-    """A process alone is told so."""
+    """The output for a single process names the reason."""
     assert "nothing in the environment indicates other processes" in render(report({}))
