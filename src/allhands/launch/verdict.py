@@ -178,20 +178,25 @@ class NodeLoss(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Who is to blame. ``culprits`` are ranks, the root cause first."""
+    """The ranks to blame, ``culprits``, the root cause first; why they failed, and the exit status of the job."""
 
     cause: str
     culprits: tuple[int, ...]
     what: str
-    why: str
-    fix: str
-    exit_code: int
+    why: str = ""
+    fix: str = ""
+    exit_code: int = 1
     # Tracebacks or stacks of the culprits.
     traces: _Grouped = ()
-    # How the other ranks ended.
-    others: _Grouped = ()
     outcomes: tuple[Outcome, ...] = ()
     stall: Stall | None = None
+
+    @property
+    def others(self) -> _Grouped:
+        """How the other ranks ended; () after a stall, which ends all of them alike, and for a job that succeeded."""
+        if self.stall is not None or not self.exit_code:
+            return ()
+        return _group((each.rank, _end(each)) for each in self.outcomes if each.rank not in self.culprits)
 
 
 def judge(
@@ -208,6 +213,7 @@ def judge(
     ``findings`` are the coordinator's diagnoses, ``stopped`` is the signal by which a user or scheduler ended the job
     (``stopped_by`` names the node, where there are several), ``lost`` are the nodes that sent no outcomes.
     """
+    outcomes = tuple(outcomes)
     if stall is not None:
         return _stalled(outcomes, stall)
     if not lost and all(outcome.status == 0 for outcome in outcomes):
@@ -282,7 +288,7 @@ def _interrupted(outcome: Outcome, number: int) -> bool:
 # The kinds of verdict ---------------------------------------------------------------------------------------------
 
 
-def _blamed(outcomes: Sequence[Outcome], primary: list[Outcome]) -> Verdict:
+def _blamed(outcomes: tuple[Outcome, ...], primary: list[Outcome]) -> Verdict:
     first = primary[0]
     alike = sorted((outcome for outcome in primary if _did(outcome) == _did(first)), key=lambda each: each.rank)
     different = [outcome for outcome in primary if outcome not in alike]
@@ -291,21 +297,19 @@ def _blamed(outcomes: Sequence[Outcome], primary: list[Outcome]) -> Verdict:
         what += f"; rank {outcome.rank} {_did(outcome)}"
     if len(different) > 3:
         what += f"; {len(different) - 3} more failed by themselves"
-    culprits = tuple(outcome.rank for outcome in (*alike, *different))
+    culprits = [*alike, *different]
     return Verdict(
-        cause=first.cause,
-        culprits=culprits,
-        what=what,
-        why=_why(first),
-        fix=_fix(first),
+        first.cause,
+        tuple(outcome.rank for outcome in culprits),
+        what,
+        *_why_and_fix(first),
         exit_code=_exit_code(first.status),
-        traces=_traces([*alike, *different]),
-        others=_others(outcomes, culprits),
-        outcomes=tuple(outcomes),
+        traces=_traces(culprits),
+        outcomes=outcomes,
     )
 
 
-def _blamed_by_others(outcomes: Sequence[Outcome], failed: list[Outcome], findings: Sequence[Diagnosis]) -> Verdict:
+def _blamed_by_others(outcomes: tuple[Outcome, ...], failed: list[Outcome], findings: Sequence[Diagnosis]) -> Verdict:
     """Judge where every failure reports another rank: by the coordinator's finding, else by the first report."""
     first = min(failed, key=lambda outcome: outcome.failed_s)
     named: tuple[int, ...] = ()
@@ -322,44 +326,33 @@ def _blamed_by_others(outcomes: Sequence[Outcome], failed: list[Outcome], findin
         why = f"{early[0]} ended with exit status 0 after {duration(early[0].after_s)}; {why}".rstrip("; ")
         fix = "let every rank make the same calls before it exits; one that is done early still has to take part"
     return Verdict(
-        cause="lost" if not named or set(named) - set(by_rank) or early else "exception",
-        culprits=named,
-        what=what,
-        why=why,
-        fix=fix,
+        "lost" if set(named) - set(by_rank) or early else "exception",
+        named,
+        what,
+        why,
+        fix,
         exit_code=_exit_code(first.status),
         traces=_traces([outcome for outcome in failed if outcome.rank in named] or [first]),
-        others=_others(outcomes, named),
-        outcomes=tuple(outcomes),
+        outcomes=outcomes,
     )
 
 
-def _stalled(outcomes: Sequence[Outcome], stall: Stall) -> Verdict:
+def _stalled(outcomes: tuple[Outcome, ...], stall: Stall) -> Verdict:
     lagging = stall.lagging
     what = f"the job made no progress for {duration(stall.after_s)}: "
-    suspended = [rank for rank in lagging if "stopped" in stall.states.get(rank, "")]
     if lagging:
+        suspended = [rank for rank in lagging if "stopped" in stall.states.get(rank, "")]
         what += f"the others wait for {ranks(lagging)}"
-        why = "from the flight recorders: " + (
-            f"{ranks(suspended)} is stopped (SIGSTOP or a debugger; observed)"
-            if suspended
-            else _position(stall, lagging[0])
-        )
+        position = _position(stall, lagging[0])
+        if suspended:
+            position = f"{ranks(suspended)} is stopped (SIGSTOP or a debugger; observed)"
+        why = f"from the flight recorders: {position}"
         fix = "look at the stack of that rank below: it does not reach the call that the others are in"
     else:
         what += "every rank is in the same call, and none returns"
         why = "from the flight recorders: no rank lags, so the engine or the network makes no progress (inferred)"
         fix = "look at the stacks below, and at the network between the ranks"
-    return Verdict(
-        cause="hang",
-        culprits=lagging,
-        what=what,
-        why=why,
-        fix=fix,
-        exit_code=HANG_STATUS,
-        outcomes=tuple(outcomes),
-        stall=stall,
-    )
+    return Verdict("hang", lagging, what, why, fix, exit_code=HANG_STATUS, outcomes=outcomes, stall=stall)
 
 
 def _position(stall: Stall, rank: int) -> str:
@@ -380,39 +373,22 @@ def _first_loss(lost: Sequence[NodeLoss], primary: Sequence[Outcome]) -> NodeLos
     return None if any(outcome.failed_s < first.last_received_s for outcome in primary) else first
 
 
-def _lost(outcomes: Sequence[Outcome], first: NodeLoss, lost: Sequence[NodeLoss]) -> Verdict:
-    why, fix = first.why_and_fix()
+def _lost(outcomes: tuple[Outcome, ...], first: NodeLoss, lost: Sequence[NodeLoss]) -> Verdict:
     in_order = [first, *(loss for loss in lost if loss is not first)]
     known = {outcome.rank for outcome in outcomes}
-    return Verdict(
-        cause="lost",
-        culprits=tuple(rank for loss in in_order for rank in loss.ranks if rank not in known),
-        what="; ".join(loss.what for loss in in_order),
-        why=why,
-        fix=fix,
-        exit_code=1,
-        others=_others(outcomes, ()),
-        outcomes=tuple(outcomes),
-    )
+    culprits = tuple(rank for loss in in_order for rank in loss.ranks if rank not in known)
+    return Verdict("lost", culprits, "; ".join(loss.what for loss in in_order), *first.why_and_fix(), outcomes=outcomes)
 
 
-def _stopped(outcomes: Sequence[Outcome], number: int, by: str) -> Verdict:
+def _stopped(outcomes: tuple[Outcome, ...], number: int, by: str) -> Verdict:
     reasons = {
         signal.SIGINT: "Ctrl-C or SIGINT",
         signal.SIGHUP: "SIGHUP: its terminal was closed",
         signal.SIGPIPE: "nobody reads its output any more",
     }
     reason = reasons.get(signal.Signals(number), signal.Signals(number).name)
-    return Verdict(
-        cause="stopped",
-        culprits=(),
-        what=f"the job was stopped by {reason}" + (f" on {by}" if by else ""),
-        why="",
-        fix="",
-        exit_code=128 + number,
-        others=_others(outcomes, ()),
-        outcomes=tuple(outcomes),
-    )
+    what = f"the job was stopped by {reason}" + (f" on {by}" if by else "")
+    return Verdict("stopped", (), what, exit_code=128 + number, outcomes=outcomes)
 
 
 # Sentences about one rank -----------------------------------------------------------------------------------------
@@ -440,41 +416,39 @@ def _did(outcome: Outcome) -> str:
     return f"ended with exit status {outcome.status}{without}"
 
 
-def _why(outcome: Outcome) -> str:
+def _why_and_fix(outcome: Outcome) -> tuple[str, str]:
+    record, status = outcome.record, outcome.status
     if outcome.oom:
-        return outcome.oom
-    record = outcome.record
-    if outcome.status == -signal.SIGKILL:
-        return "another process sent SIGKILL, not allhands (observed); no sign that memory ran out"
-    if outcome.status == -signal.SIGBUS:
-        return "probably a mapped file or shared memory that is smaller than it was (a full /dev/shm)"
-    if outcome.status < 0 and outcome.stack:
-        return "it crashed in native code (observed); its Python stack is below"
-    if -outcome.status in _CRASHES:
-        return "it crashed in native code (observed), and left no Python stack"
-    if outcome.status < 0:
-        return "the signal came from outside, not from allhands (observed)"
-    if outcome.raised and (record["kind"] in _CHILD_ERRORS or record.get("remote")):
-        return "the exception comes from a process that this rank had started, whose traceback it contains"
-    if outcome.raised and record["kind"] == "MemoryError":
-        return "an allocation of memory failed: its own limit (ulimit -v), or the machine's"
-    if outcome.raised and "SyntaxError" in record["bases"]:
-        return "the script cannot be compiled, so it did not begin"
-    if record.get("end") == "exit":
-        return f"at {record['site']}" if record.get("site") else ""
-    if outcome.raised or record.get("end") == "program":
-        return ""
-    return "the script did not reach its end (observed): os._exit, or exit() in native code"
-
-
-def _fix(outcome: Outcome) -> str:
-    if outcome.oom:
-        return "give the job more memory, or each rank less to do: a smaller batch, fewer DataLoader workers"
-    if outcome.status == -signal.SIGKILL:
-        return "find out what may kill it: a scheduler's limit, systemd-oomd, a person; then run the job again"
-    if outcome.status < 0 and outcome.stack:
-        return "the last Python line of the stack calls what crashed"
-    return ""
+        return (
+            outcome.oom,
+            "give the job more memory, or each rank less to do: a smaller batch, fewer DataLoader workers",
+        )
+    if status == -signal.SIGKILL:
+        return (
+            "another process sent SIGKILL, not allhands (observed); no sign that memory ran out",
+            "find out what may kill it: a scheduler's limit, systemd-oomd, a person; then run the job again",
+        )
+    fix = "the last Python line of the stack calls what crashed" if status < 0 and outcome.stack else ""
+    why = ""
+    if status == -signal.SIGBUS:
+        why = "probably a mapped file or shared memory that is smaller than it was (a full /dev/shm)"
+    elif status < 0 and outcome.stack:
+        why = "it crashed in native code (observed); its Python stack is below"
+    elif -status in _CRASHES:
+        why = "it crashed in native code (observed), and left no Python stack"
+    elif status < 0:
+        why = "the signal came from outside, not from allhands (observed)"
+    elif outcome.raised and (record["kind"] in _CHILD_ERRORS or record.get("remote")):
+        why = "the exception comes from a process that this rank had started, whose traceback it contains"
+    elif outcome.raised and record["kind"] == "MemoryError":
+        why = "an allocation of memory failed: its own limit (ulimit -v), or the machine's"
+    elif outcome.raised and "SyntaxError" in record["bases"]:
+        why = "the script cannot be compiled, so it did not begin"
+    elif record.get("end") == "exit":
+        why = f"at {record['site']}" if record.get("site") else ""
+    elif not outcome.raised and record.get("end") != "program":
+        why = "the script did not reach its end (observed): os._exit, or exit() in native code"
+    return why, fix
 
 
 def _traces(culprits: Sequence[Outcome]) -> _Grouped:
@@ -483,10 +457,6 @@ def _traces(culprits: Sequence[Outcome]) -> _Grouped:
         (each.rank, each.stack if each.status < 0 and each.stack else str(each.record.get("traceback", "")))
         for each in culprits
     )
-
-
-def _others(outcomes: Sequence[Outcome], culprits: Sequence[int]) -> _Grouped:
-    return _group((each.rank, _end(each)) for each in outcomes if each.rank not in culprits)
 
 
 def _end(outcome: Outcome) -> str:

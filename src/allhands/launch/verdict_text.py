@@ -18,7 +18,6 @@ __all__ = [
     "brief_text",
     "culprit_lines",
     "last_call_lines",
-    "leftover_text",
     "rank_ranges",
     "result",
     "stall_text",
@@ -53,10 +52,13 @@ def result(
     restart: bool = False,
 ) -> AttemptResult:
     """Return the result of an attempt that was judged here."""
-    text = verdict_text(verdict, leftovers) if verdict is not None else leftover_text(leftovers)
-    exit_code = 0 if verdict is None else verdict.exit_code
-    report = json.dumps(_report(job, attempt, verdict, outcomes, leftovers), indent=2) + "\n"
-    return AttemptResult(exit_code, text, report, restart)
+    text = f"allhands: ended what the ranks had left behind: {'; '.join(leftovers)}\n" if leftovers else ""
+    if verdict is None:
+        verdict = Verdict("", (), "the job went well", exit_code=0, outcomes=tuple(outcomes))
+    else:
+        text = verdict_text(verdict, leftovers)
+    report = json.dumps(_report(job, attempt, verdict, leftovers), indent=2) + "\n"
+    return AttemptResult(verdict.exit_code, text, report, restart)
 
 
 def verdict_text(verdict: Verdict, leftovers: Sequence[str]) -> str:
@@ -81,11 +83,6 @@ def verdict_text(verdict: Verdict, leftovers: Sequence[str]) -> str:
 def brief_text(verdict: Verdict) -> str:
     """Return the verdict for the terminals of nodes other than 0: without tracebacks and last calls."""
     return "\n".join([*_head(verdict), f"  exit status {verdict.exit_code} (the whole verdict is on node 0)"]) + "\n"
-
-
-def leftover_text(leftovers: Sequence[str]) -> str:
-    """Return the line about processes that outlived the ranks of a job that succeeded; "" for none."""
-    return f"allhands: ended what the ranks had left behind: {'; '.join(leftovers)}\n" if leftovers else ""
 
 
 def _head(verdict: Verdict) -> list[str]:
@@ -174,27 +171,24 @@ def rank_ranges(numbers: Iterable[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-def _report(
-    job: Job, attempt: int, verdict: Verdict | None, outcomes: Sequence[Outcome], leftovers: Sequence[str]
-) -> dict[str, Any]:
+def _report(job: Job, attempt: int, verdict: Verdict, leftovers: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "job": job.name,
         "attempt": attempt,
         "world_size": job.world_size,
-        "exit_code": 0 if verdict is None else verdict.exit_code,
-        "cause": "" if verdict is None else verdict.cause,
-        "culprits": [] if verdict is None else list(verdict.culprits),
-        "what": "the job went well" if verdict is None else verdict.what,
-        "why": "" if verdict is None else verdict.why,
-        "fix": "" if verdict is None else verdict.fix,
-        "followers": [] if verdict is None else [{"ranks": list(who), "did": end} for who, end in verdict.others],
+        "exit_code": verdict.exit_code,
+        "cause": verdict.cause,
+        "culprits": list(verdict.culprits),
+        "what": verdict.what,
+        "why": verdict.why,
+        "fix": verdict.fix,
+        "followers": [{"ranks": list(who), "did": end} for who, end in verdict.others],
         "left_behind": list(leftovers),
-        "ranks": [_rank_report(outcome) for outcome in outcomes],
+        "ranks": [_rank_report(outcome) for outcome in verdict.outcomes],
         "nodes": job.nodes,
+        "traces": [{"ranks": list(who), "text": text} for who, text in verdict.traces],
     }
-    if verdict is not None:
-        found["traces"] = [{"ranks": list(who), "text": text} for who, text in verdict.traces]
-    if verdict is not None and verdict.stall is not None:
+    if verdict.stall is not None:
         found["stacks"] = {str(rank): text for rank, text in verdict.stall.stacks.items()}
     return found
 
