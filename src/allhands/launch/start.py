@@ -31,6 +31,7 @@ __all__ = [
     "HANDLED_SIGNALS",
     "JOB_VARIABLE",
     "OUTER_LAUNCHER_VARIABLES",
+    "PIPE_BYTES",
     "EarlyStart",
     "WorkerProcess",
     "job_variable",
@@ -62,7 +63,7 @@ OUTER_LAUNCHER_VARIABLES = (
 )
 
 # The largest pipe that Linux allows ordinary users, so that a worker rarely blocks on its output.
-_PIPE_BYTES = 1 << 20
+PIPE_BYTES = 1 << 20
 
 # The directory that the package was imported from, for the workers' interpreters.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # noqa: PTH120
@@ -342,7 +343,7 @@ def open_pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     with contextlib.suppress(OSError):  # the user's limit of pipe pages is reached: the pipe stays smaller
-        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return reader, writer
 
 
