@@ -336,7 +336,7 @@ FromCoordinator = (
 _Message = TypeVar("_Message")
 
 
-def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]:
+def checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]:
     """Raise msgspec.DecodeError also for text that is not UTF-8 and for too deep nesting."""
 
     def decode_checked(frame: bytes) -> _Message:
@@ -349,9 +349,9 @@ def _checked(decode: Callable[[bytes], _Message]) -> Callable[[bytes], _Message]
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_hello = _checked(msgspec.msgpack.Decoder(Hello).decode)
+decode_hello = checked(msgspec.msgpack.Decoder(Hello).decode)
 # A coordinator that cannot continue sends Refused or Closing in place of the Challenge.
-decode_challenge = _checked(msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode)
-decode_proof = _checked(msgspec.msgpack.Decoder(Proof).decode)
-decode_from_member = _checked(msgspec.msgpack.Decoder(FromMember).decode)
-decode_from_coordinator = _checked(msgspec.msgpack.Decoder(FromCoordinator).decode)
+decode_challenge = checked(msgspec.msgpack.Decoder(Challenge | Refused | Closing).decode)
+decode_proof = checked(msgspec.msgpack.Decoder(Proof).decode)
+decode_from_member = checked(msgspec.msgpack.Decoder(FromMember).decode)
+decode_from_coordinator = checked(msgspec.msgpack.Decoder(FromCoordinator).decode)

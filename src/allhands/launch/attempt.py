@@ -7,15 +7,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..environments.world import Address
 from ..observe.flight_recorder import FlightRecorder
 from .exit_evidence import OomMonitor
-from .options import Job
 from .output import Output
 from .start import EarlyStart, WorkerProcess, start_workers
 from .termination import (
@@ -28,9 +26,11 @@ from .termination import (
     send_signal,
 )
 from .verdict import Outcome, Stall
-from .verdict_text import AttemptResult
 
-__all__ = ["Attempt", "NodeReport", "NodeRole", "StallDetector"]
+if TYPE_CHECKING:
+    from .node_role import NodeRole
+
+__all__ = ["Attempt", "NodeReport", "StallDetector"]
 
 # How often due signals and leftover processes are checked; the end of a worker is seen at once.
 _TICK_S = 0.05
@@ -43,7 +43,7 @@ _STACKS_S = 1.5
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """What one node knows once an attempt is over; `verdict.judge` needs those of all nodes."""
+    """The outcomes of one node's workers once an attempt is over; `verdict.judge` needs those of all nodes."""
 
     outcomes: list[Outcome]
     stall: Stall | None
@@ -51,46 +51,6 @@ class NodeReport(msgspec.Struct, frozen=True):
     stopped: int
     # Descriptions of processes that outlived the workers.
     leftovers: list[str]
-
-
-class NodeRole(Protocol):
-    """How decisions about the whole job are made on this node: alone, as the leader, or as a follower."""
-
-    # With this node's rank and all nodes' world sizes, once the agents have met.
-    job: Job
-    # The address by which other nodes reach this one; "" where there are none.
-    address: str
-    # MASTER_ADDR and MASTER_PORT of this attempt.
-    master: Address
-    # The token of the ranks' roll call.
-    token: str
-    # The number of the current attempt, from 0; a node that joins after a restart begins with a higher one.
-    number: int
-    # The current attempt, to which requests of other nodes apply.
-    attempt: Attempt | None
-    # Prints a line on the terminal.
-    message: Callable[[str], None]
-
-    async def begin(self, number: int) -> AttemptResult | None:
-        """Wait until the attempt ``number`` may start; a result where there will be none."""
-
-    async def serve(self, socket_name: str) -> None:
-        """Accept the ranks' connections to the coordinator at a Unix socket. Called when the workers were started."""
-
-    def worker_failed(self) -> None:
-        """Report that a worker of this node failed."""
-
-    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
-        """Report whether this node's workers make no progress, and whether one is in a collective meanwhile."""
-
-    def stop(self, number: int) -> int:
-        """Report that this node received a signal to end; return how often its workers are to be stopped now."""
-
-    async def settle(self, report: NodeReport) -> AttemptResult:
-        """Report that this node's workers are gone; return the result of the attempt on all nodes."""
-
-    async def close(self) -> None:
-        """Close every connection."""
 
 
 class Attempt:

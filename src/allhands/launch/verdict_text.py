@@ -33,13 +33,15 @@ _MOST_CULPRITS = 8
 _MOST_LEFTOVERS = 8
 
 
-class AttemptResult(msgspec.Struct, frozen=True):
-    """What an agent does at the end of an attempt: print, write --report, and restart or exit."""
+class AttemptResult(msgspec.Struct, tag=True, frozen=True):
+    """The end of an attempt: exit status, text for the terminal, JSON for --report, and whether another one follows."""
 
     exit_code: int
     text: str
-    report: str
+    report: str = ""
     restart: bool = False
+    # The text for the terminals of nodes other than 0: without tracebacks and last calls.
+    brief: str = ""
 
 
 def result(
@@ -55,10 +57,11 @@ def result(
     text = f"allhands: ended what the ranks had left behind: {'; '.join(leftovers)}\n" if leftovers else ""
     if verdict is None:
         verdict = Verdict("", (), "the job went well", exit_code=0, outcomes=tuple(outcomes))
+        brief = ""
     else:
-        text = verdict_text(verdict, leftovers)
+        text, brief = verdict_text(verdict, leftovers), brief_text(verdict)
     report = json.dumps(_report(job, attempt, verdict, leftovers), indent=2) + "\n"
-    return AttemptResult(verdict.exit_code, text, report, restart)
+    return AttemptResult(verdict.exit_code, text, report, restart, brief)
 
 
 def verdict_text(verdict: Verdict, leftovers: Sequence[str]) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting
+from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting, checked
 from ...diagnosis import duration
 from ..attempt import NodeReport
+from ..verdict_text import AttemptResult
 
 __all__ = [
     "SILENCE_NOTICE_S",
     "SILENCE_TIMEOUT_S",
-    "AttemptOver",
     "ChannelClosed",
     "ChannelData",
     "ChannelOpened",
@@ -142,16 +140,6 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     times: int
 
 
-class AttemptOver(msgspec.Struct, tag=True, frozen=True):
-    """Leader: the verdict. ``report`` is the JSON of --report; with ``restart``, another attempt follows."""
-
-    attempt: int
-    restart: bool
-    exit_code: int
-    text: str
-    report: str
-
-
 FromLeader = (
     Waiting
     | Refused
@@ -163,32 +151,13 @@ FromLeader = (
     | EndAttempt
     | CollectStacks
     | Stop
-    | AttemptOver
+    | AttemptResult
     | ChannelData
     | ChannelClosed
 )
 
-_Message = TypeVar("_Message")
-
-_follower_decoder: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
-_leader_decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
-
-
-def decode_from_follower(frame: bytes) -> FromFollower:
-    """Decode a follower's message; raise msgspec.MsgspecError for anything else."""
-    return _decode(_follower_decoder, frame)
-
-
-def decode_from_leader(frame: bytes) -> FromLeader:
-    """Decode the leader's message; raise msgspec.MsgspecError for anything else."""
-    return _decode(_leader_decoder, frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
-    try:
-        return decoder.decode(frame)
-    except (UnicodeDecodeError, RecursionError) as problem:
-        raise msgspec.DecodeError(str(problem)) from None
+decode_from_follower = checked(msgspec.msgpack.Decoder(FromFollower).decode)
+decode_from_leader = checked(msgspec.msgpack.Decoder(FromLeader).decode)
 
 
 class RendezvousStopped(Exception):  # not an error: a user or scheduler asked for it

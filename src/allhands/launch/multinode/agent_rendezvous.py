@@ -175,7 +175,7 @@ class AgentRendezvous:
 def _stopped_result(number: int, by: str) -> AttemptResult:
     name = signal.Signals(number).name
     text = f"allhands: the job was stopped by {name} on {by}, before all nodes were there\n"
-    return AttemptResult(128 + number, text, "")
+    return AttemptResult(128 + number, text)
 
 
 async def _in_thread(work: Callable[[], _Result]) -> _Result:

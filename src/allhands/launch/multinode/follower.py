@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from importlib import metadata
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from ...control.messages import (
     Refused,
     Splitter,
     Waiting,
+    encode,
     pack,
 )
 from ...control.process_identity import this_process
@@ -33,7 +33,8 @@ from ...control.wording import NODES
 from ...diagnosis import Diagnosis, duration
 from ...environments.world import Address
 from ...errors import AllhandsError, error, fail
-from ..attempt import Attempt, NodeReport
+from ..attempt import NodeReport
+from ..node_role import NodeRole
 from ..options import Job
 from ..verdict import NodeLoss, judge
 from ..verdict_text import AttemptResult, result, verdict_text
@@ -210,7 +211,7 @@ class Join:
     def _send(self, sock: socket.socket, message: FromFollower) -> None:
         # Where the leader closed the connection, its last message can still be read.
         with contextlib.suppress(OSError):
-            handshake.send(sock, pack(msgspec.msgpack.encode(message)), self._deadline + _REFUSAL_S)
+            handshake.send(sock, pack(encode(message)), self._deadline + _REFUSAL_S)
 
     def _lost(self, how: str) -> AllhandsError:
         return fail(
@@ -226,17 +227,11 @@ class Join:
 # Following --------------------------------------------------------------------------------------------------------
 
 
-class Follower(asyncio.Protocol):
-    """The `NodeRole` of a node other than 0, and the protocol of its connection to the leader."""
+class Follower(NodeRole, asyncio.Protocol):
+    """The role of a node other than 0, and the protocol of its connection to the leader."""
 
     def __init__(self, job: Job, joined: JoinedConnection, *, token: str) -> None:
-        self.token = joined.layout.token or token
-        self.job = job
-        self.address = str(joined.sock.getsockname()[0])
-        self.master = Address("", 0)
-        self.attempt: Attempt | None = None
-        self.message: Callable[[str], None] = lambda _: None
-        self.number = 0
+        super().__init__(job, token=joined.layout.token or token, address=str(joined.sock.getsockname()[0]))
         self._joined = joined
         self._leader_address = str(joined.sock.getpeername()[0])
         self._splitter = joined.splitter
@@ -244,7 +239,7 @@ class Follower(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         # The last attempt that the leader started, and its last verdict.
         self._started = -1
-        self._over: messages.AttemptOver | None = None
+        self._over: AttemptResult | None = None
         self._changed = asyncio.Event()
         self._loss: NodeLoss | None = None
         self._closed = False
@@ -317,7 +312,7 @@ class Follower(asyncio.Protocol):
 
     def _send(self, message: FromFollower) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack(msgspec.msgpack.encode(message)))
+            self._transport.write(pack(encode(message)))
 
     # From the leader ---------------------------------------------------------------------------------------
 
@@ -332,7 +327,7 @@ class Follower(asyncio.Protocol):
             case messages.StartAttempt(attempt, host, port):
                 self.master = Address(host, port)
                 self._started = attempt
-            case messages.AttemptOver() as over:
+            case AttemptResult() as over:
                 self._over = over
             case Refused(diagnosis):
                 self._refused = diagnosis
@@ -378,7 +373,7 @@ class Follower(asyncio.Protocol):
                 # A node that was lost did not return in time.
                 raise error(self._refused)
             if self._over is not None and not self._over.restart:
-                return self._leader_result(self._over)
+                return self._over
             if self._loss is not None or self._own_stops > 1:
                 return self._own_result(None)
             await self._wait()
@@ -421,7 +416,7 @@ class Follower(asyncio.Protocol):
             self._check_silence()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait(), _TICK_S)
-        return self._leader_result(self._over) if self._over is not None else self._own_result(report)
+        return self._over or self._own_result(report)
 
     def _check_silence(self) -> None:
         """Print a line about a silent leader, which sends a Ping every second; give it up while the job is ending."""
@@ -433,17 +428,13 @@ class Follower(asyncio.Protocol):
             self._noticed_s = now
             self.message(f"waiting for {silence_text(f'node 0 ({self._hosts[0]})', quiet_s)}")
 
-    @staticmethod
-    def _leader_result(over: messages.AttemptOver) -> AttemptResult:
-        return AttemptResult(over.exit_code, over.text, over.report, restart=over.restart)
-
     def _own_result(self, report: NodeReport | None) -> AttemptResult:
         """Judge by what is known on this node: there will be no verdict of the leader."""
         lost = [self._loss] if self._loss is not None else []
         if report is None:
             verdict = judge([], lost=lost)
             text = verdict_text(verdict, []) if verdict is not None else "allhands: the job was stopped here\n"
-            return AttemptResult(1, text, "")
+            return AttemptResult(1, text)
         by = "this node" if report.stopped and self._own_stops else ""
         verdict = judge(report.outcomes, stopped=report.stopped, stopped_by=by, lost=lost)
         return result(self.job, self.number, verdict, report.outcomes, report.leftovers)

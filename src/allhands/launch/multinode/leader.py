@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,19 +11,17 @@ import msgspec
 
 from ...control.connection import Connection
 from ...control.coordinator import Coordinator
-from ...control.messages import Claim, Closing, Refused, Waiting
+from ...control.messages import Claim, Closing, Refused, Waiting, encode
 from ...control.rollcall import Arrival, Waits
 from ...control.wording import NODES
 from ...diagnosis import Diagnosis, count
-from ...environments.world import Address
 from ...errors import error
-from ..attempt import Attempt, NodeReport
-from ..coordinator_host import CoordinatorHost
+from ..attempt import NodeReport
+from ..node_role import NodeRole
 from ..options import Job
-from ..start import reserve_port
 from ..termination import EXPLAIN_S
-from ..verdict import NodeLoss, Outcome, Stall, judge, should_restart
-from ..verdict_text import AttemptResult, brief_text, result
+from ..verdict import NodeLoss, Outcome, Stall
+from ..verdict_text import AttemptResult
 from . import agent_messages as messages
 from .agent_messages import (
     SILENCE_NOTICE_S,
@@ -66,7 +63,7 @@ class FollowerConnection(Connection):
 
     def send_message(self, message: FromLeader) -> None:
         """Send a message of the agents' protocol."""
-        self.send_body(msgspec.msgpack.encode(message))
+        self.send_body(encode(message))
 
 
 class AgentCoordinator(Coordinator):
@@ -178,33 +175,26 @@ class AgentCoordinator(Coordinator):
         self.on_lost(connection, how)
 
 
-class Leader:
-    """The `NodeRole` of node 0. Created when the agents' roll call is open."""
+class Leader(NodeRole):
+    """The role of node 0. Created when the agents' roll call is open."""
 
     def __init__(
         self, job: Job, coordinator: AgentCoordinator, *, address: str, token: str, has_shared_token: bool
     ) -> None:
-        """``address`` is this node's own; ``has_shared_token`` is whether every node was given the token."""
-        self.job, self.address, self.token = job, address, token
-        self.master = job.master or Address(address, 0)
-        self.attempt: Attempt | None = None
-        self.message: Callable[[str], None] = lambda _: None
-        self.number = 0
+        """``has_shared_token`` is whether every node was given the token."""
+        super().__init__(job, token=token, address=address)
         self._has_shared_token = has_shared_token
         self._agents = coordinator
         self._agents.on_message, self._agents.on_lost = self._received, self._lost
         self._tunnel = CoordinatorTunnel(self._send_channel)
-        self._host: CoordinatorHost | None = None
-        self._port: socket.socket | None = None
+        self._tunnel.coordinator = lambda: self._host.coordinator if self._host is not None else None
         self._hosts: list[str] = []
         self._changed = asyncio.Event()
         # When the workers of all nodes are expected to end by themselves; None while the attempt is not ending.
         self._ending_s: float | None = None
         self._reports: dict[int, NodeReport] = {}
         self._stall_states: dict[int, tuple[bool, bool]] = {}
-        self._losses: list[NodeLoss] = []
         self._stop_counter = StopCounter()
-        self._stopped, self._stopped_by = 0, ""
         self._own_stops = 0
         self._noticed_s = 0.0
 
@@ -270,12 +260,8 @@ class Leader:
                 await self.gather()
             except RendezvousStopped:
                 return self._stopped_while_waiting()
-        self.number = number
         self._reports, self._stall_states, self._losses, self._ending_s = {}, {}, [], None
-        if self.job.master is None:
-            self._port = reserve_port(self.address)
-            host = self.job.coordinator.host if self.job.coordinator is not None else self.address
-            self.master = Address(host, self._port.getsockname()[1])
+        self._reserve_port(self.job.coordinator.host if self.job.coordinator is not None else self.address, number)
         self._send_all(messages.StartAttempt(number, self.master.host, self.master.port))
         return None
 
@@ -287,16 +273,13 @@ class Leader:
 
     def _stopped_while_waiting(self) -> AttemptResult:
         text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
-        over = messages.AttemptOver(self.number, restart=False, exit_code=128 + self._stopped, text=text, report="")
+        over = AttemptResult(128 + self._stopped, text)
         self._send_all(over)
-        return AttemptResult(over.exit_code, text, "")
+        return over
 
-    async def serve(self, socket_name: str) -> None:
-        """Start the ranks' coordinator; ranks of other nodes reach it through their agents."""
-        host = CoordinatorHost(socket_name, self.token.encode(), self._tunnel.attach)
-        self._host = host
-        self._tunnel.coordinator = lambda: host.coordinator
-        await host.start()
+    def _coordinator_opened(self) -> None:
+        """Connect the ranks of other nodes, which reach the coordinator through their agents."""
+        self._tunnel.attach()
 
     def worker_failed(self) -> None:
         """End the attempt on the other nodes."""
@@ -389,21 +372,8 @@ class Leader:
         """Wait for the reports of all nodes, judge, and send the verdict to every node."""
         self._reports[0] = report
         await self._collect_reports()
-        host = self._host
-        await self._close_attempt()
-        merged = merge_reports(self._reports)
-        verdict = judge(
-            merged.outcomes,
-            [] if host is None else host.findings,
-            merged.stall,
-            self._stopped,
-            stopped_by=self._stopped_by,
-            lost=self._losses,
-        )
-        restart = should_restart(self.job, verdict, self.number, stopped=bool(self._stopped))
-        ended = result(self.job, self.number, verdict, merged.outcomes, merged.leftovers, restart=restart)
-        brief = brief_text(verdict) if verdict is not None else ""
-        self._send_all(messages.AttemptOver(self.number, restart, ended.exit_code, brief, ended.report))
+        ended = await super().settle(merge_reports(self._reports))
+        self._send_all(msgspec.structs.replace(ended, text=ended.brief))
         return ended
 
     async def _collect_reports(self) -> None:
@@ -420,14 +390,6 @@ class Leader:
                 if quiet_s >= SILENCE_NOTICE_S:
                     self._notice(f"waiting for {silence_text(self._name(follower.rank), quiet_s)}")
             await self._wait(timeout_s)
-
-    async def _close_attempt(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            await host.close()
-        if self._port is not None:
-            self._port.close()
-            self._port = None
 
     async def close(self) -> None:
         """Wait a moment for the followers to read the verdict, then close every connection."""
