@@ -1,4 +1,4 @@
-"""A follower: the agent of a node other than 0. It joins the leader, follows its messages, and notices its loss."""
+"""A follower: the agent of a node other than 0. It follows the leader's messages, and notices its loss."""
 
 from __future__ import annotations
 
@@ -6,33 +6,14 @@ import asyncio
 import contextlib
 import socket
 import time
-from importlib import metadata
 from typing import NamedTuple
 
 import msgspec
 
-from ... import settings
-from ..._version import __version__
-from ...control import connect, handshake
-from ...control.messages import (
-    Claim,
-    Closing,
-    FrameError,
-    LogLine,
-    Ping,
-    Pong,
-    Refused,
-    Splitter,
-    Waiting,
-    encode,
-    pack,
-)
-from ...control.process_identity import this_process
-from ...control.waiting_line import WaitingLine
-from ...control.wording import NODES
-from ...diagnosis import Diagnosis, duration
+from ...control.messages import Closing, FrameError, LogLine, Ping, Pong, Refused, Splitter, Waiting, encode, pack
+from ...diagnosis import Diagnosis
 from ...environments.world import Address
-from ...errors import AllhandsError, error, fail
+from ...errors import error
 from ..attempt import NodeReport
 from ..node_role import NodeRole
 from ..options import Job
@@ -44,32 +25,19 @@ from .agent_messages import (
     SILENCE_TIMEOUT_S,
     FromFollower,
     FromLeader,
-    RendezvousStopped,
     StopCounter,
     decode_from_leader,
     silence_text,
 )
 from .tunnel import WorkerTunnel
 
-__all__ = ["Follower", "Join", "JoinedConnection", "agent_claim"]
-
-# How often a request to stop is checked while the roll call is open.
-_POLL_S = 0.2
-
-# Past the deadline, the leader's refusal may still be in transit.
-_REFUSAL_S = 1.0
-
-# How long to retry an address where another service answers: the previous job may be closing there.
-_RETRY_S = 2.0
+__all__ = ["Follower", "JoinedConnection"]
 
 # Longer texts of a worker's end are cut, so that the report of a node fits in one frame.
 _MOST_TEXT = 1 << 18
 
 # How often the leader's silence is checked, and how often a line about it is printed.
 _TICK_S, _NOTICE_S = 1.0, 10.0
-
-
-# Joining ----------------------------------------------------------------------------------------------------------
 
 
 class JoinedConnection(NamedTuple):
@@ -79,152 +47,6 @@ class JoinedConnection(NamedTuple):
     splitter: Splitter
     frames: list[bytes]
     layout: messages.JobLayout
-
-
-def agent_claim(job: Job) -> Claim:
-    """Return this agent's claim in the agents' roll call. ``local_world_size`` is how many ranks it will start."""
-    try:
-        # Not imported: the workers import it seconds later. Versions that differ are refused now.
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
-    return Claim(
-        identity=this_process(),
-        backend="",
-        device="",
-        gpu="",
-        torch=torch,
-        allhands=__version__,
-        launcher="allhands run",
-        timeout_s=job.timeout_s,
-        local_world_size=job.local_world_size,
-        mixed_versions=settings.read().mixed_versions,
-    )
-
-
-class Join:
-    """Connects to the leader and answers the agents' roll call. `run` blocks; call `stop` from another thread."""
-
-    def __init__(self, job: Job, address: Address, token: bytes, deadline: float, progress: WaitingLine) -> None:
-        self._job, self._address, self._token = job, address, token
-        self._deadline, self._progress = deadline, progress
-        self._claim = agent_claim(job)
-        self._stop = 0
-        node = "this node" if job.node_rank < 0 else f"node {job.node_rank}"
-        self._who = f"{node} ({self._claim.identity})"
-
-    def stop(self, number: int) -> None:
-        """Give up because this node received a signal."""
-        self._stop = number
-
-    def run(self) -> JoinedConnection:
-        """Return the connection once all nodes have arrived; raise the reason where they do not."""
-        retry_until = 0.0
-        while True:
-            sock = connect.connect_tcp(
-                self._address,
-                self._deadline,
-                who=self._who,
-                late_names=True,
-                several_hosts=True,
-                notify=self._progress,
-                wording=NODES,
-            )
-            try:
-                joined = self._answer(sock)
-            except BaseException as problem:
-                sock.close()
-                now = time.monotonic()
-                if not isinstance(problem, AllhandsError) or problem.slug != "wrong-service":
-                    raise
-                retry_until = retry_until or now + _RETRY_S
-                if now >= min(retry_until, self._deadline):
-                    raise
-            else:
-                if joined is not None:
-                    return joined
-                sock.close()
-                if time.monotonic() >= self._deadline:
-                    raise self._lost("it closed: the job there is over")
-            time.sleep(_POLL_S)
-
-    def _answer(self, sock: socket.socket) -> JoinedConnection | None:
-        """Authenticate, send the claim, and wait; None where the peer is the closing leader of an earlier job."""
-        opening = handshake.hello(
-            job=self._job.name, attempt=0, rank=self._job.node_rank, world_size=self._job.nodes, token=self._token
-        )
-        address = str(self._address)
-        splitter, frames = handshake.authenticate(sock, opening, self._token, address, self._deadline, wording=NODES)
-        left_s = max(0.0, self._deadline - time.monotonic())
-        self._send(sock, msgspec.structs.replace(self._claim, timeout_s=left_s))
-        while True:
-            for index, frame in enumerate(frames):
-                match decode_from_leader(frame):
-                    case messages.JobLayout() as layout:
-                        return JoinedConnection(sock, splitter, frames[index + 1 :], layout)
-                    case Closing():
-                        return None
-                    case message:
-                        self._handle(sock, message)
-            frames = self._receive(sock, splitter)
-
-    def _handle(self, sock: socket.socket, message: FromLeader) -> None:
-        match message:
-            case Refused(diagnosis):
-                raise error(diagnosis)
-            case Waiting(line):
-                self._progress(line)
-            case Ping():
-                self._send(sock, Pong())
-            case messages.Stop(number, by):
-                raise RendezvousStopped(number, by)
-            case LogLine():
-                pass
-            case _:
-                raise self._lost(f"it sent a {type(message).__name__} during the roll call")
-
-    def _receive(self, sock: socket.socket, splitter: Splitter) -> list[bytes]:
-        while True:
-            if self._stop:
-                self._send(sock, messages.RequestStop(self._stop, 1))
-                raise RendezvousStopped(self._stop, "this node")
-            try:
-                until = min(self._deadline + _REFUSAL_S, time.monotonic() + _POLL_S)
-                frames = handshake.receive(sock, splitter, until)
-            except OSError as problem:
-                raise self._lost(problem.strerror or str(problem)) from problem
-            if frames:
-                return frames
-            if frames == []:
-                raise self._lost("it closed the connection without a reason")
-            if time.monotonic() >= self._deadline + _REFUSAL_S:
-                raise fail(
-                    "coordinator-silent",
-                    f"node 0's agent at {self._address} did not decide by the deadline",
-                    who=self._who,
-                    why=f"it received the claim and did not decide within {duration(self._job.timeout_s)} (observed)",
-                    fix="check the agent of node 0: it may be stopped or starved",
-                    ranks=(0,),
-                    certain=False,
-                )
-
-    def _send(self, sock: socket.socket, message: FromFollower) -> None:
-        # Where the leader closed the connection, its last message can still be read.
-        with contextlib.suppress(OSError):
-            handshake.send(sock, pack(encode(message)), self._deadline + _REFUSAL_S)
-
-    def _lost(self, how: str) -> AllhandsError:
-        return fail(
-            "coordinator-lost",
-            f"node 0's agent at {self._address} went away during the roll call",
-            who=self._who,
-            why=f"{how} (observed)",
-            fix="see the output of node 0; start all nodes again",
-            ranks=(0,),
-        )
-
-
-# Following --------------------------------------------------------------------------------------------------------
 
 
 class Follower(NodeRole, asyncio.Protocol):
