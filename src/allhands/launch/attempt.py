@@ -15,7 +15,7 @@ import msgspec
 from ..observe.flight_recorder import FlightRecorder
 from .exit_evidence import OomMonitor
 from .output import Output
-from .start import EarlyStart, WorkerProcess, start_workers
+from .start import EarlyStart, WorkerProcess
 from .termination import (
     EXPLAIN_S,
     LEFTOVER_S,
@@ -93,24 +93,22 @@ class Attempt:
         return NodeReport(outcomes, self._stall, self._stopped, self._leftovers)
 
     def _start(self) -> None:
-        stdin_pipe = self._early.stdin_pipe
         if self._started:
             for local_rank, readers in enumerate(self._early.output_pipes):
                 for stream, reader in enumerate(readers, 1):
                     self._output.add(local_rank, stream, reader)
         else:
-            stdin_pipe = start_workers(
+            self._early.start_workers(
                 self.job,
                 self.number,
-                self.workers,
-                socket_name=self._early.socket_name,
                 token=self._role.token,
                 master=self._role.master,
                 address=self._role.address,
                 open_output=lambda local_rank: self._output.open(local_rank, self.number),
             )
-        if stdin_pipe is not None:
-            self._stdin = _StdinForwarder(stdin_pipe)
+            self.workers = self._early.workers
+        if self._early.stdin_pipe is not None:
+            self._stdin = _StdinForwarder(self._early.stdin_pipe)
 
     # While the workers run ---------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ __all__ = [
     "reserve_port",
     "run_command_line",
     "run_job",
-    "start_workers",
     "worker_environment",
 ]
 
@@ -105,7 +104,7 @@ class EarlyStart:
         self.workers: list[WorkerProcess] = []
         # The agent's ends of stdout and stderr, by local rank.
         self.output_pipes: list[tuple[int, int]] = []
-        # The agent's end of rank 0's stdin, where that is a pipe of ours.
+        # The agent's end of rank 0's stdin; None where rank 0 reads the agent's stdin itself, or runs on another node.
         self.stdin_pipe: int | None = None
         self.pending_signals: list[int] = []
         _raise_descriptor_limit(job)
@@ -118,7 +117,18 @@ class EarlyStart:
         try:
             # Agents of several nodes meet first; log files are opened by the agent, which reports a full disk.
             if job.nodes == 1 and not any(map(any, job.streams)):
-                self._start_workers(job)
+                master = job.master
+                if master is None:
+                    self.port = reserve_port("127.0.0.1")
+                    master = Address(*self.port.getsockname())
+                self.start_workers(
+                    job,
+                    0,
+                    token=self.token,
+                    master=master,
+                    address="",
+                    open_output=self._open_output,
+                )
         except BaseException:
             self.close()
             raise
@@ -132,26 +142,49 @@ class EarlyStart:
     def _hold(self, number: int, _: FrameType | None) -> None:
         self.pending_signals.append(number)
 
-    def _start_workers(self, job: Job) -> None:
-        master = job.master
-        if master is None:
-            self.port = reserve_port("127.0.0.1")
-            master = Address("127.0.0.1", self.port.getsockname()[1])
-        self.stdin_pipe = start_workers(
-            job,
-            0,
-            self.workers,
-            socket_name=self.socket_name,
-            token=self.token,
-            master=master,
-            address="",
-            open_output=self._open_output,
-        )
-
     def _open_output(self, _: int) -> tuple[int, int]:
         stdout, stderr = open_pipe(), open_pipe()
         self.output_pipes.append((stdout[0], stderr[0]))
         return stdout[1], stderr[1]
+
+    def start_workers(
+        self,
+        job: Job,
+        attempt: int,
+        *,
+        token: str,
+        master: Address,
+        address: str,
+        open_output: Callable[[int], tuple[int, int]],
+    ) -> None:
+        """Start the workers of an attempt on this node; ``open_output`` returns stdout and stderr of a local rank."""
+        # Each is in the list as soon as it runs, so that `close` kills it where another one cannot be started.
+        self.workers, self.stdin_pipe = [], None
+        for local_rank in range(job.local_world_size):
+            environment = worker_environment(
+                job,
+                local_rank,
+                attempt,
+                coordinator=job_variable(self.socket_name)[1],
+                token=token,
+                master=master,
+                address=address,
+                environment=os.environ,
+            )
+            stdout, stderr = open_output(local_rank)
+            stdin = None
+            try:
+                if job.rank(local_rank) == 0:
+                    stdin, self.stdin_pipe = _open_stdin()
+                else:
+                    stdin = os.open(os.devnull, os.O_RDONLY)
+                worker = WorkerProcess(job, local_rank, environment, stdin=stdin, stdout=stdout, stderr=stderr)
+                self.workers.append(worker)
+            finally:
+                # 0 is the agent's own stdin, which rank 0 may share.
+                for descriptor in (stdin, stdout, stderr):
+                    if descriptor:
+                        os.close(descriptor)
 
     def close(self) -> None:
         """Dismiss the watchdog; kill workers that still run after a failed start."""
@@ -247,15 +280,10 @@ class WorkerProcess(ExitEvidence):
 
     def request_stacks(self) -> bool:
         """Have faulthandler write the stacks of all threads; False where the signal is not caught and would kill."""
-        try:
-            status = _proc_status(self.pid)
-            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-            if not caught >> (stacks.SIGNAL - 1) & 1 or "\nState:\tT" in status:
-                return False
-            os.ftruncate(self._stacks, 0)
-            os.kill(self.pid, stacks.SIGNAL)
-        except (OSError, IndexError, ValueError):
+        if not stacks.is_handled(self.pid):
             return False
+        os.ftruncate(self._stacks, 0)
+        os.kill(self.pid, stacks.SIGNAL)
         return True
 
     def stacks(self) -> str:
@@ -264,65 +292,17 @@ class WorkerProcess(ExitEvidence):
 
     def state(self) -> str:
         """Return the kernel's state of it (running, sleeping, stopped); "" where it is gone."""
+        import psutil  # slow
+
         try:
-            status = _proc_status(self.pid)
-        except OSError:
+            return str(psutil.Process(self.pid).status())
+        except psutil.Error:
             return ""
-        return status.partition("\nState:")[2].splitlines()[0].partition("(")[2].rstrip(")")
 
     def close(self) -> None:
         """Close the descriptors; no evidence can be read afterwards."""
         for descriptor in (self._recorder, self._record, self._fatal, self._stacks):
             os.close(descriptor)
-
-
-def _proc_status(pid: int) -> str:
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123  # as above
-        return file.read()
-
-
-def start_workers(
-    job: Job,
-    attempt: int,
-    into: list[WorkerProcess],
-    *,
-    socket_name: str,
-    token: str,
-    master: Address,
-    address: str,
-    open_output: Callable[[int], tuple[int, int]],
-) -> int | None:
-    """Start every worker of this node, and append each to ``into`` as soon as it runs.
-
-    ``open_output`` returns the stdout and stderr of a local rank. Returns the agent's end of rank 0's stdin; None where
-    rank 0 reads the agent's stdin itself, or runs on another node.
-    """
-    stdin_pipe: int | None = None
-    for local_rank in range(job.local_world_size):
-        environment = worker_environment(
-            job,
-            local_rank,
-            attempt,
-            coordinator=job_variable(socket_name)[1],
-            token=token,
-            master=master,
-            address=address,
-            environment=os.environ,
-        )
-        stdout, stderr = open_output(local_rank)
-        stdin = None
-        try:
-            if job.rank(local_rank) == 0:
-                stdin, stdin_pipe = _open_stdin()
-            else:
-                stdin = os.open(os.devnull, os.O_RDONLY)
-            into.append(WorkerProcess(job, local_rank, environment, stdin=stdin, stdout=stdout, stderr=stderr))
-        finally:
-            # 0 is the agent's own stdin, which rank 0 may share.
-            for descriptor in (stdin, stdout, stderr):
-                if descriptor:
-                    os.close(descriptor)
-    return stdin_pipe
 
 
 def _open_stdin() -> tuple[int, int | None]:

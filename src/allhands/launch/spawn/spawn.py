@@ -248,7 +248,7 @@ class SpawnContext:
             *termination.with_variable(JOB_VARIABLE, f"unix:{self._name}"),
             *termination.holders_of_memfd(f"{self._name}-record"),
         }
-        return [pid for pid in found - ranks if termination.is_running(pid)]
+        return list(found - ranks)
 
     def _end_leftovers(self) -> None:
         """End processes that outlive the ranks: wait a moment, then SIGTERM, then SIGKILL."""
