@@ -154,7 +154,6 @@ class Attempt:
         for worker in self.workers:
             if worker.pid == pid and worker.alive:
                 worker.reaped(status)
-                self._oom.sample()
         self._changed.set()
 
     def stop(self, number: int) -> None:

@@ -47,6 +47,8 @@ class ExitEvidence:
         self.started_s = self.ended_s = 0.0
         self._recorder = flight_recorder.make()
         self._record, self._fatal = (os.memfd_create(name, os.MFD_CLOEXEC) for name in (record_name, "allhands-fatal"))
+        # Subclasses add theirs.
+        self._descriptors = [self._recorder, self._record, self._fatal]
 
     @property
     def failed(self) -> bool:
@@ -99,6 +101,11 @@ class ExitEvidence:
         if not self.sent:
             self.sent, self.sent_s = number, time.monotonic()
 
+    def close(self) -> None:
+        """Close the descriptors; no evidence can be read afterwards."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
     @staticmethod
     def _text(descriptor: int) -> str:
         size = min(os.fstat(descriptor).st_size, _MOST_BYTES)
@@ -113,24 +120,20 @@ class OomMonitor:
 
     def __init__(self) -> None:
         self._group = _own_cgroup()
-        self._before = self._now = oom_kill_count(self._group) if self._group else 0
-
-    def sample(self) -> None:
-        """Read the counter; call it when a worker ended."""
-        if self._group:
-            self._now = oom_kill_count(self._group)
+        self._before = oom_kill_count(self._group)
 
     def explain(self, pid: int) -> str:
         """Return the evidence that ``pid``, which died of SIGKILL, was killed for memory; "" where there is none."""
         message = find_oom_kill(pid, _kernel_log())
         if message:
             return f"the kernel's log says so: {message} (observed)"
-        if self._now > self._before:
+        kills = oom_kill_count(self._group) - self._before
+        if kills > 0:
             limit = memory_limit(self._group)
             bound = f", whose limit is {limit / 2**20:.0f} MiB" if limit is not None else ""
             return (
-                f"probably: the kernel counted {self._now - self._before} out-of-memory kill(s) meanwhile in the "
-                f"control group {self._group}{bound}"
+                f"probably: the kernel counted {kills} out-of-memory kill(s) meanwhile in the control group "
+                f" {self._group}{bound}"
             )
         return ""
 

@@ -27,6 +27,7 @@ from .options import Job, UsageError, make_job, read_plain
 from .termination import Watchdog, descendants
 
 __all__ = [
+    "ASYNC_ERROR_HANDLING",
     "ENDING_SIGNALS",
     "HANDLED_SIGNALS",
     "JOB_VARIABLE",
@@ -36,6 +37,7 @@ __all__ = [
     "WorkerProcess",
     "job_variable",
     "open_pipe",
+    "rank_variables",
     "reserve_port",
     "run_command_line",
     "run_job",
@@ -56,10 +58,16 @@ JOB_VARIABLE = "ALLHANDS_COORDINATOR"
 OUTER_LAUNCHER_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
     "ALLHANDS_RECORDER_FD",
     "ALLHANDS_NODE_ADDRESS",
     "ALLHANDS_TOKEN_FILE",
 )
+
+# torchrun's default.
+ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 
 # The largest pipe that Linux allows ordinary users, so that a worker rarely blocks on its output.
 PIPE_BYTES = 1 << 20
@@ -233,6 +241,7 @@ class WorkerProcess(ExitEvidence):
     ) -> None:
         super().__init__(job.rank(local_rank))
         self._stacks = stacks.make()
+        self._descriptors.append(self._stacks)
         task = worker.encode_task(
             job.kind,
             agent=os.getpid(),
@@ -299,11 +308,6 @@ class WorkerProcess(ExitEvidence):
         except psutil.Error:
             return ""
 
-    def close(self) -> None:
-        """Close the descriptors; no evidence can be read afterwards."""
-        for descriptor in (self._recorder, self._record, self._fatal, self._stacks):
-            os.close(descriptor)
-
 
 def _open_stdin() -> tuple[int, int | None]:
     """Return rank 0's stdin, and the agent's end where that is a terminal; a pipe or a file is passed to rank 0."""
@@ -359,9 +363,28 @@ def worker_environment(
 
     TORCHELASTIC_USE_AGENT_STORE is removed: with it, torch would expect the launcher to serve a store at MASTER_PORT.
     """
-    rank, size, local = str(job.rank(local_rank)), str(job.world_size), str(job.local_world_size)
     found = {name: value for name, value in environment.items() if name not in OUTER_LAUNCHER_VARIABLES}
+    found |= rank_variables(job, local_rank, attempt, coordinator=coordinator, token=token, master=master)
     found |= {
+        "TORCHELASTIC_RUN_ID": job.name,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+    }
+    found.setdefault(*ASYNC_ERROR_HANDLING)
+    if address:
+        found["ALLHANDS_NODE_ADDRESS"] = address
+    if job.local_world_size > 1:
+        # As torchrun: otherwise each rank starts a thread for every core.
+        found.setdefault("OMP_NUM_THREADS", "1")
+    return found
+
+
+def rank_variables(
+    job: Job, local_rank: int, attempt: int, *, coordinator: str, token: str, master: Address
+) -> dict[str, str]:
+    """Return the variables that differ between ranks, jobs and attempts, without those of torch's elastic agent."""
+    rank, size, local = str(job.rank(local_rank)), str(job.world_size), str(job.local_world_size)
+    return {
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": size,
@@ -373,9 +396,6 @@ def worker_environment(
         "ROLE_WORLD_SIZE": size,
         "MASTER_ADDR": master.host,
         "MASTER_PORT": str(master.port),
-        "TORCHELASTIC_RUN_ID": job.name,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "ALLHANDS_RANK": rank,
         "ALLHANDS_LOCAL_RANK": str(local_rank),
         "ALLHANDS_WORLD_SIZE": size,
@@ -387,10 +407,3 @@ def worker_environment(
         "ALLHANDS_TOKEN": token,
         JOB_VARIABLE: coordinator,
     }
-    found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if address:
-        found["ALLHANDS_NODE_ADDRESS"] = address
-    if job.local_world_size > 1:
-        # As torchrun: otherwise each rank starts a thread for every core.
-        found.setdefault("OMP_NUM_THREADS", "1")
-    return found
