@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ExitEvidence", "OomMonitor", "find_oom_kill", "memory_limit", "oom_kill_count"]
 
-# A record is a few KiB. The memory is writable by the user's code, so reads are bounded.
-_MOST_BYTES = 1 << 20
+# A record and a stack are a few KiB. The memory is writable by the user's code, so reads are bounded; the stacks of a
+# node's workers are sent in one message of at most 64 MiB.
+_MOST_RECORD_BYTES, _MOST_STACK_BYTES = 1 << 20, 1 << 18
 
 _CGROUPS = "/sys/fs/cgroup"
 
@@ -60,7 +61,7 @@ class ExitEvidence:
         import json
 
         try:
-            found = json.loads(self._text(self._record) or "{}")
+            found = json.loads(self._text(self._record, _MOST_RECORD_BYTES) or "{}")
         except json.JSONDecodeError:
             return {}
         return found if isinstance(found, dict) else {}
@@ -107,8 +108,8 @@ class ExitEvidence:
             os.close(self._descriptors.pop())
 
     @staticmethod
-    def _text(descriptor: int) -> str:
-        size = min(os.fstat(descriptor).st_size, _MOST_BYTES)
+    def _text(descriptor: int, most: int = _MOST_STACK_BYTES) -> str:
+        size = min(os.fstat(descriptor).st_size, most)
         return os.pread(descriptor, size, 0).decode(errors="replace")
 
 

@@ -35,7 +35,6 @@ __all__ = [
     "PIPE_BYTES",
     "EarlyStart",
     "WorkerProcess",
-    "job_variable",
     "open_pipe",
     "rank_variables",
     "reserve_port",
@@ -117,10 +116,10 @@ class EarlyStart:
         self.pending_signals: list[int] = []
         _raise_descriptor_limit(job)
         # A shell that this process replaced by exec may have left its children, which are not the job's.
-        foreign = _existing_descendants()
+        foreign = descendants(os.getpid())
         adopt_orphans()
         self._hold_signals()
-        self.watchdog = Watchdog(*job_variable(self.socket_name))
+        self.watchdog = Watchdog(JOB_VARIABLE, f"unix:{self.socket_name}")
         self.excluded_pids = {self.watchdog.pid, *foreign}
         try:
             # Agents of several nodes meet first; log files are opened by the agent, which reports a full disk.
@@ -173,7 +172,7 @@ class EarlyStart:
                 job,
                 local_rank,
                 attempt,
-                coordinator=job_variable(self.socket_name)[1],
+                coordinator=f"unix:{self.socket_name}",
                 token=token,
                 master=master,
                 address=address,
@@ -200,17 +199,6 @@ class EarlyStart:
             if each.alive:
                 each.signal_group(signal.SIGKILL)
         self.watchdog.dismiss()
-
-
-def _existing_descendants() -> list[int]:
-    try:
-        # One file, where the kernel has it; a scan of /proc takes as long as starting a worker.
-        with open("/proc/thread-self/children", "rb") as file:  # noqa: PTH123  # pathlib is slow to import
-            if not file.read():
-                return []
-    except OSError:
-        pass
-    return descendants(os.getpid())
 
 
 def _raise_descriptor_limit(job: Job) -> None:
@@ -333,19 +321,10 @@ def open_pipe() -> tuple[int, int]:
 
 def reserve_port(host: str) -> socket.socket:
     """Return a socket bound to a free port of ``host``; as it does not listen, rank 0 can bind the port too."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reserved = socket.socket(family)
-    with contextlib.ExitStack() as stack:
-        stack.callback(reserved.close)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
-        stack.pop_all()
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
     return reserved
-
-
-def job_variable(socket_name: str) -> tuple[str, str]:
-    """Return name and value of the environment variable by which the processes of a job are found."""
-    return JOB_VARIABLE, f"unix:{socket_name}"
 
 
 def worker_environment(

@@ -33,9 +33,6 @@ from .tunnel import WorkerTunnel
 
 __all__ = ["Follower", "JoinedConnection"]
 
-# Longer texts of a worker's end are cut, so that the report of a node fits in one frame.
-_MOST_TEXT = 1 << 18
-
 # How often the leader's silence is checked, and how often a line about it is printed.
 _TICK_S, _NOTICE_S = 1.0, 10.0
 
@@ -232,7 +229,7 @@ class Follower(NodeRole, asyncio.Protocol):
     async def settle(self, report: NodeReport) -> AttemptResult:
         """Send the report to the leader, and wait for its verdict."""
         self._tunnel.close()
-        self._send(messages.ReportNode(self.number, _shortened(report), time.monotonic()))
+        self._send(messages.ReportNode(self.number, report, time.monotonic()))
         # A second request to stop does not wait for other nodes.
         while self._over is None and self._loss is None and self._own_stops < 2:
             self._check_silence()
@@ -273,20 +270,3 @@ class Follower(NodeRole, asyncio.Protocol):
             self._transport.close()
         # One iteration of the loop lets the transports flush and close their descriptors.
         await asyncio.sleep(0)
-
-
-def _shortened(report: NodeReport) -> NodeReport:
-    outcomes = [
-        msgspec.structs.replace(
-            outcome,
-            stack=outcome.stack[-_MOST_TEXT:],
-            record={
-                name: text[-_MOST_TEXT:] if isinstance(text, str) else text for name, text in outcome.record.items()
-            },
-        )
-        for outcome in report.outcomes
-    ]
-    stall = report.stall
-    if stall is not None:
-        stall = msgspec.structs.replace(stall, stacks={rank: text[:_MOST_TEXT] for rank, text in stall.stacks.items()})
-    return msgspec.structs.replace(report, outcomes=outcomes, stall=stall)

@@ -20,7 +20,7 @@ from ..attempt import NodeReport
 from ..node_role import NodeRole
 from ..options import Job
 from ..termination import EXPLAIN_S
-from ..verdict import NodeLoss, Outcome, Stall
+from ..verdict import NodeLoss, Stall
 from ..verdict_text import AttemptResult
 from . import agent_messages as messages
 from .agent_messages import (
@@ -60,10 +60,6 @@ class FollowerConnection(Connection):
             super()._handle_proven(frame)
         else:
             self.coordinator.on_message(self, decode_from_follower(frame))
-
-    def send_message(self, message: FromLeader) -> None:
-        """Send a message of the agents' protocol."""
-        self.send_body(encode(message))
 
 
 class AgentCoordinator(Coordinator):
@@ -160,19 +156,14 @@ class AgentCoordinator(Coordinator):
 
     def disconnected(self, connection: Connection, how: str) -> None:
         """Handle the end of an agent's connection."""
-        arrival = connection.arrival
-        if (
-            self.completed_at is None
-            or arrival is None
-            or not isinstance(connection, FollowerConnection)
-            or self.members.get(arrival.rank) is not connection
-        ):
+        follower = self.members.get(connection.rank)
+        if self.completed_at is None or connection.arrival is None or follower is not connection:
             super().disconnected(connection, how)
             return
-        del self.members[arrival.rank]
-        self.roll.leave(arrival, time.monotonic())
+        del self.members[connection.rank]
+        self.roll.leave(connection.arrival, time.monotonic())
         super().disconnected(connection, how)
-        self.on_lost(connection, how)
+        self.on_lost(follower, how)
 
 
 class Leader(NodeRole):
@@ -186,7 +177,7 @@ class Leader(NodeRole):
         self._has_shared_token = has_shared_token
         self._agents = coordinator
         self._agents.on_message, self._agents.on_lost = self._received, self._lost
-        self._tunnel = CoordinatorTunnel(self._send_channel)
+        self._tunnel = CoordinatorTunnel(self._send)
         self._tunnel.coordinator = lambda: self._host.coordinator if self._host is not None else None
         self._hosts: list[str] = []
         self._changed = asyncio.Event()
@@ -221,8 +212,8 @@ class Leader(NodeRole):
         self._hosts = [claim.identity.host for claim in claims]
         self.job = self.job._replace(node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
         token = "" if self._has_shared_token else self.token
-        for node, follower in self._agents.members.items():
-            follower.send_message(messages.JobLayout(node, list(self.job.layout), self._hosts, token))
+        for node in list(self._agents.members):
+            self._send(node, messages.JobLayout(node, list(self.job.layout), self._hosts, token))
 
     async def _wait(self, timeout_s: float | None = None) -> None:
         self._changed.clear()
@@ -236,15 +227,15 @@ class Leader(NodeRole):
 
     # To the followers --------------------------------------------------------------------------------------
 
-    def _send_all(self, message: FromLeader, excluded: int = -1) -> None:
-        for node, follower in list(self._agents.members.items()):
-            if node != excluded:
-                follower.send_message(message)
-
-    def _send_channel(self, node: int, message: messages.ChannelData | messages.ChannelClosed) -> None:
+    def _send(self, node: int, message: FromLeader) -> None:
         follower = self._agents.members.get(node)
         if follower is not None:
-            follower.send_message(message)
+            follower.send_body(encode(message))
+
+    def _send_all(self, message: FromLeader, excluded: int = -1) -> None:
+        for node in list(self._agents.members):
+            if node != excluded:
+                self._send(node, message)
 
     async def begin(self, number: int) -> AttemptResult | None:
         """Start the attempt on all nodes; where one was lost, wait for its agent to be started again."""
@@ -259,7 +250,10 @@ class Leader(NodeRole):
             try:
                 await self.gather()
             except RendezvousStopped:
-                return self._stopped_while_waiting()
+                text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
+                over = AttemptResult(128 + self._stopped, text)
+                self._send_all(over)
+                return over
         self._reports, self._stall_states, self._losses, self._ending_s = {}, {}, [], None
         self._reserve_port(self.job.coordinator.host if self.job.coordinator is not None else self.address, number)
         self._send_all(messages.StartAttempt(number, self.master.host, self.master.port))
@@ -270,12 +264,6 @@ class Leader(NodeRole):
         if now - self._noticed_s >= _NOTICE_S:
             self._noticed_s = now
             self.message(line)
-
-    def _stopped_while_waiting(self) -> AttemptResult:
-        text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
-        over = AttemptResult(128 + self._stopped, text)
-        self._send_all(over)
-        return over
 
     def _coordinator_opened(self) -> None:
         """Connect the ranks of other nodes, which reach the coordinator through their agents."""
@@ -407,20 +395,17 @@ class Leader(NodeRole):
 
 def on_local_clock(report: NodeReport, offset_s: float) -> NodeReport:
     """Return a report of another node with ``offset_s`` added to its times."""
-    return msgspec.structs.replace(report, outcomes=[_shifted(outcome, offset_s) for outcome in report.outcomes])
-
-
-def _shifted(outcome: Outcome, offset_s: float) -> Outcome:
-    record = dict(outcome.record)
-    if "at_s" in record:
-        record["at_s"] = float(record["at_s"]) + offset_s
-    return msgspec.structs.replace(
-        outcome,
-        record=record,
-        ended_s=outcome.ended_s + offset_s,
+    outcomes = []
+    for outcome in report.outcomes:
+        record = dict(outcome.record)
+        if "at_s" in record:
+            record["at_s"] = float(record["at_s"]) + offset_s
         # 0 where no signal was sent.
-        sent_s=outcome.sent_s + offset_s if outcome.sent else 0.0,
-    )
+        sent_s = outcome.sent_s + offset_s if outcome.sent else 0.0
+        outcomes.append(
+            msgspec.structs.replace(outcome, record=record, ended_s=outcome.ended_s + offset_s, sent_s=sent_s)
+        )
+    return msgspec.structs.replace(report, outcomes=outcomes)
 
 
 def merge_reports(reports: Mapping[int, NodeReport]) -> NodeReport:

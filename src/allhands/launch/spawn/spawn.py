@@ -11,7 +11,6 @@ import pickle
 import secrets
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from ...errors import AllhandsError, fail
 from .. import termination
 from ..exit_evidence import ExitEvidence, OomMonitor
 from ..options import Job
-from ..start import ASYNC_ERROR_HANDLING, JOB_VARIABLE, OUTER_LAUNCHER_VARIABLES, rank_variables
+from ..start import ASYNC_ERROR_HANDLING, JOB_VARIABLE, OUTER_LAUNCHER_VARIABLES, rank_variables, reserve_port
 from ..termination import EXPLAIN_S, LEFTOVER_S, Termination
 from ..verdict import judge
 from ..verdict_text import verdict_text
@@ -109,11 +108,9 @@ class SpawnContext:
         self._exiting = False
         self._leftovers: list[str] = []
         self._oom = OomMonitor()
-        # Bound and not listening, which reserves the port in MASTER_PORT for torch's own env://.
-        self._master = socket.socket()
+        # Reserves the port in MASTER_PORT for torch's own env://.
+        self._master = reserve_port("127.0.0.1")
         try:
-            self._master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._master.bind(("127.0.0.1", 0))
             token = secrets.token_hex(16)
             for rank in range(nprocs):
                 self._start(rank, Job(target="", name=self._name, local_world_size=nprocs), context, token, fn, args)
