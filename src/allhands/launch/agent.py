@@ -15,7 +15,7 @@ from .node_role import NodeRole
 from .options import Job
 from .output import Output
 from .start import ENDING_SIGNALS, HANDLED_SIGNALS, EarlyStart
-from .verdict_text import AttemptResult, stall_text
+from .verdict import AttemptResult, stall_text
 
 __all__ = ["main"]
 

@@ -10,8 +10,7 @@ from ..environments.world import Address
 from .attempt import Attempt, NodeReport
 from .options import Job
 from .start import reserve_port
-from .verdict import NodeLoss, judge, should_restart
-from .verdict_text import AttemptResult, result
+from .verdict import AttemptResult, NodeLoss, judge, result, should_restart
 
 if TYPE_CHECKING:
     from .coordinator_host import CoordinatorHost

@@ -18,7 +18,7 @@ from pathlib import Path
 from ..errors import fail
 from .options import Job
 from .start import PIPE_BYTES, open_pipe
-from .verdict_text import rank_ranges
+from .verdict import rank_ranges
 
 __all__ = ["FOLD_WINDOW_S", "MOST_LINE_BYTES", "Fold", "LineBuffer", "Output", "label", "prefixed"]
 

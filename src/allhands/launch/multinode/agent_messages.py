@@ -7,7 +7,7 @@ import msgspec
 from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting, checked
 from ...diagnosis import duration
 from ..attempt import NodeReport
-from ..verdict_text import AttemptResult
+from ..verdict import AttemptResult
 
 __all__ = [
     "SILENCE_NOTICE_S",

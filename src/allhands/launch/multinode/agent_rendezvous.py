@@ -32,7 +32,7 @@ from ...diagnosis import duration
 from ...environments.world import Address
 from ...errors import AllhandsError, error, fail
 from ..options import Job
-from ..verdict_text import AttemptResult
+from ..verdict import AttemptResult
 from . import agent_messages as messages
 from .agent_messages import FromFollower, RendezvousStopped, decode_from_leader
 from .follower import Follower, JoinedConnection

@@ -17,8 +17,7 @@ from ...errors import error
 from ..attempt import NodeReport
 from ..node_role import NodeRole
 from ..options import Job
-from ..verdict import NodeLoss, judge
-from ..verdict_text import AttemptResult, result, verdict_text
+from ..verdict import AttemptResult, NodeLoss, judge, result, verdict_text
 from . import agent_messages as messages
 from .agent_messages import (
     SILENCE_NOTICE_S,

@@ -20,8 +20,7 @@ from ..attempt import NodeReport
 from ..node_role import NodeRole
 from ..options import Job
 from ..termination import EXPLAIN_S
-from ..verdict import NodeLoss, Stall
-from ..verdict_text import AttemptResult
+from ..verdict import AttemptResult, NodeLoss, Stall
 from . import agent_messages as messages
 from .agent_messages import (
     SILENCE_NOTICE_S,

@@ -10,8 +10,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ...diagnosis import Diagnosis, ranks
 from ...errors import AllhandsError, SpawnFailed
-from ..verdict import Verdict, status_name
-from ..verdict_text import culprit_lines, last_call_lines
+from ..verdict import Verdict, culprit_lines, last_call_lines, status_name
 
 __all__ = ["SpawnExited", "SpawnRaised", "spawn_error"]
 

@@ -26,8 +26,7 @@ from ..exit_evidence import ExitEvidence, OomMonitor
 from ..options import Job
 from ..start import ASYNC_ERROR_HANDLING, JOB_VARIABLE, OUTER_LAUNCHER_VARIABLES, rank_variables, reserve_port
 from ..termination import EXPLAIN_S, LEFTOVER_S, Termination
-from ..verdict import judge
-from ..verdict_text import verdict_text
+from ..verdict import judge, verdict_text
 from .child import PROCESS_NAME, REENTERED_STATUS, ChildTask, InheritedFds, is_importing_main, run
 
 if TYPE_CHECKING:

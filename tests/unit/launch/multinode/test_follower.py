@@ -28,8 +28,7 @@ from allhands.launch.multinode.agent_messages import (
 )
 from allhands.launch.multinode.follower import Follower, JoinedConnection
 from allhands.launch.options import Job
-from allhands.launch.verdict import Outcome
-from allhands.launch.verdict_text import AttemptResult
+from allhands.launch.verdict import AttemptResult, Outcome
 
 DEADLINE_S = 10.0
 
