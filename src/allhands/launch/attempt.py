@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +30,7 @@ from .verdict import Outcome, Stall
 if TYPE_CHECKING:
     from .node_role import NodeRole
 
-__all__ = ["Attempt", "NodeReport", "StallDetector"]
+__all__ = ["Attempt", "NodeReport", "StallDetector", "next_change"]
 
 # How often due signals and leftover processes are checked; the end of a worker is seen at once.
 _TICK_S = 0.05
@@ -40,6 +40,13 @@ _DRAIN_S = 2.0
 
 # Time for the signal handler to write the stacks of every thread, on a busy machine.
 _STACKS_S = 1.5
+
+
+async def next_change(changed: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Wait until ``changed`` is set again, at most ``timeout_s``."""
+    changed.clear()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(changed.wait(), timeout_s)
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -121,15 +128,10 @@ class Attempt:
                 self._termination.begin(now)
             self._send(self._termination.due(now))
             await self._check_stall(now)
-            await self._wait(_TICK_S if self._termination.begun else self._stall_detector.interval_s)
+            await next_change(self._changed, _TICK_S if self._termination.begun else self._stall_detector.interval_s)
         if not self._termination.begun and self._failed:
             # The last worker of this node failed; workers of other nodes may be running.
             self._role.worker_failed()
-
-    async def _wait(self, timeout_s: float) -> None:
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     @property
     def _failed(self) -> bool:
@@ -150,7 +152,7 @@ class Attempt:
         send_signal(self._other_processes(), signal.SIGKILL)
 
     def reaped(self, pid: int, status: int) -> None:
-        """Entry the end of a child of the agent: a worker, or an orphan that the agent adopted."""
+        """Record the end of a child of the agent: a worker, or an orphan that the agent adopted."""
         for worker in self.workers:
             if worker.pid == pid and worker.alive:
                 worker.reaped(status)
@@ -234,17 +236,13 @@ class Attempt:
             number = termination.due(time.monotonic())
             if self._termination.kill_s is not None and time.monotonic() >= self._termination.kill_s:
                 number = signal.SIGKILL
-            if number and others:
-                self._describe_leftovers(others)
+            if number:
+                self._leftovers = self._leftovers or [
+                    f"pid {pid} of rank {environment_variable(pid, 'RANK') or '?'}: {command_line(pid)[:200]}"
+                    for pid in others
+                ]
                 send_signal(others, number)
-            await self._wait(_TICK_S)
-
-    def _describe_leftovers(self, pids: Iterable[int]) -> None:
-        if not self._leftovers:
-            self._leftovers = [
-                f"pid {pid} of rank {environment_variable(pid, 'RANK') or '?'}: {command_line(pid)[:200]}"
-                for pid in pids
-            ]
+            await next_change(self._changed, _TICK_S)
 
 
 class StallDetector:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 
 from .. import settings
 from .._core import adopt_orphans
@@ -118,7 +117,10 @@ class EarlyStart:
         # A shell that this process replaced by exec may have left its children, which are not the job's.
         foreign = descendants(os.getpid())
         adopt_orphans()
-        self._hold_signals()
+        for number in HANDLED_SIGNALS:
+            # nohup, and shells that start the agent in the background, set SIG_IGN.
+            if number not in ENDING_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self.pending_signals.append(number))
         self.watchdog = Watchdog(JOB_VARIABLE, f"unix:{self.socket_name}")
         self.excluded_pids = {self.watchdog.pid, *foreign}
         try:
@@ -139,15 +141,6 @@ class EarlyStart:
         except BaseException:
             self.close()
             raise
-
-    def _hold_signals(self) -> None:
-        for number in HANDLED_SIGNALS:
-            # nohup, and shells that start the agent in the background, set SIG_IGN.
-            if number not in ENDING_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._hold)
-
-    def _hold(self, number: int, _: FrameType | None) -> None:
-        self.pending_signals.append(number)
 
     def _open_output(self, _: int) -> tuple[int, int]:
         stdout, stderr = open_pipe(), open_pipe()
@@ -260,7 +253,7 @@ class WorkerProcess(ExitEvidence):
         return self.status is None
 
     def reaped(self, status: int) -> None:
-        """Entry its end; ``status`` is an exit status, or the negative of a signal."""
+        """Record its end; ``status`` is an exit status, or the negative of a signal."""
         self.status = self._popen.returncode = status
         self.ended_s = time.monotonic()
 

@@ -240,7 +240,9 @@ def judge(
         return None
     failed = [outcome for outcome in outcomes if outcome.status != 0 and not outcome.ended_by_agent]
     primary = sorted((outcome for outcome in failed if not outcome.is_consequence), key=lambda each: each.failed_s)
-    if stopped and all(_interrupted(outcome, stopped) for outcome in primary):
+    if stopped and all(
+        outcome.status == -stopped or "KeyboardInterrupt" in outcome.record.get("bases", ()) for outcome in primary
+    ):
         return _stopped(outcomes, stopped, stopped_by)
     loss = _first_loss(lost, primary)
     if loss is not None:
@@ -299,10 +301,6 @@ def status_name(status: int) -> str:
 def _exit_code(status: int) -> int:
     """Return the exit status of a job whose culprit ended with ``status``; a culprit that exited with 0 gives 1."""
     return status if status > 0 else 128 - status if status < 0 else 1
-
-
-def _interrupted(outcome: Outcome, number: int) -> bool:
-    return outcome.status == -number or "KeyboardInterrupt" in outcome.record.get("bases", ())
 
 
 # The kinds of verdict ---------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class StopCounter:
         self._times: dict[str, int] = {}
 
     def add(self, node: str, times: int) -> int:
-        """Entry that ``node`` was asked ``times`` times; return how often the workers are to be stopped for it."""
+        """Record that ``node`` was asked ``times`` times; return how often the workers are to be stopped for it."""
         before = max(self._times.values(), default=0)
         self._times[node] = max(times, self._times.get(node, 0))
         return max(self._times.values()) - before

@@ -109,22 +109,23 @@ class AgentRendezvous:
     async def run(self) -> Leader | Follower | AttemptResult:
         """Return this node's role; a result where the job was stopped. Raises the reason where not all arrive."""
         meeting = asyncio.create_task(self._meet())
-        stopping = asyncio.create_task(self._wait_after_stop())
+        stopping = asyncio.create_task(self._stopped.wait())
+        number, by = 0, "this node"
         try:
             await asyncio.wait({meeting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not meeting.done():
-                meeting.cancel()
-                return _stopped_result(self._stop_number, "this node")
-            return meeting.result()
+            return await asyncio.wait_for(meeting, _STOP_S if self._stop_number else None)
+        except TimeoutError:
+            if not self._stop_number:
+                raise
+            number = self._stop_number
         except RendezvousStopped as stopped:
-            return _stopped_result(stopped.number, stopped.by)
+            number, by = stopped.number, stopped.by
         finally:
             stopping.cancel()
             self._progress.done()
-
-    async def _wait_after_stop(self) -> None:
-        await self._stopped.wait()
-        await asyncio.sleep(_STOP_S)
+        name = signal.Signals(number).name
+        text = f"allhands: the job was stopped by {name} on {by}, before all nodes were there\n"
+        return AttemptResult(128 + number, text)
 
     async def _meet(self) -> Leader | Follower:
         if self._job.node_rank <= 0:
@@ -315,12 +316,6 @@ class AgentRendezvous:
             fix="see the output of node 0; start all nodes again",
             ranks=(0,),
         )
-
-
-def _stopped_result(number: int, by: str) -> AttemptResult:
-    name = signal.Signals(number).name
-    text = f"allhands: the job was stopped by {name} on {by}, before all nodes were there\n"
-    return AttemptResult(128 + number, text)
 
 
 async def _in_thread(work: Callable[[], _Result]) -> _Result:

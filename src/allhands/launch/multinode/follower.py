@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from ...control.messages import Closing, FrameError, LogLine, Ping, Pong, Refuse
 from ...diagnosis import Diagnosis
 from ...environments.world import Address
 from ...errors import error
-from ..attempt import NodeReport
+from ..attempt import NodeReport, next_change
 from ..node_role import NodeRole
 from ..options import Job
 from ..verdict import AttemptResult, NodeLoss, judge, result, verdict_text
@@ -99,7 +98,7 @@ class Follower(NodeRole, asyncio.Protocol):
             self._leader_lost(f"it sent what is no message ({problem})")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Entry that the leader is gone, or that this node is cut off from it."""
+        """Handle the end of the leader, or of the network to it."""
         self._leader_lost(f"the connection to it broke ({exc})" if exc is not None else "the connection to it closed")
 
     def pause_writing(self) -> None:
@@ -159,7 +158,7 @@ class Follower(NodeRole, asyncio.Protocol):
 
     def _apply(self, message: FromLeader) -> None:
         """Apply a message to the attempt that it is for."""
-        self._note_ending()
+        self._ending_s = self._ending_s or time.monotonic()
         attempt = self.attempt
         if attempt is None:
             self._early.append(message)
@@ -178,10 +177,6 @@ class Follower(NodeRole, asyncio.Protocol):
             case _:
                 pass  # Of an earlier attempt.
 
-    def _note_ending(self) -> None:
-        if self._ending_s is None:
-            self._ending_s = time.monotonic()
-
     # NodeRole ----------------------------------------------------------------------------------------------
 
     async def begin(self, number: int) -> AttemptResult | None:
@@ -194,7 +189,7 @@ class Follower(NodeRole, asyncio.Protocol):
                 return self._over
             if self._loss is not None or self._own_stops > 1:
                 return self._own_result(None)
-            await self._wait()
+            await next_change(self._changed)
         self.number, self._over, self._ending_s = self._started, None, None
         return None
 
@@ -210,7 +205,7 @@ class Follower(NodeRole, asyncio.Protocol):
 
     def worker_failed(self) -> None:
         """Report it to the leader."""
-        self._note_ending()
+        self._ending_s = self._ending_s or time.monotonic()
         self._send(messages.WorkerFailed(self.number))
 
     def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
@@ -219,7 +214,7 @@ class Follower(NodeRole, asyncio.Protocol):
 
     def stop(self, number: int) -> int:
         """Report it to the leader, which notifies the others."""
-        self._note_ending()
+        self._ending_s = self._ending_s or time.monotonic()
         self._own_stops += 1
         self._send(messages.RequestStop(number, self._own_stops))
         self._changed.set()
@@ -232,8 +227,7 @@ class Follower(NodeRole, asyncio.Protocol):
         # A second request to stop does not wait for other nodes.
         while self._over is None and self._loss is None and self._own_stops < 2:
             self._check_silence()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wait(), _TICK_S)
+            await next_change(self._changed, _TICK_S)
         return self._over or self._own_result(report)
 
     def _check_silence(self) -> None:
@@ -256,10 +250,6 @@ class Follower(NodeRole, asyncio.Protocol):
         by = "this node" if report.stopped and self._own_stops else ""
         verdict = judge(report.outcomes, stopped=report.stopped, stopped_by=by, lost=lost)
         return result(self.job, self.number, verdict, report.outcomes, report.leftovers)
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
 
     async def close(self) -> None:
         """Close the connection."""

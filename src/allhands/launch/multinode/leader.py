@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,7 +15,7 @@ from ...control.rollcall import Arrival, Waits
 from ...control.wording import NODES
 from ...diagnosis import Diagnosis, count
 from ...errors import error
-from ..attempt import NodeReport
+from ..attempt import NodeReport, next_change
 from ..node_role import NodeRole
 from ..options import Job
 from ..termination import EXPLAIN_S
@@ -196,7 +195,7 @@ class Leader(NodeRole):
         while True:
             self._agents.on_change = self._changed.set
             while not self._agents.decided and not self._stopped:
-                await self._wait()
+                await next_change(self._changed)
             if self._stopped:
                 raise RendezvousStopped(self._stopped, self._stopped_by)
             if self._agents.refused is not None:
@@ -213,11 +212,6 @@ class Leader(NodeRole):
         token = "" if self._has_shared_token else self.token
         for node in list(self._agents.members):
             self._send(node, messages.JobLayout(node, list(self.job.layout), self._hosts, token))
-
-    async def _wait(self, timeout_s: float | None = None) -> None:
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def _name(self, node: int) -> str:
         arrival = self._agents.roll.present.get(node)
@@ -278,7 +272,7 @@ class Leader(NodeRole):
             self._send_all(messages.EndAttempt(self.number, wait_s), excluded)
 
     def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
-        """Entry it for this node."""
+        """Record it for this node."""
         self._note_stall(0, stalled=stalled, in_collective=in_collective)
 
     def _note_stall(self, node: int, *, stalled: bool, in_collective: bool) -> None:
@@ -376,7 +370,7 @@ class Leader(NodeRole):
                 quiet_s = time.monotonic() - follower.received_at
                 if quiet_s >= SILENCE_NOTICE_S:
                     self._notice(f"waiting for {silence_text(self._name(follower.rank), quiet_s)}")
-            await self._wait(timeout_s)
+            await next_change(self._changed, timeout_s)
 
     async def close(self) -> None:
         """Wait a moment for the followers to read the verdict, then close every connection."""
@@ -385,11 +379,11 @@ class Leader(NodeRole):
         self._agents.on_lost = lambda *_: self._changed.set()
         deadline = time.monotonic() + _GOODBYE_S
         while self._agents.members and (left_s := deadline - time.monotonic()) > 0:
-            await self._wait(left_s)
+            await next_change(self._changed, left_s)
         await self._agents.close()
 
 
-# What follows from the reports of all nodes. Pure. ----------------------------------------------------------------
+# Conclusions from the reports of all nodes. Pure. ----------------------------------------------------------------
 
 
 def on_local_clock(report: NodeReport, offset_s: float) -> NodeReport:

@@ -303,15 +303,12 @@ class SpawnContext:
         except AllhandsError as problem:
             sys.stderr.write(f"{type(problem).__name__}: {problem}\n")
 
-    def close_in_fork(self) -> None:
-        """Close, in a fork of the parent, the descriptors by which processes of the ranks are found."""
-        for each in self._ranks:
-            each.close()
-
 
 def _close_all_in_fork() -> None:
+    """Close, in a fork of the parent, the descriptors by which processes of the ranks are found."""
     for context in _live:
-        context.close_in_fork()
+        for each in context._ranks:  # noqa: SLF001  # this module's own class
+            each.close()
     _live.clear()
 
 
@@ -331,7 +328,7 @@ class _SpawnedRank(ExitEvidence):
         self.descriptors = InheritedFds(self._record, self._fatal, self._recorder, self._result)
 
     def started(self, process: BaseProcess) -> None:
-        """Entry the process. Its pidfd shows its end; multiprocessing's sentinel is also held by its children."""
+        """Record the process. Its pidfd shows its end; multiprocessing's sentinel is also held by its children."""
         self._process, self.pid = process, process.pid or 0
         self.started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self.pid)
