@@ -22,10 +22,7 @@ __all__ = ["main"]
 
 def main(job: Job, early: EarlyStart) -> int:
     """Run ``job`` on this node to its end; return the exit status."""
-    try:
-        return asyncio.run(_Agent(job, early).run())
-    finally:
-        early.close()
+    return asyncio.run(_Agent(job, early).run())
 
 
 class _Agent:
@@ -43,23 +40,19 @@ class _Agent:
 
     async def run(self) -> int:
         self._handle_signals()
-        if self._job.nodes == 1:
-            self._role = NodeRole(self._job, token=self._early.token, port=self._early.port)
-            return await self._run(self._role)
-        # Not needed, and slow to import, for one node.
-        from .multinode.agent_rendezvous import AgentRendezvous
+        role: NodeRole | AttemptResult = NodeRole(self._job, token=self._early.token, port=self._early.port)
+        if self._job.nodes > 1:
+            # Slow to import.
+            from .multinode.agent_rendezvous import AgentRendezvous
 
-        rendezvous = AgentRendezvous(self._job)
-        self._stop_rendezvous = rendezvous.stop
-        self._handle_pending_signals()
-        role = await rendezvous.run()
+            rendezvous = AgentRendezvous(self._job)
+            self._stop_rendezvous = rendezvous.stop
+            self._handle_pending_signals()
+            role = await rendezvous.run()
         if isinstance(role, AttemptResult):
             sys.stderr.write(role.text)
             return role.exit_code
         self._role = role
-        return await self._run(role)
-
-    async def _run(self, role: NodeRole) -> int:
         self._output = Output(role.job, self._output_broken)
         role.message = self._output.message
         output_watch = asyncio.create_task(self._stop_when_output_breaks())
@@ -68,7 +61,10 @@ class _Agent:
             if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
                 self._output.message(f"OMP_NUM_THREADS=1 for each of {ranks} ranks; set it to choose")
             final = await self._run_attempts(role)
-            self._publish(final)
+            if self._job.report and final.report:
+                self._write_report(final.report)
+            if final.text:
+                self._output.write(final.text)
         finally:
             output_watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -101,14 +97,11 @@ class _Agent:
             self._output.write(ended.text)
             self._output.message(f"restart {number} of {self._job.max_restarts}")
 
-    def _publish(self, final: AttemptResult) -> None:
-        if self._job.report and final.report:
-            try:
-                Path(self._job.report).write_text(final.report, encoding="utf-8")
-            except OSError as problem:
-                self._output.message(f"the report could not be written to {self._job.report}: {problem.strerror}")
-        if final.text:
-            self._output.write(final.text)
+    def _write_report(self, report: str) -> None:
+        try:
+            Path(self._job.report).write_text(report, encoding="utf-8")
+        except OSError as problem:
+            self._output.message(f"the report could not be written to {self._job.report}: {problem.strerror}")
 
     # Signals -----------------------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ class NodeRole:
         # The signal by which a user or scheduler ended the job, and the node that received it.
         self._stopped, self._stopped_by = 0, ""
         self._losses: list[NodeLoss] = []
+        # Called whenever a coordinator was opened.
+        self._coordinator_opened: Callable[[], None] = lambda: None
         self._port = port
         self._host: CoordinatorHost | None = None
 
@@ -62,9 +64,6 @@ class NodeRole:
 
         self._host = CoordinatorHost(socket_name, self.token.encode(), self._coordinator_opened)
         await self._host.start()
-
-    def _coordinator_opened(self) -> None:
-        """Called whenever `serve` has opened a coordinator."""
 
     def worker_failed(self) -> None:
         """Report that a worker of this node failed."""

@@ -92,10 +92,10 @@ def run_job(job: Job) -> int:
     try:
         # Slow to import; on one node the workers are running by now.
         from .agent import main
-    except BaseException:
+
+        return main(job, early)
+    finally:
         early.close()
-        raise
-    return main(job, early)
 
 
 class EarlyStart:
@@ -355,23 +355,23 @@ def rank_variables(
     job: Job, local_rank: int, attempt: int, *, coordinator: str, token: str, master: Address
 ) -> dict[str, str]:
     """Return the variables that differ between ranks, jobs and attempts, without those of torch's elastic agent."""
-    rank, size, local = str(job.rank(local_rank)), str(job.world_size), str(job.local_world_size)
-    return {
-        "RANK": rank,
+    place = {
+        "RANK": str(job.rank(local_rank)),
         "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": local,
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.local_world_size),
+    }
+    ours = {f"ALLHANDS_{name}": value for name, value in place.items()}
+    return {
+        **place,
+        **ours,
         "GROUP_RANK": str(job.node_rank),
         "GROUP_WORLD_SIZE": str(job.nodes),
         "ROLE_NAME": job.role,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": size,
+        "ROLE_RANK": place["RANK"],
+        "ROLE_WORLD_SIZE": place["WORLD_SIZE"],
         "MASTER_ADDR": master.host,
         "MASTER_PORT": str(master.port),
-        "ALLHANDS_RANK": rank,
-        "ALLHANDS_LOCAL_RANK": str(local_rank),
-        "ALLHANDS_WORLD_SIZE": size,
-        "ALLHANDS_LOCAL_WORLD_SIZE": local,
         "ALLHANDS_NODE_RANK": str(job.node_rank),
         "ALLHANDS_JOB": job.name,
         "ALLHANDS_ATTEMPT": str(attempt),

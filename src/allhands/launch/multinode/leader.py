@@ -177,6 +177,7 @@ class Leader(NodeRole):
         self._agents.on_message, self._agents.on_lost = self._received, self._lost
         self._tunnel = CoordinatorTunnel(self._send)
         self._tunnel.coordinator = lambda: self._host.coordinator if self._host is not None else None
+        self._coordinator_opened = self._tunnel.attach
         self._hosts: list[str] = []
         self._changed = asyncio.Event()
         # When the workers of all nodes are expected to end by themselves; None while the attempt is not ending.
@@ -257,10 +258,6 @@ class Leader(NodeRole):
         if now - self._noticed_s >= _NOTICE_S:
             self._noticed_s = now
             self.message(line)
-
-    def _coordinator_opened(self) -> None:
-        """Connect the ranks of other nodes, which reach the coordinator through their agents."""
-        self._tunnel.attach()
 
     def worker_failed(self) -> None:
         """End the attempt on the other nodes."""

@@ -99,13 +99,11 @@ def run(task: ChildTask, function: Callable[..., object], args: tuple[Any, ...])
 
 def _watch_parent(parent: int) -> None:
     """Die with ``parent`` where it is not this process's parent, or where its starting thread may end first."""
-    import select
     import threading
+    from multiprocessing.connection import wait
 
-    def wait(pidfd: int) -> None:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        poller.poll()
+    def kill_after(pidfd: int) -> None:
+        wait([pidfd])
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
@@ -113,7 +111,7 @@ def _watch_parent(parent: int) -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    threading.Thread(target=wait, args=(pidfd,), name="allhands-parent", daemon=True).start()
+    threading.Thread(target=kill_after, args=(pidfd,), name="allhands-parent", daemon=True).start()
 
 
 def _fail(record: int, result: int, problem: BaseException) -> None:

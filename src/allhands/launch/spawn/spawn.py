@@ -9,12 +9,12 @@ import multiprocessing.util
 import os
 import pickle
 import secrets
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -195,9 +195,11 @@ class SpawnContext:
         return any(each.status == REENTERED_STATUS and not each.record() for each in self._ranks)
 
     def _wait(self, timeout_s: float | None) -> None:
-        alive = {each.pidfd: each for each in self._ranks if each.alive}
-        for pidfd in _wait_for_exit(list(alive), timeout_s):
-            alive[pidfd].reap()
+        alive = [each for each in self._ranks if each.alive]
+        ended = wait([each.pidfd for each in alive], timeout_s) if alive else []
+        for each in alive:
+            if each.pidfd in ended:
+                each.reap()
 
     def _end(self, first_signal: int, wait_s: float, grace_s: float | None = None) -> None:
         """Wait ``wait_s`` for the ranks to exit, then send ``first_signal``, then SIGKILL."""
@@ -343,7 +345,7 @@ class _SpawnedRank(ExitEvidence):
         """Wait for its end, and note it."""
         if self._process is None or self.status is not None:
             return
-        _wait_for_exit([self.pidfd], None)
+        wait([self.pidfd])
         self.ended_s = time.monotonic()
         # Not join with a timeout: that waits for the processes that were forked from it.
         while self._process.exitcode is None and time.monotonic() < self.ended_s + _STATUS_S:
@@ -399,19 +401,11 @@ class _SpawnedRank(ExitEvidence):
             return pickle.load(file)  # noqa: S301  # written by our own child, into memory that no other process has
 
 
-def _wait_for_exit(pidfds: list[int], timeout_s: float | None) -> list[int]:
-    """Wait until one of the processes ends; return those that have."""
-    poller = select.poll()
-    for pidfd in pidfds:
-        poller.register(pidfd, select.POLLIN)
-    return [pidfd for pidfd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)] if pidfds else []
-
-
-# What cannot be spawned, reported before a process is started where possible --------------------------------------
+# Calls that are refused, before a process is started where possible --------------------------------------
 
 
 def _checked_context(fn: Callable[..., object], nprocs: int, start_method: str, *, has_ranks: bool) -> BaseContext:
-    """Return multiprocessing's context for ``start_method``; raise ArgumentError for what it cannot run.
+    """Return multiprocessing's context for ``start_method``; raise ArgumentError for a function that it cannot run.
 
     ``has_ranks`` says that this process has ranks of another spawn.
     """
