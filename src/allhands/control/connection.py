@@ -154,9 +154,13 @@ class Connection(asyncio.Protocol):
 
     def send_body(self, body: bytes) -> None:
         """Send an encoded message; ignored after `close_write` or the end of the connection."""
+        self.write(pack(body))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes as they are; ignored after `close_write` or the end of the connection."""
         if self.closed or self._write_closed or self._transport is None:
             return
-        self._transport.write(pack(body))
+        self._transport.write(data)
         if self._transport.get_write_buffer_size() > self.most_unread:
             self.drop("it stopped reading")
 

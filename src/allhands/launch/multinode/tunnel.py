@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable
 
 from ...control.connection import Connection
 from ...control.coordinator import Coordinator
-from ...control.messages import pack
-from ...control.process_identity import peer_credentials
 from .agent_messages import ChannelClosed, ChannelData, ChannelOpened
 
 __all__ = ["CoordinatorTunnel", "WorkerTunnel"]
-
-# A worker's last message may be in its socket when its process is gone: it is read first.
-_LAST_MESSAGE_S = 0.05
-
-# Bytes that a worker does not read, after which its connection is closed, as the coordinator does.
-_MOST_UNREAD = 128 << 20
 
 # Bytes that a worker may send before there is a coordinator: a greeting and a claim.
 _MOST_EARLY = 1 << 20
@@ -36,115 +27,79 @@ _PIECE_BYTES = 1 << 20
 class WorkerTunnel:
     """A follower's end: accepts workers where they expect the coordinator, and forwards their bytes."""
 
+    # Of the `Server` of a connection; the handshake is with the coordinator.
+    token = b""
+
     def __init__(self, send: Callable[[ChannelOpened | ChannelData | ChannelClosed], None]) -> None:
         """``send`` sends a message to the leader."""
         self.send = send
-        self.channels: dict[int, _WorkerConnection] = {}
+        self._channels: dict[int, _WorkerConnection] = {}
         self._paused = False
         self._numbers = itertools.count(1)
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_name: str) -> None:
         """Listen on an abstract Unix socket."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _WorkerConnection(self), "\0" + socket_name, backlog=4096)
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: _WorkerConnection(self, next(self._numbers)), "\0" + socket_name, backlog=4096
+        )
 
-    def add(self, connection: _WorkerConnection) -> int:
-        """Open a channel for a connection; return its number."""
-        number = next(self._numbers)
-        self.channels[number] = connection
-        self.send(ChannelOpened(number))
-        if self._paused:
-            connection.transport.pause_reading()
-        return number
+    def connected(self, connection: _WorkerConnection) -> None:
+        """Open a channel for a connection."""
+        self._channels[connection.channel] = connection
+        self.send(ChannelOpened(connection.channel))
+        connection.pause(paused=self._paused)
+
+    def disconnected(self, connection: _WorkerConnection, how: str) -> None:
+        """Close the channel of a connection, after the data that was received."""
+        if self._channels.pop(connection.channel, None) is not None:
+            self.send(ChannelClosed(connection.channel, how))
 
     def received(self, message: ChannelData | ChannelClosed) -> None:
         """Forward a message of the coordinator; a channel that was closed meanwhile ignores it."""
-        connection = self.channels.get(message.channel)
+        connection = self._channels.get(message.channel)
         match message:
-            case _ if connection is None or connection.transport.is_closing():
+            case _ if connection is None:
                 pass
             case ChannelData(_, body):
                 connection.write(body)
             case ChannelClosed(half=True):
-                connection.transport.write_eof()
+                connection.close_write()
             case ChannelClosed():
-                connection.transport.close()
+                connection.close()
 
     def pause(self, *, paused: bool) -> None:
         """Stop or continue reading from workers: the agents' connection applies back-pressure."""
         self._paused = paused
-        for connection in self.channels.values():
-            if paused:
-                connection.transport.pause_reading()
-            else:
-                connection.transport.resume_reading()
+        for connection in self._channels.values():
+            connection.pause(paused=paused)
 
     def close(self) -> None:
         """Stop listening, and close every worker's connection."""
         if self._server is not None:
             self._server.close()
             self._server = None
-        for connection in self.channels.values():
-            connection.transport.close()
+        for connection in self._channels.values():
+            connection.close()
 
 
-class _WorkerConnection(asyncio.Protocol):
-    """One worker's connection to its agent."""
+class _WorkerConnection(Connection):
+    """One worker's connection to its agent, which forwards the bytes under the number ``channel``."""
 
-    transport: asyncio.Transport
+    coordinator: WorkerTunnel  # type: ignore[assignment]  # has what is called without a handshake
 
-    def __init__(self, tunnel: WorkerTunnel) -> None:
-        self._tunnel = tunnel
-        self._number = 0
-        self._pidfd: int | None = None
-        self._how = "its connection closed"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse other users; watch the process, because its children may hold the connection open."""
-        self.transport = transport  # type: ignore[assignment]  # asyncio passes a Transport to stream protocols
-        pid, uid = peer_credentials(transport.get_extra_info("socket"))
-        if uid not in {os.getuid(), 0}:
-            self.transport.abort()
-            return
-        self._number = self._tunnel.add(self)
-        try:
-            self._pidfd = os.pidfd_open(pid)
-        except OSError:
-            return  # The process is gone; its connection will close.
-        asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
+    def __init__(self, tunnel: WorkerTunnel, channel: int) -> None:
+        super().__init__(tunnel, local=True)  # type: ignore[arg-type]  # the same
+        self.channel = channel
 
     def data_received(self, data: bytes) -> None:
         """Forward it to the coordinator."""
-        if self._number:
-            self._tunnel.send(ChannelData(self._number, data))
+        self.coordinator.send(ChannelData(self.channel, data))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Close the channel, after the data that was received."""
-        self._unwatch()
-        if self._tunnel.channels.pop(self._number, None) is self:
-            how = f"its connection broke ({exc})" if exc is not None else self._how
-            self._tunnel.send(ChannelClosed(self._number, how))
-
-    def write(self, body: bytes) -> None:
-        """Send ``body`` to the worker."""
-        self.transport.write(body)
-        if self.transport.get_write_buffer_size() > _MOST_UNREAD:
-            self._abort("it stopped reading")
-
-    def _process_ended(self) -> None:
-        self._unwatch()
-        asyncio.get_running_loop().call_later(_LAST_MESSAGE_S, self._abort, "its process ended")
-
-    def _abort(self, how: str) -> None:
-        self._how = how
-        self.transport.abort()
-
-    def _unwatch(self) -> None:
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+    def pause(self, *, paused: bool) -> None:
+        """Stop or continue reading."""
+        if self._transport is not None:
+            self._transport.pause_reading() if paused else self._transport.resume_reading()
 
 
 class CoordinatorTunnel:
@@ -214,15 +169,14 @@ class _TunneledConnection(Connection):
         self.came_from = came_from
         self._tunnel, self._key = tunnel, key
 
-    def send_body(self, body: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Send in pieces: a message of the coordinator may be as large as one of the agents.
 
         Unread bytes are bounded on the agents' connection, for all ranks of the node.
         """
-        frame = memoryview(pack(body))
         if not self._write_closed:
-            for start in range(0, len(frame), _PIECE_BYTES):
-                self._send(ChannelData(self._key[1], bytes(frame[start : start + _PIECE_BYTES])))
+            for start in range(0, len(data), _PIECE_BYTES):
+                self._send(ChannelData(self._key[1], data[start : start + _PIECE_BYTES]))
 
     def close_write(self) -> None:
         """Send no more, and continue to read."""
