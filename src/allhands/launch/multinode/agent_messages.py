@@ -9,30 +9,6 @@ from ...diagnosis import duration
 from ..attempt import NodeReport
 from ..verdict import AttemptResult
 
-__all__ = [
-    "SILENCE_NOTICE_S",
-    "SILENCE_TIMEOUT_S",
-    "ChannelClosed",
-    "ChannelData",
-    "ChannelOpened",
-    "CollectStacks",
-    "EndAttempt",
-    "FromFollower",
-    "FromLeader",
-    "JobLayout",
-    "RendezvousStopped",
-    "ReportNode",
-    "RequestStop",
-    "StallChanged",
-    "StartAttempt",
-    "Stop",
-    "StopCounter",
-    "WorkerFailed",
-    "decode_from_follower",
-    "decode_from_leader",
-    "silence_text",
-]
-
 # Once a job is ending, an agent needs --grace and a moment to report, and the leader a moment for the verdict. An agent
 # that takes this much longer is reported as silent, so that a stopped agent does not delay the end of all others.
 SILENCE_TIMEOUT_S = 15.0
