@@ -6,32 +6,23 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..environments.world import Address
-from .attempt import Attempt, NodeReport, NodeRole
+from .attempt import Attempt
+from .node_role import NodeRole
 from .options import Job
 from .output import Output
-from .start import ENDING_SIGNALS, HANDLED_SIGNALS, EarlyStart, reserve_port
-from .verdict import judge, should_restart
-from .verdict_text import AttemptResult, result, stall_text
+from .start import ENDING_SIGNALS, HANDLED_SIGNALS, EarlyStart
+from .verdict import AttemptResult, stall_text
 
-if TYPE_CHECKING:
-    from .coordinator_host import CoordinatorHost
-
-__all__ = ["SingleNode", "main"]
+__all__ = ["main"]
 
 
 def main(job: Job, early: EarlyStart) -> int:
     """Run ``job`` on this node to its end; return the exit status."""
-    try:
-        return asyncio.run(_Agent(job, early).run())
-    finally:
-        early.close()
+    return asyncio.run(_Agent(job, early).run())
 
 
 class _Agent:
@@ -49,23 +40,19 @@ class _Agent:
 
     async def run(self) -> int:
         self._handle_signals()
-        if self._job.nodes == 1:
-            self._role = SingleNode(self._job, self._early.token, self._early.port)
-            return await self._run(self._role)
-        # Not needed, and slow to import, for one node.
-        from .multinode.agent_rendezvous import AgentRendezvous
+        role: NodeRole | AttemptResult = NodeRole(self._job, token=self._early.token, port=self._early.port)
+        if self._job.nodes > 1:
+            # Slow to import.
+            from .multinode.agent_rendezvous import AgentRendezvous
 
-        rendezvous = AgentRendezvous(self._job)
-        self._stop_rendezvous = rendezvous.stop
-        self._handle_pending_signals()
-        role = await rendezvous.run()
+            rendezvous = AgentRendezvous(self._job)
+            self._stop_rendezvous = rendezvous.stop
+            self._handle_pending_signals()
+            role = await rendezvous.run()
         if isinstance(role, AttemptResult):
             sys.stderr.write(role.text)
             return role.exit_code
         self._role = role
-        return await self._run(role)
-
-    async def _run(self, role: NodeRole) -> int:
         self._output = Output(role.job, self._output_broken)
         role.message = self._output.message
         output_watch = asyncio.create_task(self._stop_when_output_breaks())
@@ -74,7 +61,10 @@ class _Agent:
             if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
                 self._output.message(f"OMP_NUM_THREADS=1 for each of {ranks} ranks; set it to choose")
             final = await self._run_attempts(role)
-            self._publish(final)
+            if self._job.report and final.report:
+                self._write_report(final.report)
+            if final.text:
+                self._output.write(final.text)
         finally:
             output_watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -107,14 +97,11 @@ class _Agent:
             self._output.write(ended.text)
             self._output.message(f"restart {number} of {self._job.max_restarts}")
 
-    def _publish(self, final: AttemptResult) -> None:
-        if self._job.report and final.report:
-            try:
-                Path(self._job.report).write_text(final.report, encoding="utf-8")
-            except OSError as problem:
-                self._output.message(f"the report could not be written to {self._job.report}: {problem.strerror}")
-        if final.text:
-            self._output.write(final.text)
+    def _write_report(self, report: str) -> None:
+        try:
+            Path(self._job.report).write_text(report, encoding="utf-8")
+        except OSError as problem:
+            self._output.message(f"the report could not be written to {self._job.report}: {problem.strerror}")
 
     # Signals -----------------------------------------------------------------------------------------------
 
@@ -178,66 +165,3 @@ class _Agent:
         # A closed terminal sends SIGHUP too, and a second request would kill at once.
         if not self._stopped:
             self._stop(signal.SIGPIPE)
-
-
-class SingleNode:
-    """The `NodeRole` of a job on one node: this agent decides everything."""
-
-    def __init__(self, job: Job, token: str, port: socket.socket | None = None) -> None:
-        """``port`` reserves the port of the first attempt, whose workers have it in their environment."""
-        self.job, self.token, self.address = job, token, ""
-        self.master = job.master or Address("127.0.0.1", 0)
-        self.attempt: Attempt | None = None
-        self.message: Callable[[str], None] = lambda _: None
-        self.number = 0
-        self._stopped = False
-        self._port = port
-        self._host: CoordinatorHost | None = None
-
-    async def begin(self, number: int) -> AttemptResult | None:
-        """Reserve a port for torch's own store."""
-        self.number = number
-        if self.job.master is None:
-            self._port = self._port or reserve_port("127.0.0.1")
-            self.master = Address("127.0.0.1", self._port.getsockname()[1])
-        return None
-
-    async def serve(self, socket_name: str) -> None:
-        """Start the coordinator in this process."""
-        # Slow to import; the workers' interpreters start meanwhile.
-        from .coordinator_host import CoordinatorHost
-
-        self._host = CoordinatorHost(socket_name, self.token.encode())
-        await self._host.start()
-
-    def worker_failed(self) -> None:
-        """There is no other node to notify."""
-
-    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
-        """Declare a stall where both are true."""
-        if stalled and in_collective and self.attempt is not None:
-            self.attempt.end_stalled()
-
-    def stop(self, number: int) -> int:  # noqa: ARG002  # the signature of NodeRole
-        """Stop the workers once for each signal."""
-        self._stopped = True
-        return 1
-
-    async def settle(self, report: NodeReport) -> AttemptResult:
-        """Judge the attempt."""
-        host = self._host
-        # The coordinator's findings are complete once it is closed.
-        await self.close()
-        findings = [] if host is None else host.findings
-        verdict = judge(report.outcomes, findings, report.stall, report.stopped)
-        restart = should_restart(self.job, verdict, self.number, stopped=self._stopped)
-        return result(self.job, self.number, verdict, report.outcomes, report.leftovers, restart=restart)
-
-    async def close(self) -> None:
-        """Close the coordinator and free the port."""
-        if self._port is not None:
-            self._port.close()
-            self._port = None
-        if self._host is not None:
-            host, self._host = self._host, None
-            await host.close()

@@ -7,17 +7,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..environments.world import Address
 from ..observe.flight_recorder import FlightRecorder
 from .exit_evidence import OomMonitor
-from .options import Job
 from .output import Output
-from .start import EarlyStart, WorkerProcess, start_workers
+from .start import EarlyStart, WorkerProcess
 from .termination import (
     EXPLAIN_S,
     LEFTOVER_S,
@@ -28,9 +26,11 @@ from .termination import (
     send_signal,
 )
 from .verdict import Outcome, Stall
-from .verdict_text import AttemptResult
 
-__all__ = ["Attempt", "NodeReport", "NodeRole", "StallDetector"]
+if TYPE_CHECKING:
+    from .node_role import NodeRole
+
+__all__ = ["Attempt", "NodeReport", "StallDetector", "next_change"]
 
 # How often due signals and leftover processes are checked; the end of a worker is seen at once.
 _TICK_S = 0.05
@@ -42,8 +42,15 @@ _DRAIN_S = 2.0
 _STACKS_S = 1.5
 
 
+async def next_change(changed: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Wait until ``changed`` is set again, at most ``timeout_s``."""
+    changed.clear()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(changed.wait(), timeout_s)
+
+
 class NodeReport(msgspec.Struct, frozen=True):
-    """What one node knows once an attempt is over; `verdict.judge` needs those of all nodes."""
+    """The outcomes of one node's workers once an attempt is over; `verdict.judge` needs those of all nodes."""
 
     outcomes: list[Outcome]
     stall: Stall | None
@@ -51,46 +58,6 @@ class NodeReport(msgspec.Struct, frozen=True):
     stopped: int
     # Descriptions of processes that outlived the workers.
     leftovers: list[str]
-
-
-class NodeRole(Protocol):
-    """How decisions about the whole job are made on this node: alone, as the leader, or as a follower."""
-
-    # With this node's rank and all nodes' world sizes, once the agents have met.
-    job: Job
-    # The address by which other nodes reach this one; "" where there are none.
-    address: str
-    # MASTER_ADDR and MASTER_PORT of this attempt.
-    master: Address
-    # The token of the ranks' roll call.
-    token: str
-    # The number of the current attempt, from 0; a node that joins after a restart begins with a higher one.
-    number: int
-    # The current attempt, to which requests of other nodes apply.
-    attempt: Attempt | None
-    # Prints a line on the terminal.
-    message: Callable[[str], None]
-
-    async def begin(self, number: int) -> AttemptResult | None:
-        """Wait until the attempt ``number`` may start; a result where there will be none."""
-
-    async def serve(self, socket_name: str) -> None:
-        """Accept the ranks' connections to the coordinator at a Unix socket. Called when the workers were started."""
-
-    def worker_failed(self) -> None:
-        """Report that a worker of this node failed."""
-
-    def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
-        """Report whether this node's workers make no progress, and whether one is in a collective meanwhile."""
-
-    def stop(self, number: int) -> int:
-        """Report that this node received a signal to end; return how often its workers are to be stopped now."""
-
-    async def settle(self, report: NodeReport) -> AttemptResult:
-        """Report that this node's workers are gone; return the result of the attempt on all nodes."""
-
-    async def close(self) -> None:
-        """Close every connection."""
 
 
 class Attempt:
@@ -133,24 +100,22 @@ class Attempt:
         return NodeReport(outcomes, self._stall, self._stopped, self._leftovers)
 
     def _start(self) -> None:
-        stdin_pipe = self._early.stdin_pipe
         if self._started:
             for local_rank, readers in enumerate(self._early.output_pipes):
                 for stream, reader in enumerate(readers, 1):
                     self._output.add(local_rank, stream, reader)
         else:
-            stdin_pipe = start_workers(
+            self._early.start_workers(
                 self.job,
                 self.number,
-                self.workers,
-                socket_name=self._early.socket_name,
                 token=self._role.token,
                 master=self._role.master,
                 address=self._role.address,
                 open_output=lambda local_rank: self._output.open(local_rank, self.number),
             )
-        if stdin_pipe is not None:
-            self._stdin = _StdinForwarder(stdin_pipe)
+            self.workers = self._early.workers
+        if self._early.stdin_pipe is not None:
+            self._stdin = _StdinForwarder(self._early.stdin_pipe)
 
     # While the workers run ---------------------------------------------------------------------------------
 
@@ -163,15 +128,10 @@ class Attempt:
                 self._termination.begin(now)
             self._send(self._termination.due(now))
             await self._check_stall(now)
-            await self._wait(_TICK_S if self._termination.begun else self._stall_detector.interval_s)
+            await next_change(self._changed, _TICK_S if self._termination.begun else self._stall_detector.interval_s)
         if not self._termination.begun and self._failed:
             # The last worker of this node failed; workers of other nodes may be running.
             self._role.worker_failed()
-
-    async def _wait(self, timeout_s: float) -> None:
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     @property
     def _failed(self) -> bool:
@@ -192,11 +152,10 @@ class Attempt:
         send_signal(self._other_processes(), signal.SIGKILL)
 
     def reaped(self, pid: int, status: int) -> None:
-        """Entry the end of a child of the agent: a worker, or an orphan that the agent adopted."""
+        """Record the end of a child of the agent: a worker, or an orphan that the agent adopted."""
         for worker in self.workers:
             if worker.pid == pid and worker.alive:
                 worker.reaped(status)
-                self._oom.sample()
         self._changed.set()
 
     def stop(self, number: int) -> None:
@@ -277,17 +236,13 @@ class Attempt:
             number = termination.due(time.monotonic())
             if self._termination.kill_s is not None and time.monotonic() >= self._termination.kill_s:
                 number = signal.SIGKILL
-            if number and others:
-                self._describe_leftovers(others)
+            if number:
+                self._leftovers = self._leftovers or [
+                    f"pid {pid} of rank {environment_variable(pid, 'RANK') or '?'}: {command_line(pid)[:200]}"
+                    for pid in others
+                ]
                 send_signal(others, number)
-            await self._wait(_TICK_S)
-
-    def _describe_leftovers(self, pids: Iterable[int]) -> None:
-        if not self._leftovers:
-            self._leftovers = [
-                f"pid {pid} of rank {environment_variable(pid, 'RANK') or '?'}: {command_line(pid)[:200]}"
-                for pid in pids
-            ]
+            await next_change(self._changed, _TICK_S)
 
 
 class StallDetector:

@@ -12,19 +12,15 @@ from .start import run_job
 __all__ = ["command"]
 
 
-class _Command(click.Command):
-    """A command whose first word that is no option is the script: everything after it belongs to the script."""
-
-    def __init__(self, *args: Any, **kw: Any) -> None:
+@click.command(
+    "run",
+    context_settings={
+        # The first word that is no option is the script: everything after it belongs to the script.
+        "allow_interspersed_args": False,
         # --like_this is torchrun's older spelling of --like-this.
-        kw["context_settings"] = {
-            "allow_interspersed_args": False,
-            "token_normalize_func": lambda word: word.replace("_", "-"),
-        }
-        super().__init__(*args, **kw)
-
-
-@click.command("run", cls=_Command)
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    },
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

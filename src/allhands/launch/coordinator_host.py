@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 
 from ..control.coordinator import Coordinator
 from ..diagnosis import Diagnosis
@@ -71,43 +72,24 @@ class CoordinatorThread:
 
     def __init__(self, socket_name: str, token: str) -> None:
         self._host = CoordinatorHost(socket_name, token.encode())
-        self._error: BaseException | None = None
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing: asyncio.Event | None = None
+        self._loop = asyncio.new_event_loop()
         # A daemon, because the interpreter joins other threads before ranks that the program did not join.
-        self._thread = threading.Thread(target=self._run, name="allhands-coordinator", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="allhands-coordinator", daemon=True)
         self._thread.start()
+        started = asyncio.run_coroutine_threadsafe(self._host.start(), self._loop)
         try:
-            self._ready.wait()
+            started.result()
         except BaseException:
-            # Ctrl-C: the caller will have no object to close.
-            self._ready.wait()
+            # It failed; or Ctrl-C, after which the caller will have no object to close.
+            wait([started])
             self.close()
             raise
-        if self._error is not None:
-            raise self._error
 
     def close(self) -> list[Diagnosis]:
         """End it; return what it found."""
-        if self._loop is not None and self._closing is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._host.close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
         return self._host.findings
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as problem:  # noqa: BLE001  # raised by __init__
-            self._error = problem
-        finally:
-            self._ready.set()
-
-    async def _serve(self) -> None:
-        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        await self._host.start()
-        self._ready.set()
-        try:
-            await self._closing.wait()
-        finally:
-            await self._host.close()

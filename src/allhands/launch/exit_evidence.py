@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ExitEvidence", "OomMonitor", "find_oom_kill", "memory_limit", "oom_kill_count"]
 
-# A record is a few KiB. The memory is writable by the user's code, so reads are bounded.
-_MOST_BYTES = 1 << 20
+# A record and a stack are a few KiB. The memory is writable by the user's code, so reads are bounded; the stacks of a
+# node's workers are sent in one message of at most 64 MiB.
+_MOST_RECORD_BYTES, _MOST_STACK_BYTES = 1 << 20, 1 << 18
 
 _CGROUPS = "/sys/fs/cgroup"
 
@@ -47,6 +48,8 @@ class ExitEvidence:
         self.started_s = self.ended_s = 0.0
         self._recorder = flight_recorder.make()
         self._record, self._fatal = (os.memfd_create(name, os.MFD_CLOEXEC) for name in (record_name, "allhands-fatal"))
+        # Subclasses add theirs.
+        self._descriptors = [self._recorder, self._record, self._fatal]
 
     @property
     def failed(self) -> bool:
@@ -58,7 +61,7 @@ class ExitEvidence:
         import json
 
         try:
-            found = json.loads(self._text(self._record) or "{}")
+            found = json.loads(self._text(self._record, _MOST_RECORD_BYTES) or "{}")
         except json.JSONDecodeError:
             return {}
         return found if isinstance(found, dict) else {}
@@ -99,9 +102,14 @@ class ExitEvidence:
         if not self.sent:
             self.sent, self.sent_s = number, time.monotonic()
 
+    def close(self) -> None:
+        """Close the descriptors; no evidence can be read afterwards."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
     @staticmethod
-    def _text(descriptor: int) -> str:
-        size = min(os.fstat(descriptor).st_size, _MOST_BYTES)
+    def _text(descriptor: int, most: int = _MOST_STACK_BYTES) -> str:
+        size = min(os.fstat(descriptor).st_size, most)
         return os.pread(descriptor, size, 0).decode(errors="replace")
 
 
@@ -113,24 +121,20 @@ class OomMonitor:
 
     def __init__(self) -> None:
         self._group = _own_cgroup()
-        self._before = self._now = oom_kill_count(self._group) if self._group else 0
-
-    def sample(self) -> None:
-        """Read the counter; call it when a worker ended."""
-        if self._group:
-            self._now = oom_kill_count(self._group)
+        self._before = oom_kill_count(self._group)
 
     def explain(self, pid: int) -> str:
         """Return the evidence that ``pid``, which died of SIGKILL, was killed for memory; "" where there is none."""
         message = find_oom_kill(pid, _kernel_log())
         if message:
             return f"the kernel's log says so: {message} (observed)"
-        if self._now > self._before:
+        kills = oom_kill_count(self._group) - self._before
+        if kills > 0:
             limit = memory_limit(self._group)
             bound = f", whose limit is {limit / 2**20:.0f} MiB" if limit is not None else ""
             return (
-                f"probably: the kernel counted {self._now - self._before} out-of-memory kill(s) meanwhile in the "
-                f"control group {self._group}{bound}"
+                f"probably: the kernel counted {kills} out-of-memory kill(s) meanwhile in the control group "
+                f" {self._group}{bound}"
             )
         return ""
 

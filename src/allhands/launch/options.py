@@ -180,11 +180,8 @@ def make_job(script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> 
     for name in ("max_restarts", "grace", "hang_timeout"):
         if given[name] < 0:
             raise _wrong(name, f"{given[name]} is less than 0")
-    kind: Literal["script", "module", "program"] = "script"
-    if given["module"]:
-        kind = "module"
-    elif given["no_python"]:
-        kind = "program"
+    kind: Literal["script", "module", "program"]
+    kind = "module" if given["module"] else "program" if given["no_python"] else "script"
     if given["init"] and kind == "program":
         raise _wrong("init", "a program that is not Python has no group to form; leave --no-python out")
     node_rank = given["node_rank"]

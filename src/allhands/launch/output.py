@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import os
 import select
+import selectors
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import fail
 from .options import Job
-from .start import open_pipe
-from .verdict_text import rank_ranges
+from .start import PIPE_BYTES, open_pipe
+from .verdict import rank_ranges
 
-__all__ = ["FOLD_WINDOW_S", "MOST_LINE_BYTES", "Fold", "LineBuffer", "Output", "Writer", "label", "prefixed"]
+__all__ = ["FOLD_WINDOW_S", "MOST_LINE_BYTES", "Fold", "LineBuffer", "Output", "label", "prefixed"]
 
 _READ_BYTES = 1 << 18
 
@@ -44,46 +46,35 @@ MOST_LINE_BYTES = 1 << 20
 # ANSI colours that are readable on light and dark backgrounds, by rank.
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
-# Bytes that the writer may be behind before the workers' pipes are no longer read. Each pipe holds 64 KiB to 1 MiB
-# more; a terminal accepts about 1 MiB a second.
-_MOST_UNWRITTEN = 4 << 20
-_RESUME_AT = _MOST_UNWRITTEN // 2
-
-# One write: large for throughput, small enough that Ctrl-C does not wait for it.
+# One write: large for throughput, small for a terminal that accepts about 1 MiB a second.
 _WRITE_BYTES = 1 << 16
 
 _STREAMS = ("stdout", "stderr")
 
 
+@dataclass(eq=False, slots=True)
 class _Pipe:
     """One stream of one worker."""
 
-    def __init__(self, output: Output, reader: int, rank: int, stream: int, *, shown: bool, log: int | None) -> None:
-        self.reader = reader
-        self.rank, self.stream, self.shown, self.log = rank, stream, shown, log
-        self.lines = LineBuffer()
-        self.prefix = output.label([rank], stream)
-        self.received_s = self.redrawn_s = 0.0
-        # The state of a progress bar that was printed last.
-        self.redrawn = b""
-        self._output = output
-
-    def read(self) -> None:
-        """Read what has arrived. Called by the event loop."""
-        try:
-            data = os.read(self.reader, _READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self._output.received(self, data)
-        else:
-            self._output.ended(self)
+    reader: int
+    rank: int
+    stream: int
+    prefix: bytes
+    shown: bool
+    log: int | None
+    lines: LineBuffer
+    received_s: float = 0.0
+    redrawn_s: float = 0.0
+    # The state of a progress bar that was printed last.
+    redrawn: bytes = b""
 
 
 class Output:
-    """All streams of all workers of this node. Lives as long as the agent; each attempt has its own pipes."""
+    """All streams of all workers of this node. Lives as long as the agent; each attempt has its own pipes.
+
+    A thread reads the pipes and writes to the terminal and to log files. While a write blocks, no pipe is read, so that
+    the workers are slowed down and the memory is bounded.
+    """
 
     def __init__(self, job: Job, broken: asyncio.Event) -> None:
         """``broken`` is set once the agent's stdout or stderr has no reader any more."""
@@ -91,26 +82,28 @@ class Output:
         self.job = job
         self._loop = asyncio.get_running_loop()
         self._broken = broken
-        self._writer = Writer(on_resume=self._resume_soon, on_error=self._write_failed)
-        self._pipes: set[_Pipe] = set()
-        self._closed = asyncio.Event()
-        self._paused: set[_Pipe] = set()
-        self._folds = {stream: Fold(job.local_world_size) for stream in (1, 2)} if job.fold else {}
-        self._terminal = {stream: os.isatty(stream) for stream in (1, 2)}
-        self._coloured = {stream: self._terminal[stream] and not os.environ.get("NO_COLOR") for stream in (1, 2)}
-        # The pipe whose unfinished line ends the terminal's content.
-        self._prompting: _Pipe | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._log_dir: Path | None = None
         self._logs: dict[int, Path] = {}
+        self._terminal = {stream: os.isatty(stream) for stream in (1, 2)}
+        self._coloured = {stream: self._terminal[stream] and not os.environ.get("NO_COLOR") for stream in (1, 2)}
+        # Pipes that were added and have not ended.
+        self._open_pipes = 0
+        self._all_ended = asyncio.Event()
+        # Of the thread only, from here on. Functions that it calls next:
+        self._calls: deque[Callable[[], object]] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._pipes: set[_Pipe] = set()
+        self._folds = {stream: Fold(job.local_world_size) for stream in (1, 2)} if job.fold else {}
+        # The pipe whose unfinished line ends the terminal's content.
+        self._prompting: _Pipe | None = None
+        self._failed: set[int] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="allhands-output", daemon=True)
+        self._thread.start()
 
-    def label(self, ranks: list[int], stream: int) -> bytes:
-        """Return the prefix of lines of ``ranks``."""
-        if not self.job.prefix:
-            return b""
-        return label(rank_ranges(ranks), ranks[0] if self._coloured[stream] else None)
-
-    # Streams -----------------------------------------------------------------------------------------------
+    # For the agent -----------------------------------------------------------------------------------------
 
     def open(self, local_rank: int, attempt: int) -> tuple[int, int]:
         """Return stdout and stderr for a worker; the caller closes them."""
@@ -129,12 +122,45 @@ class Output:
 
     def add(self, local_rank: int, stream: int, reader: int, log: int | None = None) -> None:
         """Read a worker's stream from the pipe ``reader`` until its end."""
+        rank = self.job.rank(local_rank)
         shown = self.job.shown is None or local_rank in self.job.shown
-        pipe = _Pipe(self, reader, self.job.rank(local_rank), stream, shown=shown, log=log)
-        self._pipes.add(pipe)
-        self._loop.add_reader(reader, pipe.read)
-        if self._timer is None:
-            self._timer = self._loop.call_later(_TICK_S, self._tick)
+        pipe = _Pipe(reader, rank, stream, self._label([rank], stream), shown, log, LineBuffer())
+        self._open_pipes += 1
+        self._all_ended.clear()
+        self._call(lambda: self._add(pipe))
+
+    def message(self, text: str) -> None:
+        """Print a line of the launcher's own on standard error."""
+        self.write(f"allhands: {text}\n")
+
+    def write(self, text: str) -> None:
+        """Print ``text`` as it is on standard error."""
+        self._call(lambda: self._print_block(2, text.encode(errors="replace")))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until every pipe has ended, at most ``timeout_s``; then read what the others hold, and close them."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        self._call(self._end_pipes)
+
+    def close(self) -> None:
+        """Write everything that is left, however long that takes, unless it has no reader any more."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._selector.close()
+        for descriptor in (self._wake, *self._logs):
+            os.close(descriptor)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Have the thread call ``function``, after those before."""
+        self._calls.append(function)
+        os.eventfd_write(self._wake, 1)
+
+    def _label(self, ranks: list[int], stream: int) -> bytes:
+        if not self.job.prefix:
+            return b""
+        return label(rank_ranges(ranks), ranks[0] if self._coloured[stream] else None)
 
     def _open_log(self, attempt: int, local_rank: int, stream: int) -> int:
         """Open torchrun's file: DIR/NAME_random/attempt_0/RANK/stdout.log."""
@@ -160,49 +186,70 @@ class Output:
         self._logs[log] = path
         return log
 
-    def ended(self, pipe: _Pipe) -> None:
-        """Close a stream and print its last, unfinished line."""
-        self._loop.remove_reader(pipe.reader)
-        os.close(pipe.reader)
-        self._pipes.discard(pipe)
-        self._paused.discard(pipe)
-        self._closed.set()
-        self._print(pipe, pipe.lines.rest())
+    def _pipe_ended(self) -> None:
+        self._open_pipes -= 1
+        if not self._open_pipes:
+            self._all_ended.set()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until every pipe has ended, at most ``timeout_s``; then close those that are left."""
-        deadline = time.monotonic() + timeout_s
-        while self._pipes and (time.monotonic() < deadline or self._writer.full):
-            self._closed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), _TICK_S)
-        for pipe in list(self._pipes):
-            self.ended(pipe)
-        self._flush_folds(everything=True)
+    # In the thread -----------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Write everything that is left, however long that takes, unless it has no reader any more."""
-        if self._timer is not None:
-            self._timer.cancel()
+    def _run(self) -> None:
+        ticked_s = 0.0
+        while self._calls or not self._closing:
+            for key, _ in self._selector.select(_TICK_S):
+                if key.data is None:
+                    os.eventfd_read(self._wake)
+                else:
+                    self._read(key.data)
+            while self._calls:
+                self._calls.popleft()()
+            now = time.monotonic()
+            if now - ticked_s >= _TICK_S:
+                ticked_s = now
+                self._tick(now)
         self._flush_folds(everything=True)
         if self._prompting is not None:
-            self._writer.write(1, b"\n")
-        self._writer.close()
-        for log in self._logs:
-            os.close(log)
-        self._logs.clear()
+            self._write(1, b"\n")
 
-    # Lines -------------------------------------------------------------------------------------------------
+    def _add(self, pipe: _Pipe) -> None:
+        self._pipes.add(pipe)
+        self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
 
-    def received(self, pipe: _Pipe, data: bytes) -> None:
-        """Log and print data of a stream."""
+    def _read(self, pipe: _Pipe) -> bool:
+        """Read, log and print what has arrived; return whether there may be more."""
+        try:
+            data = os.read(pipe.reader, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._end(pipe)
+            return False
         pipe.received_s = time.monotonic()
         if pipe.log is not None:
-            self._writer.write(pipe.log, data)
+            self._write(pipe.log, data)
         if pipe.shown:
             self._print(pipe, pipe.lines.feed(data))
-        if self._writer.full:
-            self._pause()
+        return True
+
+    def _end(self, pipe: _Pipe) -> None:
+        """Close a stream and print its last, unfinished line."""
+        self._selector.unregister(pipe.reader)
+        os.close(pipe.reader)
+        self._pipes.discard(pipe)
+        self._print(pipe, pipe.lines.rest())
+        self._loop.call_soon_threadsafe(self._pipe_ended)
+
+    def _end_pipes(self) -> None:
+        for pipe in list(self._pipes):
+            # Bounded, should a process that is not the job's keep writing.
+            for _ in range(PIPE_BYTES // _READ_BYTES):
+                if not self._read(pipe):
+                    break
+            if pipe in self._pipes:
+                self._end(pipe)
+        self._flush_folds(everything=True)
 
     def _print(self, pipe: _Pipe, whole: bytes) -> None:
         if not whole:
@@ -219,32 +266,25 @@ class Output:
             # The beginning of the first line is on the terminal already.
             first, newline, others = whole.partition(b"\n")
             self._prompting = None
-            self._writer.write(pipe.stream, first + newline + prefixed(pipe.prefix, others))
+            self._write(pipe.stream, first + newline + prefixed(pipe.prefix, others))
         else:
-            self._write(pipe.stream, prefixed(pipe.prefix, whole))
+            self._print_block(pipe.stream, prefixed(pipe.prefix, whole))
 
-    def _write(self, stream: int, data: bytes) -> None:
+    def _print_block(self, stream: int, data: bytes) -> None:
+        """Print whole lines, on a new line."""
         if self._prompting is not None:
             data, self._prompting = b"\n" + data, None
-        self._writer.write(stream, data)
+        self._write(stream, data)
 
     def _flush_folds(self, *, everything: bool = False) -> None:
         for stream, fold in self._folds.items():
             due = fold.due(time.monotonic(), everything=everything)
             if due:
-                self._write(stream, b"".join([prefixed(self.label(ranks, stream), line) for line, ranks in due]))
+                lines = [prefixed(self._label(ranks, stream), line) for line, ranks in due]
+                self._print_block(stream, b"".join(lines))
 
-    def message(self, text: str) -> None:
-        """Print a line of the launcher's own on standard error."""
-        self._write(2, f"allhands: {text}\n".encode())
-
-    def write(self, text: str) -> None:
-        """Print ``text`` as it is on standard error."""
-        self._write(2, text.encode(errors="replace"))
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
+    def _tick(self, now: float) -> None:
+        """Print folded, redrawn and unfinished lines that are due."""
         self._flush_folds()
         for pipe in self._pipes:
             if not pipe.lines.partial:
@@ -252,7 +292,7 @@ class Output:
             state = pipe.lines.redrawn()
             if state and state != pipe.redrawn and now - pipe.redrawn_s >= _REDRAW_S:
                 pipe.redrawn, pipe.redrawn_s = state, now
-                self._write(pipe.stream, prefixed(pipe.prefix, state))
+                self._print_block(pipe.stream, prefixed(pipe.prefix, state))
             elif not state and self._terminal[pipe.stream] and not self._folds and now - pipe.received_s >= _PROMPT_S:
                 self._print_prompt(pipe)
 
@@ -260,33 +300,26 @@ class Output:
         """Print an unfinished line; output of another rank then begins on a new line."""
         text = pipe.lines.pop_partial()
         if self._prompting is pipe:
-            self._writer.write(pipe.stream, text)
+            self._write(pipe.stream, text)
         else:
-            self._write(pipe.stream, pipe.prefix + text)
+            self._print_block(pipe.stream, pipe.prefix + text)
             self._prompting = pipe
 
-    # Back-pressure -----------------------------------------------------------------------------------------
-
-    def _pause(self) -> None:
-        for pipe in self._pipes - self._paused:
-            self._loop.remove_reader(pipe.reader)
-            self._paused.add(pipe)
-
-    def _resume_soon(self) -> None:
-        self._loop.call_soon_threadsafe(self._resume)
-
-    def _resume(self) -> None:
-        for pipe in self._paused:
-            self._loop.add_reader(pipe.reader, pipe.read)
-        self._paused.clear()
-
-    def _write_failed(self, descriptor: int, problem: OSError) -> None:
-        """In the writer's thread: the reader is gone, or a disk is full."""
-        if descriptor in {1, 2}:
-            self._loop.call_soon_threadsafe(self._broken.set)
-        else:
-            text = f"the log {self._logs.get(descriptor)} takes no more: {problem.strerror or problem}"
-            self._loop.call_soon_threadsafe(self.message, text)
+    def _write(self, descriptor: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and descriptor not in self._failed:
+            try:
+                view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
+            except BlockingIOError:
+                # Another process made the terminal non-blocking.
+                select.select([], [descriptor], [])
+            except OSError as problem:
+                # The reader is gone, or a disk is full.
+                self._failed.add(descriptor)
+                if descriptor in {1, 2}:
+                    self._loop.call_soon_threadsafe(self._broken.set)
+                else:
+                    self.message(f"the log {self._logs[descriptor]} takes no more: {problem.strerror or problem}")
 
 
 class LineBuffer:
@@ -414,74 +447,3 @@ class Fold:
         if not holders:
             del self._holders[line]
         return sorted(ranks)
-
-
-class Writer:
-    """A thread that writes to the terminal and to log files in order, because such writes may block."""
-
-    def __init__(self, *, on_resume: Callable[[], None], on_error: Callable[[int, OSError], None]) -> None:
-        """In the thread, ``on_resume`` is called when it has caught up, ``on_error`` once for a failed descriptor."""
-        self._on_resume, self._on_error = on_resume, on_error
-        self._queue: deque[tuple[int, bytes]] = deque()
-        self._unwritten = 0
-        self._full = False
-        self._closing = False
-        self._failed: set[int] = set()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._write_all, name="allhands-output", daemon=True)
-        self._thread.start()
-
-    @property
-    def full(self) -> bool:
-        """Whether it is too far behind to be given more."""
-        return self._full
-
-    def write(self, descriptor: int, data: bytes) -> None:
-        """Queue ``data``; never blocks."""
-        with self._changed:
-            self._queue.append((descriptor, data))
-            self._unwritten += len(data)
-            self._full = self._full or self._unwritten > _MOST_UNWRITTEN
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Write what is queued, then end the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                descriptor, data = self._queue.popleft()
-                pieces, size = [data], len(data)
-                while self._queue and self._queue[0][0] == descriptor and size < _WRITE_BYTES:
-                    pieces.append(self._queue.popleft()[1])
-                    size += len(pieces[-1])
-            if descriptor not in self._failed:
-                self._write(descriptor, b"".join(pieces))
-            with self._changed:
-                self._unwritten -= size
-                resumes = self._full and self._unwritten <= _RESUME_AT
-                if resumes:
-                    self._full = False
-            if resumes:
-                self._on_resume()
-
-    def _write(self, descriptor: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
-            except BlockingIOError:
-                # Another process made the terminal non-blocking.
-                select.select([], [descriptor], [])
-            except OSError as problem:
-                self._failed.add(descriptor)
-                self._on_error(descriptor, problem)
-                return

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 
 from .. import settings
 from .._core import adopt_orphans
@@ -27,18 +26,19 @@ from .options import Job, UsageError, make_job, read_plain
 from .termination import Watchdog, descendants
 
 __all__ = [
+    "ASYNC_ERROR_HANDLING",
     "ENDING_SIGNALS",
     "HANDLED_SIGNALS",
     "JOB_VARIABLE",
     "OUTER_LAUNCHER_VARIABLES",
+    "PIPE_BYTES",
     "EarlyStart",
     "WorkerProcess",
-    "job_variable",
     "open_pipe",
+    "rank_variables",
     "reserve_port",
     "run_command_line",
     "run_job",
-    "start_workers",
     "worker_environment",
 ]
 
@@ -56,13 +56,19 @@ JOB_VARIABLE = "ALLHANDS_COORDINATOR"
 OUTER_LAUNCHER_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
     "ALLHANDS_RECORDER_FD",
     "ALLHANDS_NODE_ADDRESS",
     "ALLHANDS_TOKEN_FILE",
 )
 
+# torchrun's default.
+ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+
 # The largest pipe that Linux allows ordinary users, so that a worker rarely blocks on its output.
-_PIPE_BYTES = 1 << 20
+PIPE_BYTES = 1 << 20
 
 # The directory that the package was imported from, for the workers' interpreters.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # noqa: PTH120
@@ -86,10 +92,10 @@ def run_job(job: Job) -> int:
     try:
         # Slow to import; on one node the workers are running by now.
         from .agent import main
-    except BaseException:
+
+        return main(job, early)
+    finally:
         early.close()
-        raise
-    return main(job, early)
 
 
 class EarlyStart:
@@ -104,53 +110,81 @@ class EarlyStart:
         self.workers: list[WorkerProcess] = []
         # The agent's ends of stdout and stderr, by local rank.
         self.output_pipes: list[tuple[int, int]] = []
-        # The agent's end of rank 0's stdin, where that is a pipe of ours.
+        # The agent's end of rank 0's stdin; None where rank 0 reads the agent's stdin itself, or runs on another node.
         self.stdin_pipe: int | None = None
         self.pending_signals: list[int] = []
         _raise_descriptor_limit(job)
         # A shell that this process replaced by exec may have left its children, which are not the job's.
-        foreign = _existing_descendants()
+        foreign = descendants(os.getpid())
         adopt_orphans()
-        self._hold_signals()
-        self.watchdog = Watchdog(*job_variable(self.socket_name))
+        for number in HANDLED_SIGNALS:
+            # nohup, and shells that start the agent in the background, set SIG_IGN.
+            if number not in ENDING_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self.pending_signals.append(number))
+        self.watchdog = Watchdog(JOB_VARIABLE, f"unix:{self.socket_name}")
         self.excluded_pids = {self.watchdog.pid, *foreign}
         try:
             # Agents of several nodes meet first; log files are opened by the agent, which reports a full disk.
             if job.nodes == 1 and not any(map(any, job.streams)):
-                self._start_workers(job)
+                master = job.master
+                if master is None:
+                    self.port = reserve_port("127.0.0.1")
+                    master = Address(*self.port.getsockname())
+                self.start_workers(
+                    job,
+                    0,
+                    token=self.token,
+                    master=master,
+                    address="",
+                    open_output=self._open_output,
+                )
         except BaseException:
             self.close()
             raise
-
-    def _hold_signals(self) -> None:
-        for number in HANDLED_SIGNALS:
-            # nohup, and shells that start the agent in the background, set SIG_IGN.
-            if number not in ENDING_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._hold)
-
-    def _hold(self, number: int, _: FrameType | None) -> None:
-        self.pending_signals.append(number)
-
-    def _start_workers(self, job: Job) -> None:
-        master = job.master
-        if master is None:
-            self.port = reserve_port("127.0.0.1")
-            master = Address("127.0.0.1", self.port.getsockname()[1])
-        self.stdin_pipe = start_workers(
-            job,
-            0,
-            self.workers,
-            socket_name=self.socket_name,
-            token=self.token,
-            master=master,
-            address="",
-            open_output=self._open_output,
-        )
 
     def _open_output(self, _: int) -> tuple[int, int]:
         stdout, stderr = open_pipe(), open_pipe()
         self.output_pipes.append((stdout[0], stderr[0]))
         return stdout[1], stderr[1]
+
+    def start_workers(
+        self,
+        job: Job,
+        attempt: int,
+        *,
+        token: str,
+        master: Address,
+        address: str,
+        open_output: Callable[[int], tuple[int, int]],
+    ) -> None:
+        """Start the workers of an attempt on this node; ``open_output`` returns stdout and stderr of a local rank."""
+        # Each is in the list as soon as it runs, so that `close` kills it where another one cannot be started.
+        self.workers, self.stdin_pipe = [], None
+        for local_rank in range(job.local_world_size):
+            environment = worker_environment(
+                job,
+                local_rank,
+                attempt,
+                coordinator=f"unix:{self.socket_name}",
+                token=token,
+                master=master,
+                address=address,
+                environment=os.environ,
+            )
+            stdout, stderr = open_output(local_rank)
+            stdin = None
+            try:
+                if job.rank(local_rank) == 0:
+                    stdin, self.stdin_pipe = _open_stdin()
+                else:
+                    stdin = os.open(os.devnull, os.O_RDONLY)
+                worker = WorkerProcess(job, local_rank, environment, stdin=stdin, stdout=stdout, stderr=stderr)
+                self.workers.append(worker)
+            finally:
+                # 0 is the agent's own stdin, which rank 0 may share.
+                for descriptor in (stdin, stdout, stderr):
+                    if descriptor:
+                        os.close(descriptor)
 
     def close(self) -> None:
         """Dismiss the watchdog; kill workers that still run after a failed start."""
@@ -158,17 +192,6 @@ class EarlyStart:
             if each.alive:
                 each.signal_group(signal.SIGKILL)
         self.watchdog.dismiss()
-
-
-def _existing_descendants() -> list[int]:
-    try:
-        # One file, where the kernel has it; a scan of /proc takes as long as starting a worker.
-        with open("/proc/thread-self/children", "rb") as file:  # noqa: PTH123  # pathlib is slow to import
-            if not file.read():
-                return []
-    except OSError:
-        pass
-    return descendants(os.getpid())
 
 
 def _raise_descriptor_limit(job: Job) -> None:
@@ -199,6 +222,7 @@ class WorkerProcess(ExitEvidence):
     ) -> None:
         super().__init__(job.rank(local_rank))
         self._stacks = stacks.make()
+        self._descriptors.append(self._stacks)
         task = worker.encode_task(
             job.kind,
             agent=os.getpid(),
@@ -229,7 +253,7 @@ class WorkerProcess(ExitEvidence):
         return self.status is None
 
     def reaped(self, status: int) -> None:
-        """Entry its end; ``status`` is an exit status, or the negative of a signal."""
+        """Record its end; ``status`` is an exit status, or the negative of a signal."""
         self.status = self._popen.returncode = status
         self.ended_s = time.monotonic()
 
@@ -246,15 +270,10 @@ class WorkerProcess(ExitEvidence):
 
     def request_stacks(self) -> bool:
         """Have faulthandler write the stacks of all threads; False where the signal is not caught and would kill."""
-        try:
-            status = _proc_status(self.pid)
-            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-            if not caught >> (stacks.SIGNAL - 1) & 1 or "\nState:\tT" in status:
-                return False
-            os.ftruncate(self._stacks, 0)
-            os.kill(self.pid, stacks.SIGNAL)
-        except (OSError, IndexError, ValueError):
+        if not stacks.is_handled(self.pid):
             return False
+        os.ftruncate(self._stacks, 0)
+        os.kill(self.pid, stacks.SIGNAL)
         return True
 
     def stacks(self) -> str:
@@ -263,65 +282,12 @@ class WorkerProcess(ExitEvidence):
 
     def state(self) -> str:
         """Return the kernel's state of it (running, sleeping, stopped); "" where it is gone."""
+        import psutil  # slow
+
         try:
-            status = _proc_status(self.pid)
-        except OSError:
+            return str(psutil.Process(self.pid).status())
+        except psutil.Error:
             return ""
-        return status.partition("\nState:")[2].splitlines()[0].partition("(")[2].rstrip(")")
-
-    def close(self) -> None:
-        """Close the descriptors; no evidence can be read afterwards."""
-        for descriptor in (self._recorder, self._record, self._fatal, self._stacks):
-            os.close(descriptor)
-
-
-def _proc_status(pid: int) -> str:
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123  # as above
-        return file.read()
-
-
-def start_workers(
-    job: Job,
-    attempt: int,
-    into: list[WorkerProcess],
-    *,
-    socket_name: str,
-    token: str,
-    master: Address,
-    address: str,
-    open_output: Callable[[int], tuple[int, int]],
-) -> int | None:
-    """Start every worker of this node, and append each to ``into`` as soon as it runs.
-
-    ``open_output`` returns the stdout and stderr of a local rank. Returns the agent's end of rank 0's stdin; None where
-    rank 0 reads the agent's stdin itself, or runs on another node.
-    """
-    stdin_pipe: int | None = None
-    for local_rank in range(job.local_world_size):
-        environment = worker_environment(
-            job,
-            local_rank,
-            attempt,
-            coordinator=job_variable(socket_name)[1],
-            token=token,
-            master=master,
-            address=address,
-            environment=os.environ,
-        )
-        stdout, stderr = open_output(local_rank)
-        stdin = None
-        try:
-            if job.rank(local_rank) == 0:
-                stdin, stdin_pipe = _open_stdin()
-            else:
-                stdin = os.open(os.devnull, os.O_RDONLY)
-            into.append(WorkerProcess(job, local_rank, environment, stdin=stdin, stdout=stdout, stderr=stderr))
-        finally:
-            # 0 is the agent's own stdin, which rank 0 may share.
-            for descriptor in (stdin, stdout, stderr):
-                if descriptor:
-                    os.close(descriptor)
-    return stdin_pipe
 
 
 def _open_stdin() -> tuple[int, int | None]:
@@ -342,25 +308,16 @@ def open_pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     with contextlib.suppress(OSError):  # the user's limit of pipe pages is reached: the pipe stays smaller
-        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return reader, writer
 
 
 def reserve_port(host: str) -> socket.socket:
     """Return a socket bound to a free port of ``host``; as it does not listen, rank 0 can bind the port too."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reserved = socket.socket(family)
-    with contextlib.ExitStack() as stack:
-        stack.callback(reserved.close)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
-        stack.pop_all()
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
     return reserved
-
-
-def job_variable(socket_name: str) -> tuple[str, str]:
-    """Return name and value of the environment variable by which the processes of a job are found."""
-    return JOB_VARIABLE, f"unix:{socket_name}"
 
 
 def worker_environment(
@@ -378,27 +335,43 @@ def worker_environment(
 
     TORCHELASTIC_USE_AGENT_STORE is removed: with it, torch would expect the launcher to serve a store at MASTER_PORT.
     """
-    rank, size, local = str(job.rank(local_rank)), str(job.world_size), str(job.local_world_size)
     found = {name: value for name, value in environment.items() if name not in OUTER_LAUNCHER_VARIABLES}
+    found |= rank_variables(job, local_rank, attempt, coordinator=coordinator, token=token, master=master)
     found |= {
-        "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": local,
-        "GROUP_RANK": str(job.node_rank),
-        "GROUP_WORLD_SIZE": str(job.nodes),
-        "ROLE_NAME": job.role,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": master.host,
-        "MASTER_PORT": str(master.port),
         "TORCHELASTIC_RUN_ID": job.name,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "ALLHANDS_RANK": rank,
-        "ALLHANDS_LOCAL_RANK": str(local_rank),
-        "ALLHANDS_WORLD_SIZE": size,
-        "ALLHANDS_LOCAL_WORLD_SIZE": local,
+    }
+    found.setdefault(*ASYNC_ERROR_HANDLING)
+    if address:
+        found["ALLHANDS_NODE_ADDRESS"] = address
+    if job.local_world_size > 1:
+        # As torchrun: otherwise each rank starts a thread for every core.
+        found.setdefault("OMP_NUM_THREADS", "1")
+    return found
+
+
+def rank_variables(
+    job: Job, local_rank: int, attempt: int, *, coordinator: str, token: str, master: Address
+) -> dict[str, str]:
+    """Return the variables that differ between ranks, jobs and attempts, without those of torch's elastic agent."""
+    place = {
+        "RANK": str(job.rank(local_rank)),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.local_world_size),
+    }
+    ours = {f"ALLHANDS_{name}": value for name, value in place.items()}
+    return {
+        **place,
+        **ours,
+        "GROUP_RANK": str(job.node_rank),
+        "GROUP_WORLD_SIZE": str(job.nodes),
+        "ROLE_NAME": job.role,
+        "ROLE_RANK": place["RANK"],
+        "ROLE_WORLD_SIZE": place["WORLD_SIZE"],
+        "MASTER_ADDR": master.host,
+        "MASTER_PORT": str(master.port),
         "ALLHANDS_NODE_RANK": str(job.node_rank),
         "ALLHANDS_JOB": job.name,
         "ALLHANDS_ATTEMPT": str(attempt),
@@ -406,10 +379,3 @@ def worker_environment(
         "ALLHANDS_TOKEN": token,
         JOB_VARIABLE: coordinator,
     }
-    found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if address:
-        found["ALLHANDS_NODE_ADDRESS"] = address
-    if job.local_world_size > 1:
-        # As torchrun: otherwise each rank starts a thread for every core.
-        found.setdefault("OMP_NUM_THREADS", "1")
-    return found

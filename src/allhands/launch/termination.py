@@ -20,7 +20,6 @@ __all__ = [
     "descendants",
     "environment_variable",
     "holders_of_memfd",
-    "is_running",
     "send_signal",
     "with_variable",
 ]
@@ -129,14 +128,6 @@ def holders_of_memfd(name: str) -> list[int]:
                         found.append(pid)
                         break
     return found
-
-
-def is_running(pid: int) -> bool:
-    """Return whether ``pid`` exists and is not a zombie."""
-    try:
-        return _stat(pid)[0] not in {"Z", "X"}
-    except OSError:
-        return False
 
 
 def command_line(pid: int) -> str:

@@ -1,7 +1,11 @@
-"""Which rank is to blame for a dead job, and which failures are consequences: by cause, not by clock. Pure."""
+"""The verdict on a dead job: the ranks to blame, by cause and not by clock, and the consequences. Pure.
+
+After `judge` follows the text for the terminal and the JSON for --report.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +21,22 @@ from .options import Job
 
 __all__ = [
     "HANG_STATUS",
+    "AttemptResult",
     "NodeLoss",
     "Outcome",
     "Stall",
     "Verdict",
+    "brief_text",
+    "culprit_lines",
     "judge",
     "lagging_ranks",
+    "last_call_lines",
+    "rank_ranges",
+    "result",
     "should_restart",
+    "stall_text",
     "status_name",
+    "verdict_text",
 ]
 
 # The exit status of coreutils' `timeout`.
@@ -45,6 +57,14 @@ _CHILD_ERRORS = {
 
 # Our exceptions that report another rank's failure; subclasses have them among the bases in their exit record.
 _PEER_ERRORS = {"GroupEnded", "StoreTimeout"}
+
+# More tracebacks and stacks than this are in --report only; the first ones belong to the culprits.
+_MOST_TRACES = 4
+
+# More culprits than this are in --report only: they share a cause.
+_MOST_CULPRITS = 8
+
+_MOST_LEFTOVERS = 8
 
 # Ranks with a traceback or a description that they share.
 _Grouped = tuple[tuple[tuple[int, ...], str], ...]
@@ -178,20 +198,25 @@ class NodeLoss(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Who is to blame. ``culprits`` are ranks, the root cause first."""
+    """The ranks to blame, ``culprits``, the root cause first; why they failed, and the exit status of the job."""
 
     cause: str
     culprits: tuple[int, ...]
     what: str
-    why: str
-    fix: str
-    exit_code: int
+    why: str = ""
+    fix: str = ""
+    exit_code: int = 1
     # Tracebacks or stacks of the culprits.
     traces: _Grouped = ()
-    # How the other ranks ended.
-    others: _Grouped = ()
     outcomes: tuple[Outcome, ...] = ()
     stall: Stall | None = None
+
+    @property
+    def others(self) -> _Grouped:
+        """How the other ranks ended; () after a stall, which ends all of them alike, and for a job that succeeded."""
+        if self.stall is not None or not self.exit_code:
+            return ()
+        return _group((each.rank, _end(each)) for each in self.outcomes if each.rank not in self.culprits)
 
 
 def judge(
@@ -208,13 +233,16 @@ def judge(
     ``findings`` are the coordinator's diagnoses, ``stopped`` is the signal by which a user or scheduler ended the job
     (``stopped_by`` names the node, where there are several), ``lost`` are the nodes that sent no outcomes.
     """
+    outcomes = tuple(outcomes)
     if stall is not None:
         return _stalled(outcomes, stall)
     if not lost and all(outcome.status == 0 for outcome in outcomes):
         return None
     failed = [outcome for outcome in outcomes if outcome.status != 0 and not outcome.ended_by_agent]
     primary = sorted((outcome for outcome in failed if not outcome.is_consequence), key=lambda each: each.failed_s)
-    if stopped and all(_interrupted(outcome, stopped) for outcome in primary):
+    if stopped and all(
+        outcome.status == -stopped or "KeyboardInterrupt" in outcome.record.get("bases", ()) for outcome in primary
+    ):
         return _stopped(outcomes, stopped, stopped_by)
     loss = _first_loss(lost, primary)
     if loss is not None:
@@ -275,14 +303,10 @@ def _exit_code(status: int) -> int:
     return status if status > 0 else 128 - status if status < 0 else 1
 
 
-def _interrupted(outcome: Outcome, number: int) -> bool:
-    return outcome.status == -number or "KeyboardInterrupt" in outcome.record.get("bases", ())
-
-
 # The kinds of verdict ---------------------------------------------------------------------------------------------
 
 
-def _blamed(outcomes: Sequence[Outcome], primary: list[Outcome]) -> Verdict:
+def _blamed(outcomes: tuple[Outcome, ...], primary: list[Outcome]) -> Verdict:
     first = primary[0]
     alike = sorted((outcome for outcome in primary if _did(outcome) == _did(first)), key=lambda each: each.rank)
     different = [outcome for outcome in primary if outcome not in alike]
@@ -291,21 +315,19 @@ def _blamed(outcomes: Sequence[Outcome], primary: list[Outcome]) -> Verdict:
         what += f"; rank {outcome.rank} {_did(outcome)}"
     if len(different) > 3:
         what += f"; {len(different) - 3} more failed by themselves"
-    culprits = tuple(outcome.rank for outcome in (*alike, *different))
+    culprits = [*alike, *different]
     return Verdict(
-        cause=first.cause,
-        culprits=culprits,
-        what=what,
-        why=_why(first),
-        fix=_fix(first),
+        first.cause,
+        tuple(outcome.rank for outcome in culprits),
+        what,
+        *_why_and_fix(first),
         exit_code=_exit_code(first.status),
-        traces=_traces([*alike, *different]),
-        others=_others(outcomes, culprits),
-        outcomes=tuple(outcomes),
+        traces=_traces(culprits),
+        outcomes=outcomes,
     )
 
 
-def _blamed_by_others(outcomes: Sequence[Outcome], failed: list[Outcome], findings: Sequence[Diagnosis]) -> Verdict:
+def _blamed_by_others(outcomes: tuple[Outcome, ...], failed: list[Outcome], findings: Sequence[Diagnosis]) -> Verdict:
     """Judge where every failure reports another rank: by the coordinator's finding, else by the first report."""
     first = min(failed, key=lambda outcome: outcome.failed_s)
     named: tuple[int, ...] = ()
@@ -322,44 +344,33 @@ def _blamed_by_others(outcomes: Sequence[Outcome], failed: list[Outcome], findin
         why = f"{early[0]} ended with exit status 0 after {duration(early[0].after_s)}; {why}".rstrip("; ")
         fix = "let every rank make the same calls before it exits; one that is done early still has to take part"
     return Verdict(
-        cause="lost" if not named or set(named) - set(by_rank) or early else "exception",
-        culprits=named,
-        what=what,
-        why=why,
-        fix=fix,
+        "lost" if set(named) - set(by_rank) or early else "exception",
+        named,
+        what,
+        why,
+        fix,
         exit_code=_exit_code(first.status),
         traces=_traces([outcome for outcome in failed if outcome.rank in named] or [first]),
-        others=_others(outcomes, named),
-        outcomes=tuple(outcomes),
+        outcomes=outcomes,
     )
 
 
-def _stalled(outcomes: Sequence[Outcome], stall: Stall) -> Verdict:
+def _stalled(outcomes: tuple[Outcome, ...], stall: Stall) -> Verdict:
     lagging = stall.lagging
     what = f"the job made no progress for {duration(stall.after_s)}: "
-    suspended = [rank for rank in lagging if "stopped" in stall.states.get(rank, "")]
     if lagging:
+        suspended = [rank for rank in lagging if "stopped" in stall.states.get(rank, "")]
         what += f"the others wait for {ranks(lagging)}"
-        why = "from the flight recorders: " + (
-            f"{ranks(suspended)} is stopped (SIGSTOP or a debugger; observed)"
-            if suspended
-            else _position(stall, lagging[0])
-        )
+        position = _position(stall, lagging[0])
+        if suspended:
+            position = f"{ranks(suspended)} is stopped (SIGSTOP or a debugger; observed)"
+        why = f"from the flight recorders: {position}"
         fix = "look at the stack of that rank below: it does not reach the call that the others are in"
     else:
         what += "every rank is in the same call, and none returns"
         why = "from the flight recorders: no rank lags, so the engine or the network makes no progress (inferred)"
         fix = "look at the stacks below, and at the network between the ranks"
-    return Verdict(
-        cause="hang",
-        culprits=lagging,
-        what=what,
-        why=why,
-        fix=fix,
-        exit_code=HANG_STATUS,
-        outcomes=tuple(outcomes),
-        stall=stall,
-    )
+    return Verdict("hang", lagging, what, why, fix, exit_code=HANG_STATUS, outcomes=outcomes, stall=stall)
 
 
 def _position(stall: Stall, rank: int) -> str:
@@ -380,39 +391,22 @@ def _first_loss(lost: Sequence[NodeLoss], primary: Sequence[Outcome]) -> NodeLos
     return None if any(outcome.failed_s < first.last_received_s for outcome in primary) else first
 
 
-def _lost(outcomes: Sequence[Outcome], first: NodeLoss, lost: Sequence[NodeLoss]) -> Verdict:
-    why, fix = first.why_and_fix()
+def _lost(outcomes: tuple[Outcome, ...], first: NodeLoss, lost: Sequence[NodeLoss]) -> Verdict:
     in_order = [first, *(loss for loss in lost if loss is not first)]
     known = {outcome.rank for outcome in outcomes}
-    return Verdict(
-        cause="lost",
-        culprits=tuple(rank for loss in in_order for rank in loss.ranks if rank not in known),
-        what="; ".join(loss.what for loss in in_order),
-        why=why,
-        fix=fix,
-        exit_code=1,
-        others=_others(outcomes, ()),
-        outcomes=tuple(outcomes),
-    )
+    culprits = tuple(rank for loss in in_order for rank in loss.ranks if rank not in known)
+    return Verdict("lost", culprits, "; ".join(loss.what for loss in in_order), *first.why_and_fix(), outcomes=outcomes)
 
 
-def _stopped(outcomes: Sequence[Outcome], number: int, by: str) -> Verdict:
+def _stopped(outcomes: tuple[Outcome, ...], number: int, by: str) -> Verdict:
     reasons = {
         signal.SIGINT: "Ctrl-C or SIGINT",
         signal.SIGHUP: "SIGHUP: its terminal was closed",
         signal.SIGPIPE: "nobody reads its output any more",
     }
     reason = reasons.get(signal.Signals(number), signal.Signals(number).name)
-    return Verdict(
-        cause="stopped",
-        culprits=(),
-        what=f"the job was stopped by {reason}" + (f" on {by}" if by else ""),
-        why="",
-        fix="",
-        exit_code=128 + number,
-        others=_others(outcomes, ()),
-        outcomes=tuple(outcomes),
-    )
+    what = f"the job was stopped by {reason}" + (f" on {by}" if by else "")
+    return Verdict("stopped", (), what, exit_code=128 + number, outcomes=outcomes)
 
 
 # Sentences about one rank -----------------------------------------------------------------------------------------
@@ -440,41 +434,39 @@ def _did(outcome: Outcome) -> str:
     return f"ended with exit status {outcome.status}{without}"
 
 
-def _why(outcome: Outcome) -> str:
+def _why_and_fix(outcome: Outcome) -> tuple[str, str]:
+    record, status = outcome.record, outcome.status
     if outcome.oom:
-        return outcome.oom
-    record = outcome.record
-    if outcome.status == -signal.SIGKILL:
-        return "another process sent SIGKILL, not allhands (observed); no sign that memory ran out"
-    if outcome.status == -signal.SIGBUS:
-        return "probably a mapped file or shared memory that is smaller than it was (a full /dev/shm)"
-    if outcome.status < 0 and outcome.stack:
-        return "it crashed in native code (observed); its Python stack is below"
-    if -outcome.status in _CRASHES:
-        return "it crashed in native code (observed), and left no Python stack"
-    if outcome.status < 0:
-        return "the signal came from outside, not from allhands (observed)"
-    if outcome.raised and (record["kind"] in _CHILD_ERRORS or record.get("remote")):
-        return "the exception comes from a process that this rank had started, whose traceback it contains"
-    if outcome.raised and record["kind"] == "MemoryError":
-        return "an allocation of memory failed: its own limit (ulimit -v), or the machine's"
-    if outcome.raised and "SyntaxError" in record["bases"]:
-        return "the script cannot be compiled, so it did not begin"
-    if record.get("end") == "exit":
-        return f"at {record['site']}" if record.get("site") else ""
-    if outcome.raised or record.get("end") == "program":
-        return ""
-    return "the script did not reach its end (observed): os._exit, or exit() in native code"
-
-
-def _fix(outcome: Outcome) -> str:
-    if outcome.oom:
-        return "give the job more memory, or each rank less to do: a smaller batch, fewer DataLoader workers"
-    if outcome.status == -signal.SIGKILL:
-        return "find out what may kill it: a scheduler's limit, systemd-oomd, a person; then run the job again"
-    if outcome.status < 0 and outcome.stack:
-        return "the last Python line of the stack calls what crashed"
-    return ""
+        return (
+            outcome.oom,
+            "give the job more memory, or each rank less to do: a smaller batch, fewer DataLoader workers",
+        )
+    if status == -signal.SIGKILL:
+        return (
+            "another process sent SIGKILL, not allhands (observed); no sign that memory ran out",
+            "find out what may kill it: a scheduler's limit, systemd-oomd, a person; then run the job again",
+        )
+    fix = "the last Python line of the stack calls what crashed" if status < 0 and outcome.stack else ""
+    why = ""
+    if status == -signal.SIGBUS:
+        why = "probably a mapped file or shared memory that is smaller than it was (a full /dev/shm)"
+    elif status < 0 and outcome.stack:
+        why = "it crashed in native code (observed); its Python stack is below"
+    elif -status in _CRASHES:
+        why = "it crashed in native code (observed), and left no Python stack"
+    elif status < 0:
+        why = "the signal came from outside, not from allhands (observed)"
+    elif outcome.raised and (record["kind"] in _CHILD_ERRORS or record.get("remote")):
+        why = "the exception comes from a process that this rank had started, whose traceback it contains"
+    elif outcome.raised and record["kind"] == "MemoryError":
+        why = "an allocation of memory failed: its own limit (ulimit -v), or the machine's"
+    elif outcome.raised and "SyntaxError" in record["bases"]:
+        why = "the script cannot be compiled, so it did not begin"
+    elif record.get("end") == "exit":
+        why = f"at {record['site']}" if record.get("site") else ""
+    elif not outcome.raised and record.get("end") != "program":
+        why = "the script did not reach its end (observed): os._exit, or exit() in native code"
+    return why, fix
 
 
 def _traces(culprits: Sequence[Outcome]) -> _Grouped:
@@ -483,10 +475,6 @@ def _traces(culprits: Sequence[Outcome]) -> _Grouped:
         (each.rank, each.stack if each.status < 0 and each.stack else str(each.record.get("traceback", "")))
         for each in culprits
     )
-
-
-def _others(outcomes: Sequence[Outcome], culprits: Sequence[int]) -> _Grouped:
-    return _group((each.rank, _end(each)) for each in outcomes if each.rank not in culprits)
 
 
 def _end(outcome: Outcome) -> str:
@@ -503,3 +491,177 @@ def _group(texts: Iterable[tuple[int, str]]) -> _Grouped:
         if text:
             found.setdefault(text, []).append(rank)
     return tuple((tuple(sorted(who)), text) for text, who in found.items())
+
+
+# The verdict as text -----------------------------------------------------------------------------------------------
+
+
+class AttemptResult(msgspec.Struct, tag=True, frozen=True):
+    """The end of an attempt: exit status, text for the terminal, JSON for --report, and whether another one follows."""
+
+    exit_code: int
+    text: str
+    report: str = ""
+    restart: bool = False
+    # The text for the terminals of nodes other than 0: without tracebacks and last calls.
+    brief: str = ""
+
+
+def result(
+    job: Job,
+    attempt: int,
+    verdict: Verdict | None,
+    outcomes: Sequence[Outcome],
+    leftovers: Sequence[str],
+    *,
+    restart: bool = False,
+) -> AttemptResult:
+    """Return the result of an attempt that was judged here."""
+    text = f"allhands: ended what the ranks had left behind: {'; '.join(leftovers)}\n" if leftovers else ""
+    if verdict is None:
+        verdict = Verdict("", (), "the job went well", exit_code=0, outcomes=tuple(outcomes))
+        brief = ""
+    else:
+        text, brief = verdict_text(verdict, leftovers), brief_text(verdict)
+    report = json.dumps(_report(job, attempt, verdict, leftovers), indent=2) + "\n"
+    return AttemptResult(verdict.exit_code, text, report, restart, brief)
+
+
+def verdict_text(verdict: Verdict, leftovers: Sequence[str]) -> str:
+    """Return the verdict as printed at the end of a failed job."""
+    lines = _head(verdict)
+    for who, end in verdict.others:
+        lines.append(f"  {'after:' if verdict.culprits else 'ranks:'} {ranks(who)}: {end}")
+    lines += last_call_lines({outcome.rank: outcome.recording for outcome in verdict.outcomes})
+    for who, text in verdict.traces[:_MOST_TRACES]:
+        lines += _quoted(f"  of {ranks(who)}:", text.rstrip())
+    if len(verdict.traces) > _MOST_TRACES:
+        lines.append(f"  and {len(verdict.traces) - _MOST_TRACES} more, which --report FILE holds")
+    if verdict.stall is not None:
+        lines += _stack_lines(verdict.stall)
+    if leftovers:
+        lines.append(f"  left:  {len(leftovers)} {'process' if len(leftovers) == 1 else 'processes'} ended by allhands")
+        lines += [f"         {each}" for each in leftovers[:_MOST_LEFTOVERS]]
+    lines.append(f"  exit status {verdict.exit_code}")
+    return "\n".join(lines) + "\n"
+
+
+def brief_text(verdict: Verdict) -> str:
+    """Return the verdict for the terminals of nodes other than 0: without tracebacks and last calls."""
+    return "\n".join([*_head(verdict), f"  exit status {verdict.exit_code} (the whole verdict is on node 0)"]) + "\n"
+
+
+def _head(verdict: Verdict) -> list[str]:
+    lines = [f"allhands: {verdict.what}"]
+    lines += [f"  who:   {each}" for each in culprit_lines(verdict)]
+    if verdict.why:
+        lines.append(f"  why:   {verdict.why}")
+    if verdict.fix:
+        lines.append(f"  fix:   {verdict.fix}")
+    return lines
+
+
+def culprit_lines(verdict: Verdict) -> list[str]:
+    """Return a line for each culprit: where it ran, and how it ended."""
+    by_rank = {outcome.rank: outcome for outcome in verdict.outcomes}
+    lines = []
+    for rank in verdict.culprits[:_MOST_CULPRITS]:
+        if outcome := by_rank.get(rank):
+            ended = f"{status_name(outcome.status)} after {duration(outcome.after_s)}"
+            lines.append(f"{outcome}, {_end(outcome) if outcome.ended_by_agent else ended}")
+    if len(verdict.culprits) > _MOST_CULPRITS:
+        lines.append(f"and {len(verdict.culprits) - _MOST_CULPRITS} more")
+    return lines
+
+
+def last_call_lines(recordings: Mapping[int, FlightRecorder | None]) -> list[str]:
+    """Return the last collective of each rank, equal ones in one line."""
+    calls = _group(
+        (rank, f"{last.call} at {last.site}: {'did not finish' if last.under_way else last.state}")
+        for rank, recording in recordings.items()
+        if recording and (last := recording.last)
+    )
+    return ["  last calls:", *(f"    [{rank_ranges(some)}] {call}" for some, call in calls)] if calls else []
+
+
+def stall_text(stall: Stall) -> str:
+    """Return what every rank is doing, as printed at SIGUSR1."""
+    waits = f"; the others wait for {ranks(stall.lagging)}" if stall.lagging else ""
+    lines = [f"allhands: what every rank is doing{waits}"]
+    for rank, recording in stall.recordings.items():
+        last = recording.last if recording else None
+        call = str(last) if last is not None else "no collective yet"
+        lines.append(f"  [{rank}] pid {stall.pids[rank]}, {stall.states.get(rank) or 'gone'}: {call}")
+    return "\n".join([*lines, *_stack_lines(stall)]) + "\n"
+
+
+def _stack_lines(stall: Stall) -> list[str]:
+    """Return the stacks of all ranks, equal ones once, those of the lagging ranks first."""
+    in_order = sorted(stall.stacks, key=lambda rank: (rank not in stall.lagging, rank))
+    stacks = _group((rank, _comparable_stack(stall, rank)) for rank in in_order)
+    return [line for some, text in stacks[: _MOST_TRACES * 2] for line in _quoted(f"  stack of {ranks(some)}:", text)]
+
+
+def _comparable_stack(stall: Stall, rank: int) -> str:
+    """Return the stack without the thread ids, which differ between processes that do the same."""
+    lines = stall.stacks[rank].rstrip().splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            lines[number] = line.partition(" 0x")[0] + " (most recent call first):"
+    return "\n".join(lines) or f"(no stack: the process is {stall.states.get(rank) or 'gone'})"
+
+
+def _quoted(heading: str, text: str) -> list[str]:
+    return [heading, *(f"    | {line}" for line in text.splitlines())]
+
+
+def rank_ranges(numbers: Iterable[int]) -> str:
+    """Return ranks as ``0-3,7``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def _report(job: Job, attempt: int, verdict: Verdict, leftovers: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "job": job.name,
+        "attempt": attempt,
+        "world_size": job.world_size,
+        "exit_code": verdict.exit_code,
+        "cause": verdict.cause,
+        "culprits": list(verdict.culprits),
+        "what": verdict.what,
+        "why": verdict.why,
+        "fix": verdict.fix,
+        "followers": [{"ranks": list(who), "did": end} for who, end in verdict.others],
+        "left_behind": list(leftovers),
+        "ranks": [_rank_report(outcome) for outcome in verdict.outcomes],
+        "nodes": job.nodes,
+        "traces": [{"ranks": list(who), "text": text} for who, text in verdict.traces],
+    }
+    if verdict.stall is not None:
+        found["stacks"] = {str(rank): text for rank, text in verdict.stall.stacks.items()}
+    return found
+
+
+def _rank_report(outcome: Outcome) -> dict[str, Any]:
+    last = outcome.recording.last if outcome.recording else None
+    return {
+        "rank": outcome.rank,
+        "node": outcome.node or 0,
+        "host": outcome.host,
+        "pid": outcome.pid,
+        "exit_code": outcome.status if outcome.status >= 0 else None,
+        "signal": status_name(outcome.status) if outcome.status < 0 else None,
+        "ended_by_allhands": outcome.ended_by_agent,
+        "follows": outcome.is_consequence,
+        "seconds": round(outcome.after_s, 3),
+        "exception": outcome.record.get("kind", ""),
+        "message": outcome.record.get("message", ""),
+        "diagnosis": outcome.record.get("slug", ""),
+        "last_call": "" if last is None else f"{last.call} at {last.site}: {last.state}",
+    }

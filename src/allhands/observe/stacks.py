@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["SIGNAL", "make", "register", "request"]
+__all__ = ["SIGNAL", "is_handled", "make", "register", "request"]
 
 # A real-time signal that neither glibc (it uses the first two) nor the debuggers and timers of common libraries use.
 # SIGUSR1 and SIGUSR2 are left to scripts.
@@ -45,7 +45,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    if _caught(os.getpid()):
+    if is_handled(os.getpid()):
         return
     import faulthandler
 
@@ -61,7 +61,7 @@ def request(pid: int, timeout_s: float) -> str:
     import time
 
     path = _find(pid)
-    if path is None or not _caught(pid):
+    if path is None or not is_handled(pid):
         return ""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -103,7 +103,7 @@ def _find(pid: int) -> str | None:
     return None
 
 
-def _caught(pid: int) -> bool:
+def is_handled(pid: int) -> bool:
     """Return whether ``pid`` has a handler for the signal and is not stopped."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allhands.launch.output import FOLD_WINDOW_S, MOST_LINE_BYTES, Fold, LineBuffer, label, prefixed
-from allhands.launch.verdict_text import rank_ranges
+from allhands.launch.verdict import rank_ranges
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\xff", b" "]), max_size=60), st.integers(1, 7))

@@ -10,8 +10,18 @@ import pytest
 
 from allhands.diagnosis import Diagnosis
 from allhands.launch.options import Job
-from allhands.launch.verdict import NodeLoss, Outcome, Verdict, judge, lagging_ranks, should_restart, status_name
-from allhands.launch.verdict_text import brief_text, result, verdict_text
+from allhands.launch.verdict import (
+    NodeLoss,
+    Outcome,
+    Verdict,
+    brief_text,
+    judge,
+    lagging_ranks,
+    result,
+    should_restart,
+    status_name,
+    verdict_text,
+)
 from allhands.observe.flight_recorder import Entry, FlightRecorder
 
 

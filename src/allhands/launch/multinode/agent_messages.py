@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting
+from ...control.messages import Claim, Closing, LogLine, Ping, Pong, Refused, Waiting, checked
 from ...diagnosis import duration
 from ..attempt import NodeReport
-
-__all__ = [
-    "SILENCE_NOTICE_S",
-    "SILENCE_TIMEOUT_S",
-    "AttemptOver",
-    "ChannelClosed",
-    "ChannelData",
-    "ChannelOpened",
-    "CollectStacks",
-    "EndAttempt",
-    "FromFollower",
-    "FromLeader",
-    "JobLayout",
-    "RendezvousStopped",
-    "ReportNode",
-    "RequestStop",
-    "StallChanged",
-    "StartAttempt",
-    "Stop",
-    "StopCounter",
-    "WorkerFailed",
-    "decode_from_follower",
-    "decode_from_leader",
-    "silence_text",
-]
+from ..verdict import AttemptResult
 
 # Once a job is ending, an agent needs --grace and a moment to report, and the leader a moment for the verdict. An agent
 # that takes this much longer is reported as silent, so that a stopped agent does not delay the end of all others.
@@ -142,16 +116,6 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     times: int
 
 
-class AttemptOver(msgspec.Struct, tag=True, frozen=True):
-    """Leader: the verdict. ``report`` is the JSON of --report; with ``restart``, another attempt follows."""
-
-    attempt: int
-    restart: bool
-    exit_code: int
-    text: str
-    report: str
-
-
 FromLeader = (
     Waiting
     | Refused
@@ -163,32 +127,13 @@ FromLeader = (
     | EndAttempt
     | CollectStacks
     | Stop
-    | AttemptOver
+    | AttemptResult
     | ChannelData
     | ChannelClosed
 )
 
-_Message = TypeVar("_Message")
-
-_follower_decoder: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
-_leader_decoder: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
-
-
-def decode_from_follower(frame: bytes) -> FromFollower:
-    """Decode a follower's message; raise msgspec.MsgspecError for anything else."""
-    return _decode(_follower_decoder, frame)
-
-
-def decode_from_leader(frame: bytes) -> FromLeader:
-    """Decode the leader's message; raise msgspec.MsgspecError for anything else."""
-    return _decode(_leader_decoder, frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
-    try:
-        return decoder.decode(frame)
-    except (UnicodeDecodeError, RecursionError) as problem:
-        raise msgspec.DecodeError(str(problem)) from None
+decode_from_follower = checked(msgspec.msgpack.Decoder(FromFollower).decode)
+decode_from_leader = checked(msgspec.msgpack.Decoder(FromLeader).decode)
 
 
 class RendezvousStopped(Exception):  # not an error: a user or scheduler asked for it
@@ -206,7 +151,7 @@ class StopCounter:
         self._times: dict[str, int] = {}
 
     def add(self, node: str, times: int) -> int:
-        """Entry that ``node`` was asked ``times`` times; return how often the workers are to be stopped for it."""
+        """Record that ``node`` was asked ``times`` times; return how often the workers are to be stopped for it."""
         before = max(self._times.values(), default=0)
         self._times[node] = max(times, self._times.get(node, 0))
         return max(self._times.values()) - before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,19 +10,16 @@ import msgspec
 
 from ...control.connection import Connection
 from ...control.coordinator import Coordinator
-from ...control.messages import Claim, Closing, Refused, Waiting
+from ...control.messages import Claim, Closing, Refused, Waiting, encode
 from ...control.rollcall import Arrival, Waits
 from ...control.wording import NODES
 from ...diagnosis import Diagnosis, count
-from ...environments.world import Address
 from ...errors import error
-from ..attempt import Attempt, NodeReport
-from ..coordinator_host import CoordinatorHost
+from ..attempt import NodeReport, next_change
+from ..node_role import NodeRole
 from ..options import Job
-from ..start import reserve_port
 from ..termination import EXPLAIN_S
-from ..verdict import NodeLoss, Outcome, Stall, judge, should_restart
-from ..verdict_text import AttemptResult, brief_text, result
+from ..verdict import AttemptResult, NodeLoss, Stall
 from . import agent_messages as messages
 from .agent_messages import (
     SILENCE_NOTICE_S,
@@ -63,10 +58,6 @@ class FollowerConnection(Connection):
             super()._handle_proven(frame)
         else:
             self.coordinator.on_message(self, decode_from_follower(frame))
-
-    def send_message(self, message: FromLeader) -> None:
-        """Send a message of the agents' protocol."""
-        self.send_body(msgspec.msgpack.encode(message))
 
 
 class AgentCoordinator(Coordinator):
@@ -163,48 +154,37 @@ class AgentCoordinator(Coordinator):
 
     def disconnected(self, connection: Connection, how: str) -> None:
         """Handle the end of an agent's connection."""
-        arrival = connection.arrival
-        if (
-            self.completed_at is None
-            or arrival is None
-            or not isinstance(connection, FollowerConnection)
-            or self.members.get(arrival.rank) is not connection
-        ):
+        follower = self.members.get(connection.rank)
+        if self.completed_at is None or connection.arrival is None or follower is not connection:
             super().disconnected(connection, how)
             return
-        del self.members[arrival.rank]
-        self.roll.leave(arrival, time.monotonic())
+        del self.members[connection.rank]
+        self.roll.leave(connection.arrival, time.monotonic())
         super().disconnected(connection, how)
-        self.on_lost(connection, how)
+        self.on_lost(follower, how)
 
 
-class Leader:
-    """The `NodeRole` of node 0. Created when the agents' roll call is open."""
+class Leader(NodeRole):
+    """The role of node 0. Created when the agents' roll call is open."""
 
     def __init__(
         self, job: Job, coordinator: AgentCoordinator, *, address: str, token: str, has_shared_token: bool
     ) -> None:
-        """``address`` is this node's own; ``has_shared_token`` is whether every node was given the token."""
-        self.job, self.address, self.token = job, address, token
-        self.master = job.master or Address(address, 0)
-        self.attempt: Attempt | None = None
-        self.message: Callable[[str], None] = lambda _: None
-        self.number = 0
+        """``has_shared_token`` is whether every node was given the token."""
+        super().__init__(job, token=token, address=address)
         self._has_shared_token = has_shared_token
         self._agents = coordinator
         self._agents.on_message, self._agents.on_lost = self._received, self._lost
-        self._tunnel = CoordinatorTunnel(self._send_channel)
-        self._host: CoordinatorHost | None = None
-        self._port: socket.socket | None = None
+        self._tunnel = CoordinatorTunnel(self._send)
+        self._tunnel.coordinator = lambda: self._host.coordinator if self._host is not None else None
+        self._coordinator_opened = self._tunnel.attach
         self._hosts: list[str] = []
         self._changed = asyncio.Event()
         # When the workers of all nodes are expected to end by themselves; None while the attempt is not ending.
         self._ending_s: float | None = None
         self._reports: dict[int, NodeReport] = {}
         self._stall_states: dict[int, tuple[bool, bool]] = {}
-        self._losses: list[NodeLoss] = []
         self._stop_counter = StopCounter()
-        self._stopped, self._stopped_by = 0, ""
         self._own_stops = 0
         self._noticed_s = 0.0
 
@@ -216,7 +196,7 @@ class Leader:
         while True:
             self._agents.on_change = self._changed.set
             while not self._agents.decided and not self._stopped:
-                await self._wait()
+                await next_change(self._changed)
             if self._stopped:
                 raise RendezvousStopped(self._stopped, self._stopped_by)
             if self._agents.refused is not None:
@@ -231,13 +211,8 @@ class Leader:
         self._hosts = [claim.identity.host for claim in claims]
         self.job = self.job._replace(node_rank=0, layout=tuple(claim.local_world_size for claim in claims))
         token = "" if self._has_shared_token else self.token
-        for node, follower in self._agents.members.items():
-            follower.send_message(messages.JobLayout(node, list(self.job.layout), self._hosts, token))
-
-    async def _wait(self, timeout_s: float | None = None) -> None:
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        for node in list(self._agents.members):
+            self._send(node, messages.JobLayout(node, list(self.job.layout), self._hosts, token))
 
     def _name(self, node: int) -> str:
         arrival = self._agents.roll.present.get(node)
@@ -246,15 +221,15 @@ class Leader:
 
     # To the followers --------------------------------------------------------------------------------------
 
-    def _send_all(self, message: FromLeader, excluded: int = -1) -> None:
-        for node, follower in list(self._agents.members.items()):
-            if node != excluded:
-                follower.send_message(message)
-
-    def _send_channel(self, node: int, message: messages.ChannelData | messages.ChannelClosed) -> None:
+    def _send(self, node: int, message: FromLeader) -> None:
         follower = self._agents.members.get(node)
         if follower is not None:
-            follower.send_message(message)
+            follower.send_body(encode(message))
+
+    def _send_all(self, message: FromLeader, excluded: int = -1) -> None:
+        for node in list(self._agents.members):
+            if node != excluded:
+                self._send(node, message)
 
     async def begin(self, number: int) -> AttemptResult | None:
         """Start the attempt on all nodes; where one was lost, wait for its agent to be started again."""
@@ -269,13 +244,12 @@ class Leader:
             try:
                 await self.gather()
             except RendezvousStopped:
-                return self._stopped_while_waiting()
-        self.number = number
+                text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
+                over = AttemptResult(128 + self._stopped, text)
+                self._send_all(over)
+                return over
         self._reports, self._stall_states, self._losses, self._ending_s = {}, {}, [], None
-        if self.job.master is None:
-            self._port = reserve_port(self.address)
-            host = self.job.coordinator.host if self.job.coordinator is not None else self.address
-            self.master = Address(host, self._port.getsockname()[1])
+        self._reserve_port(self.job.coordinator.host if self.job.coordinator is not None else self.address, number)
         self._send_all(messages.StartAttempt(number, self.master.host, self.master.port))
         return None
 
@@ -284,19 +258,6 @@ class Leader:
         if now - self._noticed_s >= _NOTICE_S:
             self._noticed_s = now
             self.message(line)
-
-    def _stopped_while_waiting(self) -> AttemptResult:
-        text = f"allhands: the job was stopped on {self._stopped_by} while it waited for a node\n"
-        over = messages.AttemptOver(self.number, restart=False, exit_code=128 + self._stopped, text=text, report="")
-        self._send_all(over)
-        return AttemptResult(over.exit_code, text, "")
-
-    async def serve(self, socket_name: str) -> None:
-        """Start the ranks' coordinator; ranks of other nodes reach it through their agents."""
-        host = CoordinatorHost(socket_name, self.token.encode(), self._tunnel.attach)
-        self._host = host
-        self._tunnel.coordinator = lambda: host.coordinator
-        await host.start()
 
     def worker_failed(self) -> None:
         """End the attempt on the other nodes."""
@@ -308,7 +269,7 @@ class Leader:
             self._send_all(messages.EndAttempt(self.number, wait_s), excluded)
 
     def stall_changed(self, *, stalled: bool, in_collective: bool) -> None:
-        """Entry it for this node."""
+        """Record it for this node."""
         self._note_stall(0, stalled=stalled, in_collective=in_collective)
 
     def _note_stall(self, node: int, *, stalled: bool, in_collective: bool) -> None:
@@ -389,21 +350,8 @@ class Leader:
         """Wait for the reports of all nodes, judge, and send the verdict to every node."""
         self._reports[0] = report
         await self._collect_reports()
-        host = self._host
-        await self._close_attempt()
-        merged = merge_reports(self._reports)
-        verdict = judge(
-            merged.outcomes,
-            [] if host is None else host.findings,
-            merged.stall,
-            self._stopped,
-            stopped_by=self._stopped_by,
-            lost=self._losses,
-        )
-        restart = should_restart(self.job, verdict, self.number, stopped=bool(self._stopped))
-        ended = result(self.job, self.number, verdict, merged.outcomes, merged.leftovers, restart=restart)
-        brief = brief_text(verdict) if verdict is not None else ""
-        self._send_all(messages.AttemptOver(self.number, restart, ended.exit_code, brief, ended.report))
+        ended = await super().settle(merge_reports(self._reports))
+        self._send_all(msgspec.structs.replace(ended, text=ended.brief))
         return ended
 
     async def _collect_reports(self) -> None:
@@ -419,15 +367,7 @@ class Leader:
                 quiet_s = time.monotonic() - follower.received_at
                 if quiet_s >= SILENCE_NOTICE_S:
                     self._notice(f"waiting for {silence_text(self._name(follower.rank), quiet_s)}")
-            await self._wait(timeout_s)
-
-    async def _close_attempt(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            await host.close()
-        if self._port is not None:
-            self._port.close()
-            self._port = None
+            await next_change(self._changed, timeout_s)
 
     async def close(self) -> None:
         """Wait a moment for the followers to read the verdict, then close every connection."""
@@ -436,29 +376,26 @@ class Leader:
         self._agents.on_lost = lambda *_: self._changed.set()
         deadline = time.monotonic() + _GOODBYE_S
         while self._agents.members and (left_s := deadline - time.monotonic()) > 0:
-            await self._wait(left_s)
+            await next_change(self._changed, left_s)
         await self._agents.close()
 
 
-# What follows from the reports of all nodes. Pure. ----------------------------------------------------------------
+# Conclusions from the reports of all nodes. Pure. ----------------------------------------------------------------
 
 
 def on_local_clock(report: NodeReport, offset_s: float) -> NodeReport:
     """Return a report of another node with ``offset_s`` added to its times."""
-    return msgspec.structs.replace(report, outcomes=[_shifted(outcome, offset_s) for outcome in report.outcomes])
-
-
-def _shifted(outcome: Outcome, offset_s: float) -> Outcome:
-    record = dict(outcome.record)
-    if "at_s" in record:
-        record["at_s"] = float(record["at_s"]) + offset_s
-    return msgspec.structs.replace(
-        outcome,
-        record=record,
-        ended_s=outcome.ended_s + offset_s,
+    outcomes = []
+    for outcome in report.outcomes:
+        record = dict(outcome.record)
+        if "at_s" in record:
+            record["at_s"] = float(record["at_s"]) + offset_s
         # 0 where no signal was sent.
-        sent_s=outcome.sent_s + offset_s if outcome.sent else 0.0,
-    )
+        sent_s = outcome.sent_s + offset_s if outcome.sent else 0.0
+        outcomes.append(
+            msgspec.structs.replace(outcome, record=record, ended_s=outcome.ended_s + offset_s, sent_s=sent_s)
+        )
+    return msgspec.structs.replace(report, outcomes=outcomes)
 
 
 def merge_reports(reports: Mapping[int, NodeReport]) -> NodeReport:

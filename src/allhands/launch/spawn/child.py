@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..worker import die_with_parent, exception_record, system_exit_record, write_exit_record
 
-__all__ = ["PROCESS_NAME", "REENTERED_STATUS", "ChildTask", "InheritedFd", "is_importing_main", "run"]
+__all__ = ["PROCESS_NAME", "REENTERED_STATUS", "ChildTask", "InheritedFds", "is_importing_main", "run"]
 
 # The name of such a process in multiprocessing, followed by its rank; set before the script is imported again.
 PROCESS_NAME = "allhands-rank-"
@@ -25,25 +26,25 @@ REENTERED_STATUS = 96
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-class InheritedFd:
-    """A descriptor that stays open in the child, whatever the start method."""
+class InheritedFds:
+    """Descriptors that stay open in the child, whatever the start method."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        return _receive_fd, (DupFd(self.number),)
+        return _receive_fds, tuple(DupFd(number) for number in self.numbers)
 
 
-def _receive_fd(duplicate: Any) -> InheritedFd:
-    return InheritedFd(duplicate.detach())
+def _receive_fds(*duplicates: Any) -> InheritedFds:
+    return InheritedFds(*(duplicate.detach() for duplicate in duplicates))
 
 
 @dataclass(frozen=True, slots=True)
 class ChildTask:
-    """What a child runs, and the descriptors for what it leaves."""
+    """What a child runs."""
 
     rank: int
     parent: int
@@ -52,11 +53,8 @@ class ChildTask:
     results: bool
     environment: Mapping[str, str]
     removed_variables: tuple[str, ...]
-    record: InheritedFd
-    fatal: InheritedFd
-    recorder: InheritedFd
-    # Receives the pickle of the return value or the exception.
-    result: InheritedFd
+    # Exit record, fatal stack, flight recorder, and the pickle of the return value or the exception.
+    evidence: InheritedFds
 
 
 def is_importing_main() -> bool:
@@ -74,46 +72,38 @@ def is_importing_main() -> bool:
 
 def run(task: ChildTask, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     """Call ``function`` as this rank; store its result or exception, and write the exit record."""
-    record = task.record.number
-    _set_up(task)
-    write_exit_record(record, {"begun": True}, final=False)
-    try:
-        value = function(task.rank, *args)
-        if task.results:
-            _store_result(task, value)
-    except SystemExit as problem:
-        write_exit_record(record, system_exit_record(problem))
-        raise
-    except BaseException as problem:  # noqa: BLE001  # raised by the parent
-        _fail(task, problem)
-    write_exit_record(record, {"end": "done"})
-
-
-def _set_up(task: ChildTask) -> None:
     if task.direct:
         die_with_parent(task.parent)
     else:
         _watch_parent(task.parent)
-    for each in (task.record, task.fatal, task.recorder, task.result):
-        os.set_inheritable(each.number, False)
-    import faulthandler
-
-    faulthandler.enable(task.fatal.number)
+    record, fatal, recorder, result = task.evidence.numbers
+    for descriptor in task.evidence.numbers:
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable(fatal)
     for name in task.removed_variables:
         os.environ.pop(name, None)
     os.environ.update(task.environment)
-    os.environ["ALLHANDS_RECORDER_FD"] = f"{task.recorder.number}:{os.getpid()}"
+    os.environ["ALLHANDS_RECORDER_FD"] = f"{recorder}:{os.getpid()}"
+    write_exit_record(record, {"begun": True}, final=False)
+    try:
+        value = function(task.rank, *args)
+        if task.results:
+            _store_result(task.rank, result, value)
+    except SystemExit as problem:
+        write_exit_record(record, system_exit_record(problem))
+        raise
+    except BaseException as problem:  # noqa: BLE001  # raised by the parent
+        _fail(record, result, problem)
+    write_exit_record(record, {"end": "done"})
 
 
 def _watch_parent(parent: int) -> None:
     """Die with ``parent`` where it is not this process's parent, or where its starting thread may end first."""
-    import select
     import threading
+    from multiprocessing.connection import wait
 
-    def wait(pidfd: int) -> None:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        poller.poll()
+    def kill_after(pidfd: int) -> None:
+        wait([pidfd])
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
@@ -121,34 +111,34 @@ def _watch_parent(parent: int) -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    threading.Thread(target=wait, args=(pidfd,), name="allhands-parent", daemon=True).start()
+    threading.Thread(target=kill_after, args=(pidfd,), name="allhands-parent", daemon=True).start()
 
 
-def _fail(task: ChildTask, problem: BaseException) -> None:
+def _fail(record: int, result: int, problem: BaseException) -> None:
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    write_exit_record(task.record.number, exception_record(problem, trace))
+    write_exit_record(record, exception_record(problem, trace))
     # Where it cannot be pickled, the parent has its text from the exit record.
     with contextlib.suppress(Exception):
-        _write_pickle(task.result.number, problem)
+        _write_pickle(result, problem)
     # Inside `except`, so that the exit handler of the group finds the exception and reports it to the other ranks.
     sys.exit(_INTERRUPTED if isinstance(problem, KeyboardInterrupt) else 1)
 
 
-def _store_result(task: ChildTask, value: object) -> None:
+def _store_result(rank: int, result: int, value: object) -> None:
     try:
-        _write_pickle(task.result.number, value)
+        _write_pickle(result, value)
     except Exception as problem:
         from ...errors import fail
 
         raise fail(
             "invalid-argument",
-            f"what rank {task.rank} returned cannot be handed to the parent",
-            who=f"rank {task.rank} (pid {os.getpid()}), which returned a {type(value).__name__}",
+            f"what rank {rank} returned cannot be handed to the parent",
+            who=f"rank {rank} (pid {os.getpid()}), which returned a {type(value).__name__}",
             why=f"{type(problem).__name__}: {problem}",
             fix="return what pickle can take (numbers, lists, tensors), or leave results=True out",
-            ranks=(task.rank,),
+            ranks=(rank,),
         ) from problem
 
 

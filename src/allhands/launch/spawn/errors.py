@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ...diagnosis import Diagnosis, ranks
 from ...errors import AllhandsError, SpawnFailed
-from ..verdict import Outcome, Verdict
-from ..verdict_text import culprit_lines, last_call_lines
+from ..verdict import Verdict, culprit_lines, last_call_lines, status_name
 
 __all__ = ["SpawnExited", "SpawnRaised", "spawn_error"]
 
@@ -87,21 +85,12 @@ def spawn_error(
             fix="see that the script can be imported by a process that does not run it, with the function at its top "
             "level",
         )
-    found: SpawnFailed = _exited(diagnosis, first)
+    signal_name = status_name(first.status) if first.status < 0 else None
+    found: SpawnFailed = SpawnExited(diagnosis, first.rank, first.pid, first.status, signal_name)
     if first.raised:
         found = SpawnRaised(diagnosis, first.rank, first.pid)
     found.__cause__ = causes.get(first.rank)
     return found
-
-
-def _exited(diagnosis: Diagnosis, outcome: Outcome) -> SpawnExited:
-    name = None
-    if outcome.status < 0:
-        try:
-            name = signal.Signals(-outcome.status).name
-        except ValueError:
-            name = f"<Unknown signal {-outcome.status}>"
-    return SpawnExited(diagnosis, outcome.rank, outcome.pid, outcome.status, name)
 
 
 def _traces(verdict: Verdict) -> str:

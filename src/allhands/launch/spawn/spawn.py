@@ -9,13 +9,12 @@ import multiprocessing.util
 import os
 import pickle
 import secrets
-import select
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,10 @@ from ...errors import AllhandsError, fail
 from .. import termination
 from ..exit_evidence import ExitEvidence, OomMonitor
 from ..options import Job
-from ..start import JOB_VARIABLE, OUTER_LAUNCHER_VARIABLES, worker_environment
+from ..start import ASYNC_ERROR_HANDLING, JOB_VARIABLE, OUTER_LAUNCHER_VARIABLES, rank_variables, reserve_port
 from ..termination import EXPLAIN_S, LEFTOVER_S, Termination
-from ..verdict import judge
-from ..verdict_text import verdict_text
-from .child import PROCESS_NAME, REENTERED_STATUS, ChildTask, InheritedFd, is_importing_main, run
+from ..verdict import judge, verdict_text
+from .child import PROCESS_NAME, REENTERED_STATUS, ChildTask, InheritedFds, is_importing_main, run
 
 if TYPE_CHECKING:
     from ..coordinator_host import CoordinatorThread
@@ -109,14 +107,12 @@ class SpawnContext:
         self._exiting = False
         self._leftovers: list[str] = []
         self._oom = OomMonitor()
-        # Bound and not listening, which reserves the port in MASTER_PORT for torch's own env://.
-        self._master = socket.socket()
+        # Reserves the port in MASTER_PORT for torch's own env://.
+        self._master = reserve_port("127.0.0.1")
         try:
-            self._master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._master.bind(("127.0.0.1", 0))
             token = secrets.token_hex(16)
             for rank in range(nprocs):
-                self._start(context, self._make_task(rank, nprocs, context, token), fn, args)
+                self._start(rank, Job(target="", name=self._name, local_world_size=nprocs), context, token, fn, args)
             _live.add(self)
             # After the children: they may be forks, and their interpreters start during this slow import.
             from ..coordinator_host import CoordinatorThread
@@ -128,35 +124,28 @@ class SpawnContext:
             raise
         self._at_exit = multiprocessing.util.Finalize(None, self._exit, exitpriority=50)
 
-    def _make_task(self, rank: int, nprocs: int, context: BaseContext, token: str) -> ChildTask:
-        job = Job(target="", name=self._name, local_world_size=nprocs)
-        inherited = {name: os.environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if name in os.environ}
-        environment = worker_environment(
-            job,
-            rank,
-            0,
-            coordinator=f"unix:{self._name}",
-            token=token,
-            master=Address(*self._master.getsockname()),
-            environment=inherited,
+    def _start(  # noqa: PLR0917
+        self, rank: int, job: Job, context: BaseContext, token: str, fn: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        environment = rank_variables(
+            job, rank, 0, coordinator=f"unix:{self._name}", token=token, master=Address(*self._master.getsockname())
         )
-        # There is no elastic agent, and as in torch's spawn the number of threads is the caller's.
-        elastic = [name for name in environment if name.startswith("TORCHELASTIC_")]
-        for name in (*elastic, "OMP_NUM_THREADS"):
-            environment.pop(name, None)
+        name, value = ASYNC_ERROR_HANDLING
+        environment[name] = os.environ.get(name, value)
         spawned = _SpawnedRank(rank, self._name)
         self._ranks.append(spawned)
         in_main_thread = threading.current_thread() is threading.main_thread()
-        return spawned.task(
+        task = ChildTask(
+            rank=rank,
+            parent=os.getpid(),
             direct=in_main_thread and context.get_start_method() != "forkserver",
             results=self._want_results,
             environment=environment,
-            removed_variables=(*OUTER_LAUNCHER_VARIABLES, *elastic),
+            removed_variables=OUTER_LAUNCHER_VARIABLES,
+            evidence=spawned.descriptors,
         )
-
-    def _start(self, context: BaseContext, task: ChildTask, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # each context has its own
-            target=run, args=(task, fn, args), name=f"{PROCESS_NAME}{task.rank}", daemon=self._daemon
+            target=run, args=(task, fn, args), name=f"{PROCESS_NAME}{rank}", daemon=self._daemon
         )
         try:
             process.start()
@@ -166,7 +155,7 @@ class SpawnContext:
                 raise
             raise _unpicklable(problem, fn, args) from problem
         self.processes.append(process)
-        self._ranks[task.rank].started(process)
+        spawned.started(process)
 
     # torch's ProcessContext --------------------------------------------------------------------------------
 
@@ -206,10 +195,11 @@ class SpawnContext:
         return any(each.status == REENTERED_STATUS and not each.record() for each in self._ranks)
 
     def _wait(self, timeout_s: float | None) -> None:
-        alive = {each.pidfd: each for each in self._ranks if each.alive}
-        for pidfd in _wait_for_exit(list(alive), timeout_s):
-            alive[pidfd].reap()
-            self._oom.sample()
+        alive = [each for each in self._ranks if each.alive]
+        ended = wait([each.pidfd for each in alive], timeout_s) if alive else []
+        for each in alive:
+            if each.pidfd in ended:
+                each.reap()
 
     def _end(self, first_signal: int, wait_s: float, grace_s: float | None = None) -> None:
         """Wait ``wait_s`` for the ranks to exit, then send ``first_signal``, then SIGKILL."""
@@ -248,7 +238,7 @@ class SpawnContext:
             *termination.with_variable(JOB_VARIABLE, f"unix:{self._name}"),
             *termination.holders_of_memfd(f"{self._name}-record"),
         }
-        return [pid for pid in found - ranks if termination.is_running(pid)]
+        return list(found - ranks)
 
     def _end_leftovers(self) -> None:
         """End processes that outlive the ranks: wait a moment, then SIGTERM, then SIGKILL."""
@@ -315,15 +305,12 @@ class SpawnContext:
         except AllhandsError as problem:
             sys.stderr.write(f"{type(problem).__name__}: {problem}\n")
 
-    def close_in_fork(self) -> None:
-        """Close, in a fork of the parent, the descriptors by which processes of the ranks are found."""
-        for each in self._ranks:
-            each.close()
-
 
 def _close_all_in_fork() -> None:
+    """Close, in a fork of the parent, the descriptors by which processes of the ranks are found."""
     for context in _live:
-        context.close_in_fork()
+        for each in context._ranks:  # noqa: SLF001  # this module's own class
+            each.close()
     _live.clear()
 
 
@@ -338,29 +325,16 @@ class _SpawnedRank(ExitEvidence):
         self.pidfd = -1
         self._process: BaseProcess | None = None
         self._result = os.memfd_create("allhands-result", os.MFD_CLOEXEC)
-
-    def task(
-        self, *, direct: bool, results: bool, environment: Mapping[str, str], removed_variables: tuple[str, ...]
-    ) -> ChildTask:
-        """Return the argument of `child.run` for this rank."""
-        return ChildTask(
-            rank=self.rank,
-            parent=os.getpid(),
-            direct=direct,
-            results=results,
-            environment=environment,
-            removed_variables=removed_variables,
-            record=InheritedFd(self._record),
-            fatal=InheritedFd(self._fatal),
-            recorder=InheritedFd(self._recorder),
-            result=InheritedFd(self._result),
-        )
+        self._descriptors.append(self._result)
+        # For `child.run`.
+        self.descriptors = InheritedFds(self._record, self._fatal, self._recorder, self._result)
 
     def started(self, process: BaseProcess) -> None:
-        """Entry the process. Its pidfd shows its end; multiprocessing's sentinel is also held by its children."""
+        """Record the process. Its pidfd shows its end; multiprocessing's sentinel is also held by its children."""
         self._process, self.pid = process, process.pid or 0
         self.started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self.pid)
+        self._descriptors.append(self.pidfd)
 
     @property
     def alive(self) -> bool:
@@ -371,7 +345,7 @@ class _SpawnedRank(ExitEvidence):
         """Wait for its end, and note it."""
         if self._process is None or self.status is not None:
             return
-        _wait_for_exit([self.pidfd], None)
+        wait([self.pidfd])
         self.ended_s = time.monotonic()
         # Not join with a timeout: that waits for the processes that were forked from it.
         while self._process.exitcode is None and time.monotonic() < self.ended_s + _STATUS_S:
@@ -426,27 +400,12 @@ class _SpawnedRank(ExitEvidence):
         with open(self._result, "rb", closefd=False) as file:
             return pickle.load(file)  # noqa: S301  # written by our own child, into memory that no other process has
 
-    def close(self) -> None:
-        """Close the descriptors; no evidence can be read afterwards."""
-        for name in ("pidfd", "_recorder", "_record", "_fatal", "_result"):
-            if getattr(self, name) >= 0:
-                os.close(getattr(self, name))
-                setattr(self, name, -1)
 
-
-def _wait_for_exit(pidfds: list[int], timeout_s: float | None) -> list[int]:
-    """Wait until one of the processes ends; return those that have."""
-    poller = select.poll()
-    for pidfd in pidfds:
-        poller.register(pidfd, select.POLLIN)
-    return [pidfd for pidfd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)] if pidfds else []
-
-
-# What cannot be spawned, reported before a process is started where possible --------------------------------------
+# Calls that are refused, before a process is started where possible --------------------------------------
 
 
 def _checked_context(fn: Callable[..., object], nprocs: int, start_method: str, *, has_ranks: bool) -> BaseContext:
-    """Return multiprocessing's context for ``start_method``; raise ArgumentError for what it cannot run.
+    """Return multiprocessing's context for ``start_method``; raise ArgumentError for a function that it cannot run.
 
     ``has_ranks`` says that this process has ranks of another spawn.
     """

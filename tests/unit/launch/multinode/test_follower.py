@@ -13,7 +13,6 @@ import msgspec
 from allhands.control.messages import Ping, Pong, Splitter, pack
 from allhands.launch.attempt import NodeReport
 from allhands.launch.multinode.agent_messages import (
-    AttemptOver,
     CollectStacks,
     EndAttempt,
     FromFollower,
@@ -29,7 +28,7 @@ from allhands.launch.multinode.agent_messages import (
 )
 from allhands.launch.multinode.follower import Follower, JoinedConnection
 from allhands.launch.options import Job
-from allhands.launch.verdict import Outcome
+from allhands.launch.verdict import AttemptResult, Outcome
 
 DEADLINE_S = 10.0
 
@@ -187,7 +186,7 @@ def test_reports_to_the_leader() -> None:
         sent = await leader.receive()
         assert isinstance(sent, ReportNode)
         assert (sent.attempt, sent.report) == (3, ended(4))
-        leader.send(AttemptOver(3, restart=True, exit_code=4, text="verdict\n", report="{}"))
+        leader.send(AttemptResult(4, "verdict\n", "{}", restart=True))
         result = await settling
         assert (result.exit_code, result.text, result.report, result.restart) == (4, "verdict\n", "{}", True)
 
