@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from ..diagnosis import count, duration, join
 from ..errors import fail
@@ -15,10 +19,10 @@ from ..launch.termination import descendants
 from ..observe.flight_recorder import FlightRecorder, read_owned
 from .concurrent import Concurrent
 from .finding import Finding, Section
-from .proc_status import ProcStatus, processes, read_status
+from .proc_status import command_line, environment, inner_pid, waiting_in
 from .stalled_job import RankState, count_progress, diagnose, main_stack
 
-__all__ = ["Job", "Rank", "examine_job", "find_jobs", "list_jobs"]
+__all__ = ["Job", "Rank", "examine_job", "list_jobs"]
 
 _JOB = Section("job")
 
@@ -34,15 +38,18 @@ _LAUNCH_IDS = ("ALLHANDS_COORDINATOR", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "
 # A group's shared memory in /proc/PID/maps; the processes that map the same one are in the same group.
 _SEGMENT = "/memfd:allhands (deleted)"
 
+_ENDED = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank. ``number`` is -1 if not known; ``recorder`` is None if the process has no flight recorder."""
+    """One rank. ``number`` is -1 if not known; ``parents`` are the pids of its ancestors, the nearest first."""
 
     pid: int
     number: int
     world_size: int
-    status: ProcStatus
+    parents: tuple[int, ...]
+    env: Mapping[str, str]
     recorder: FlightRecorder | None
 
 
@@ -65,39 +72,32 @@ class Job:
 
 def find_jobs() -> list[Job]:
     """Return every job that has ranks on this machine, as far as this user may see."""
-    found = [rank for rank in map(_rank, processes()) if rank is not None]
+    found = []
+    for process in psutil.process_iter():
+        # A process that has ended meanwhile is skipped.
+        with contextlib.suppress(psutil.Error):
+            if (rank := _rank(process)) is not None:
+                found.append(rank)
     return [_job(members) for members in _by_job(_without_descendants(found))]
 
 
-def _refresh(job: Job) -> Job:
-    """Return the same ranks as they are now, without those that have ended."""
-    now = [
-        replace(rank, status=status, recorder=read_owned(rank.pid, status.inner_pid))
-        for rank in job.ranks
-        if (status := read_status(rank.pid)) is not None and not status.zombie
-    ]
-    return replace(job, ranks=tuple(now))
-
-
-def _rank(pid: int) -> Rank | None:
-    status = read_status(pid)
-    if status is None or status.zombie or pid == os.getpid():
+def _rank(process: psutil.Process) -> Rank | None:
+    if process.status() in _ENDED or process.pid == os.getpid():
         return None
-    recorder = read_owned(pid, status.inner_pid)
+    recorder, env = read_owned(process.pid, inner_pid(process.pid)), environment(process)
     known = (recorder.rank, recorder.world_size) if recorder is not None and recorder.rank >= 0 else None
-    known = known or _from_environment(status)
+    # The shells around a rank have its variables too.
+    if known is None and Path(command_line(process).partition(" ")[0]).name.startswith(("python", "pypy")):
+        known = _from_environment(env)
     if recorder is None and known is None:
         return None
-    return Rank(pid, *(known or (-1, 0)), status, recorder)
+    return Rank(process.pid, *(known or (-1, 0)), tuple(each.pid for each in process.parents()), env, recorder)
 
 
-def _from_environment(status: ProcStatus) -> tuple[int, int] | None:
+def _from_environment(env: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and world size from the environment that a process was started with."""
-    # The shells around a rank have its variables too.
-    if not Path(status.command.partition(" ")[0]).name.startswith(("python", "pypy")):
-        return None
     for rank, size in (("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"), ("RANK", "WORLD_SIZE")):
-        number, world_size = status.environ.get(rank, ""), status.environ.get(size, "")
+        number, world_size = env.get(rank, ""), env.get(size, "")
         if number.isdecimal() and world_size.isdecimal():
             return int(number), int(world_size)
     return None
@@ -105,22 +105,14 @@ def _from_environment(status: ProcStatus) -> tuple[int, int] | None:
 
 def _without_descendants(found: list[Rank]) -> list[Rank]:
     """Remove processes that a rank started: they have its variables too, but no flight recorder of their own."""
-    by_pid = {rank.pid: rank for rank in found}
-
-    def started_by_a_rank(rank: Rank) -> bool:
-        pid = rank.status.parent
-        while pid > 1:
-            above = by_pid.get(pid)
-            # A rank may also start another job, with other variables.
-            if above is not None and (above.number, above.world_size) == (rank.number, rank.world_size):
-                return True
-            status = read_status(pid)
-            if status is None:
-                return False
-            pid = status.parent
-        return False
-
-    return [rank for rank in found if rank.recorder is not None or not started_by_a_rank(rank)]
+    # A rank may also start another job, with other variables.
+    identities = {(rank.pid, rank.number, rank.world_size) for rank in found}
+    return [
+        rank
+        for rank in found
+        if rank.recorder is not None
+        or not any((pid, rank.number, rank.world_size) in identities for pid in rank.parents)
+    ]
 
 
 def _by_job(found: list[Rank]) -> list[list[Rank]]:
@@ -139,7 +131,7 @@ def _by_job(found: list[Rank]) -> list[list[Rank]]:
 
 
 def _job_key(rank: Rank, shared: int | None) -> str:
-    env = rank.status.environ
+    env = rank.env
     for name in _LAUNCH_IDS:
         if env.get(name):
             return f"{name}={env[name]} {env.get('MASTER_PORT', '')}"
@@ -147,7 +139,7 @@ def _job_key(rank: Rank, shared: int | None) -> str:
         return f"{env.get('MASTER_ADDR', '')}:{env['MASTER_PORT']}"
     if shared is not None:
         return f"memory {shared}"
-    return f"parent {rank.status.parent} of {rank.world_size}"
+    return f"parent {rank.parents[:1]} of {rank.world_size}"
 
 
 def _segments(pid: int) -> set[int]:
@@ -161,7 +153,7 @@ def _segments(pid: int) -> set[int]:
 
 def _job(members: list[Rank]) -> Job:
     ranks = tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))
-    env = ranks[0].status.environ
+    env = ranks[0].env
     name = env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
     return Job(name, ranks, max(rank.world_size for rank in ranks))
 
@@ -191,7 +183,7 @@ def examine_job(pid: int | None, name: str | None) -> list[Finding]:
 
 
 def _with_pid(found: list[Job], pid: int) -> list[Job]:
-    if read_status(pid) is None:
+    if not psutil.pid_exists(pid):
         raise fail(
             "invalid-argument",
             f"there is no process {pid}",
@@ -206,29 +198,36 @@ def _with_pid(found: list[Job], pid: int) -> list[Job]:
 
 
 def _examine(job: Job) -> list[Finding]:
-    first, started = _refresh(job), time.monotonic()
-    if not first.ranks:
+    """Take two snapshots of the ranks of ``job``, read their stacks in between, and compare them."""
+    before, started = _snapshots(job.pids), time.monotonic()
+    if not before:
         return [_JOB.green("over", "the job has just ended")]
-    stacks = Concurrent(main_stack, first.pids)
+    stacks = Concurrent(main_stack, list(before))
     time.sleep(_SNAPSHOT_S)
-    second = _refresh(first)
-    stack_of = dict(zip(first.pids, stacks.results(), strict=True))
+    after = _snapshots(before)
+    stack_of = dict(zip(before, stacks.results(), strict=True))
     passed_s = max(0.01, time.monotonic() - started)
-    cpu_before = {rank.pid: rank.status.cpu_s for rank in first.ranks}
-    states = [
-        RankState(
-            rank.number,
-            rank.pid,
-            rank.recorder,
-            rank.status,
-            stack_of[rank.pid],
-            (rank.status.cpu_s - cpu_before[rank.pid]) / passed_s,
-        )
-        for rank in second.ranks
-    ]
-    before, after = ({rank.pid: rank.recorder for rank in each.ranks} for each in (first, second))
-    world_size = max(job.world_size, len(states))
-    return diagnose(states, world_size, count_progress(before, after), host=socket.gethostname())
+    states = []
+    for rank in job.ranks:
+        if rank.pid in after:
+            recorder, state, cpu_s = after[rank.pid]
+            busy = (cpu_s - before[rank.pid][2]) / passed_s
+            in_call = waiting_in(rank.pid)
+            states.append(RankState(rank.number, rank.pid, recorder, state, in_call, stack_of[rank.pid], busy))
+    progress = count_progress(*({pid: each[0] for pid, each in taken.items()} for taken in (before, after)))
+    return diagnose(states, max(job.world_size, len(states)), progress, host=socket.gethostname())
+
+
+def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder | None, str, float]]:
+    """Return flight recorder, state and CPU time of each of ``pids`` that still runs."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            state, used = process.status(), process.cpu_times()
+            if state not in _ENDED:
+                found[pid] = read_owned(pid, inner_pid(pid)), state, used.user + used.system
+    return found
 
 
 def list_jobs() -> list[Finding]:

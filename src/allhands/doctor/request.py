@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import psutil
+
 from ..control.bind import is_loopback
 from ..control.connect import resolve
 from ..environments.identify import identify
@@ -57,8 +59,6 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """Return every network interface of this machine."""
-    import psutil  # here, because its import takes a tenth of the time of the whole command
-
     addresses = psutil.net_if_addrs()
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -7,9 +7,10 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from ..diagnosis import count
 from .finding import Finding, Section
-from .proc_status import read_status
 from .request import Request
 
 __all__ = ["apply_fixes", "available_cores", "check", "check_cores", "memory_limits"]
@@ -124,18 +125,19 @@ def apply_fixes(findings: Sequence[Finding]) -> dict[str, str]:
     return {"descriptors": _raise_descriptors(os.getppid())}
 
 
-def _raise_descriptors(shell: int) -> str:
-    status = read_status(shell)
-    if status is None or status.uid != os.getuid() or shell == 1:
-        return "nothing: the process that called this one is not yours"
-    soft, hard = resource.prlimit(shell, resource.RLIMIT_NOFILE)
-    if hard == soft:
-        return f"nothing: {status.name} (pid {shell}) has all {soft} that are allowed"
+def _raise_descriptors(pid: int) -> str:
     try:
-        resource.prlimit(shell, resource.RLIMIT_NOFILE, (hard, hard))
-    except OSError as problem:
-        return f"nothing: {problem.strerror or problem}"
-    return f"raised the limit of {status.name} (pid {shell}) from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
+        shell = psutil.Process(pid)
+        if shell.uids().effective != os.getuid() or pid == 1:
+            return "nothing: the process that called this one is not yours"
+        name = f"{shell.name()} (pid {pid})"
+        soft, hard = shell.rlimit(psutil.RLIMIT_NOFILE)
+        if hard == soft:
+            return f"nothing: {name} has all {soft} that are allowed"
+        shell.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+    except psutil.Error as problem:
+        return f"nothing: {problem}"
+    return f"raised the limit of {name} from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
 
 
 def _processes(ranks: int) -> Finding:
@@ -153,7 +155,7 @@ def _processes(ranks: int) -> Finding:
         room.append((threads - _all_threads(), f"the kernel allows {threads}"))
     left, why = min(room, default=(need * 10, "no limit"))
     # The doctor's own threads end before the job starts.
-    left += len(list(Path("/proc/self/task").iterdir()))
+    left += psutil.Process().num_threads()
     details = {"left": left, "need": need}
     if left >= max(need, _FEW_THREADS):
         return _RESOURCES.green("processes", f"room for {left} more processes", why, **details)
@@ -172,15 +174,8 @@ def _processes(ranks: int) -> Finding:
 
 
 def _own_threads() -> int:
-    uid, found = os.getuid(), 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                if folder.stat().st_uid == uid:
-                    found += len(list((folder / "task").iterdir()))
-            except OSError:
-                continue  # It ended meanwhile.
-    return found
+    found = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
+    return sum(each["num_threads"] or 0 for each in found if each["uids"] and each["uids"].real == os.getuid())
 
 
 def _all_threads() -> int:
@@ -193,14 +188,12 @@ def _all_threads() -> int:
 
 def memory_limits() -> list[tuple[int, int, str]]:
     """Return (bytes in total, bytes left, name) of the machine and of each control group with a limit."""
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    kib = {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
-    found = [(kib["MemTotal"], kib.get("MemAvailable", kib["MemFree"]), "the machine")]
+    machine = psutil.virtual_memory()
+    found = [(int(machine.total), int(machine.available), "the machine")]
     for folder in _cgroups("memory"):
         most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
         now = _first_number(folder, "memory.current", "memory.usage_in_bytes")
-        if most is not None and now is not None and most < kib["MemTotal"]:
+        if most is not None and now is not None and most < machine.total:
             # The page cache counts as used, and is freed before any process is killed.
             found.append((most, most - now + _page_cache(folder), f"the control group {folder}"))
     return found

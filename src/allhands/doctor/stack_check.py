@@ -10,11 +10,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from .._version import __version__
 from ..diagnosis import join
 from .engines import Installed, Offer, installed, offers, probe, too_old
 from .finding import Finding, Section
-from .proc_status import read_status
+from .proc_status import command_line
 from .request import Request
 
 __all__ = ["Gpu", "GpuUser", "check", "find_gpus"]
@@ -63,9 +65,11 @@ def find_gpus() -> tuple[list[Gpu], str]:
         users, _ = _nvidia_smi(tool, "--query-compute-apps=gpu_uuid,pid,used_memory")
         for uuid, pid, memory in (row for row in users if len(row) == 3):
             if uuid in found and pid.isdecimal():
-                status = read_status(int(pid))
-                command = status.command if status is not None else "of another container"
-                mine = status is not None and status.uid == os.getuid()
+                try:
+                    process = psutil.Process(int(pid))
+                    command, mine = command_line(process), process.uids().effective == os.getuid()
+                except psutil.Error:
+                    command, mine = "of another container", False
                 found[uuid].users.append(GpuUser(int(pid), command, memory, mine))
     return list(found.values()), problem
 

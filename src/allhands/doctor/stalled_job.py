@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from ..diagnosis import count, duration, join, ranks
 from ..launch.verdict import lagging_ranks
 from ..observe import stacks
 from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, Level, Section
-from .proc_status import ProcStatus
 
 __all__ = [
     "STALLED_S",
@@ -149,14 +150,23 @@ def _py_spy(py_spy: str, pid: int) -> Stack:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank at one moment. ``busy`` is the part of a core that it used between two snapshots."""
+    """One rank at one moment: the state of its process as psutil names it, and its main thread.
+
+    ``waiting_in`` is the system call, ``busy`` the part of a core that it used between two snapshots.
+    """
 
     rank: int
     pid: int
     recorder: FlightRecorder | None
-    status: ProcStatus
+    state: str
+    waiting_in: str = ""
     stack: Stack = field(default_factory=Stack)
     busy: float = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped by a signal or a debugger."""
+        return self.state in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
     @property
     def call(self) -> Entry | None:
@@ -178,14 +188,14 @@ class RankState:
     @property
     def activity(self) -> str:
         """The state of the main thread according to the kernel, in words."""
-        if self.status.stopped:
+        if self.stopped:
             return "stopped by a signal"
-        call = self.status.waiting_in
-        if self.status.state == "D":
+        call = self.waiting_in
+        if self.state == psutil.STATUS_DISK_SLEEP:
             return f"waiting for a disk or a network file system{f' ({call})' if call else ''}"
         if self.busy >= _BUSY:
             return "computing without a pause"
-        if self.status.state == "R":
+        if self.state == psutil.STATUS_RUNNING:
             return "running"
         return _WAITS.get(call, f"waiting ({call})" if call else "sleeping")
 
@@ -212,7 +222,7 @@ def diagnose(states: Sequence[RankState], world_size: int, progress: int, *, hos
     by_rank = {each.rank: each for each in states}
     who = count(len(states), "rank") + (f" of {world_size}" if world_size > len(states) else "")
     calls = {rank: entry for rank, each in by_rank.items() if (entry := each.call) is not None}
-    stopped = [each for each in states if each.status.stopped]
+    stopped = [each for each in states if each.stopped]
     if stopped:
         return [_stopped(each, calls, host) for each in stopped]
     if progress:

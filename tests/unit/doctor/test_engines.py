@@ -32,7 +32,7 @@ CUDA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1", mpi="/
 ALL = Probe(nccl=True, gpus=2, family="openmpi", mpi="Open MPI v4.1.4")
 
 # Of the packages that are installed here, what allhands' commands need.
-NEEDED = ("click", "msgspec")
+NEEDED = ("click", "msgspec", "psutil")
 
 
 def offer(name: str, found: Installed, probed: Probe) -> Offer:
