@@ -16,8 +16,7 @@ from ..environments.base import parse_address
 from ..environments.world import Address
 from .finding import exit_code, render, report
 from .jobs import examine_job
-from .peer_protocol import Report
-from .peer_server import PeerServer
+from .peer import PeerServer, Report
 from .request import make_request
 from .resources import apply_fixes
 from .run_checks import run_checks

@@ -24,7 +24,18 @@ import msgspec
 from .._version import __version__
 from ..engines.mpi import library
 
-__all__ = ["Installed", "Offer", "Probe", "installed", "offers", "probe", "render", "report", "too_old"]
+__all__ = [
+    "Installed",
+    "Offer",
+    "Probe",
+    "installed",
+    "offers",
+    "package_version",
+    "probe",
+    "render",
+    "report",
+    "too_old",
+]
 
 # Increased if the JSON changes incompatibly: a field is removed or changes its meaning.
 _SCHEMA = 1
@@ -69,21 +80,22 @@ class Installed:
 
 def installed() -> Installed:
     """Read the versions from package metadata, torch's version file, and the driver's library."""
-    torch = _version("torch")
+    torch = package_version("torch")
     built = _torch_version_file() if torch else {}
     return Installed(
         torch=torch,
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
-        nccl=next((found for name in _NCCL_PACKAGES if (found := _version(name))), ""),
+        nccl=next((found for name in _NCCL_PACKAGES if (found := package_version(name))), ""),
         driver=_driver(),
         mpi=shutil.which("mpirun") or shutil.which("mpirun.openmpi") or "",
-        mpi4py=_version("mpi4py"),
+        mpi4py=package_version("mpi4py"),
         core=util.find_spec("allhands._core") is not None,
     )
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
+    """Return the installed version of a package, "" if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

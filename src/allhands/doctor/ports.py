@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import selectors
 import socket
 import struct
 import time
@@ -19,7 +18,6 @@ from ..control.connect import Attempts, diagnose
 from ..control.handshake import receive, send, wrap_tls
 from ..control.messages import (
     GREETING,
-    MOST_BYTES,
     Challenge,
     Closing,
     FrameError,
@@ -37,18 +35,12 @@ from ..environments.world import Address
 from ..errors import AllhandsError, error, fail
 from ..settings import Settings
 from .finding import Finding, Section
+from .peer import JOB, LISTENER, PeerConnection, check_peer, connect_all
 from .request import Request
 
-__all__ = ["JOB", "LISTENER", "STORE", "Service", "check", "connect_all", "identify"]
+__all__ = ["check"]
 
 _NETWORK = Section("network")
-
-# A doctor's handshake has this job name, and a listening doctor's challenge this protocol number. No job and no
-# coordinator has either.
-JOB, LISTENER = "allhands doctor", -1
-
-# Longer than one retransmission of a lost first packet (after 1 s), so that one loss is not taken for a firewall.
-_CONNECT_S = 2.2
 
 # A coordinator answers in milliseconds; one that serves thousands of ranks on a busy machine within this.
 _ANSWER_S = 1.5
@@ -60,7 +52,7 @@ _BANNER_S = 0.25
 # with this number; then it may send "ping" with a number that is sent back. Other clients get no answer.
 _VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
 
-STORE = "torch's TCPStore"
+_STORE = "torch's TCPStore"
 
 _BANNERS = ((b"SSH-", "an SSH server"), (b"220 ", "a mail or FTP server"), (b"* OK", "a mail server"))
 
@@ -70,44 +62,18 @@ _MOST_SHOWN = 60
 _OTHER_PORT = "choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)"
 
 
-def connect_all(
-    places: list[tuple[int, str, int]], timeout_s: float = _CONNECT_S
-) -> dict[tuple[str, int], OSError | float]:
-    """Connect to every (family, address, port) concurrently; return the seconds that each took, or its error."""
-    found: dict[tuple[str, int], OSError | float] = {}
-    started = time.monotonic()
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
-        for family, host, port in places:
-            sock = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sock.setblocking(False)
-            code = sock.connect_ex((host, port))
-            if code in {0, errno.EINPROGRESS}:
-                selector.register(sock, selectors.EVENT_WRITE, (sock, (host, port)))
-            else:
-                found[host, port] = OSError(code, os.strerror(code))
-        while selector.get_map() and (left := started + timeout_s - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                sock, place = key.data
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                found[place] = OSError(code, os.strerror(code)) if code else time.monotonic() - started
-                selector.unregister(sock)
-        for key in selector.get_map().values():
-            found[key.data[1]] = TimeoutError(errno.ETIMEDOUT, "no answer")
-    return found
-
-
-def check(request: Request) -> tuple[list[Finding], Service | None]:
-    """Check the coordinator's port. Also return the service there; if it is a doctor, its connection is open."""
+def check(request: Request) -> list[Finding]:
+    """Check the coordinator's port, and if a doctor listens there, the way to it and back."""
     target, places = request.target, request.places
     if target is None or not places:
-        return [], None
+        return []
     results = connect_all([(family, host, target.port) for family, host in places])
     errors = {host: result for (host, _), result in results.items() if isinstance(result, OSError)}
     seconds = {host: result for (host, _), result in results.items() if isinstance(result, float)}
     if not seconds:
-        return [_unreachable(request, target, errors)], None
+        return [_unreachable(request, target, errors)]
     family, host = next((family, host) for family, host in places if host in seconds)
-    service = identify(family, (host, target.port), target.host, settings.read(request.env))
+    service = _identify(family, (host, target.port), target.host, settings.read(request.env))
     found = [_reachable(request, target, host, seconds[host], service)]
     # A service that listens on one kind of address only refuses connections to the other.
     dead = {each: problem for each, problem in errors.items() if problem.errno != errno.ECONNREFUSED}
@@ -123,7 +89,10 @@ def check(request: Request) -> tuple[list[Finding], Service | None]:
                 commands=(f"export MASTER_ADDR={host}",),
             )
         )
-    return found, service
+    if service.connection is not None:
+        with service.connection.link:
+            found += check_peer(service.connection)
+    return found
 
 
 def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) -> Finding:
@@ -160,13 +129,13 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
         return _NETWORK.green("port", f"a doctor listens on {target}", connected)
     why = f"{connected}; {service.evidence}{by}"
     listing = f"ss -ltnp 'sport = :{target.port}'   # on {target.host}"
-    if service.kind == STORE:
+    if service.kind == _STORE:
         if request.world is not None and request.world.agent_store:
             return _NETWORK.green("port", f"torchrun's store listens on {target}", f"{connected}{by}")
         return _NETWORK.yellow(
             "port",
             "wrong-service",
-            f"{STORE} listens on {target}: a job of torch's own has this address",
+            f"{_STORE} listens on {target}: a job of torch's own has this address",
             why=f"{why}. This address is right for ranks of that job, and wrong for ranks of allhands",
             fix=f"for a job of allhands {_OTHER_PORT}",
             commands=(listing,),
@@ -199,19 +168,17 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
 class Service:
     """A service on a port: ``kind`` is coordinator, doctor, silent, or the name of another service.
 
-    ``link`` is the open connection to a doctor, after the handshake; the caller closes it. ``splitter`` and ``rest``
-    hold the bytes and frames that arrived with it.
+    ``connection`` is open if it is a doctor that accepts this one; the caller closes it.
     """
 
     kind: str
     evidence: str = ""
     problem: AllhandsError | None = None
-    link: socket.socket | None = None
-    splitter: Splitter | None = None
-    rest: list[bytes] | None = None
+    proof: bytes = b""
+    connection: PeerConnection | None = None
 
 
-def identify(family: int, place: tuple[str, int], name: str, settings: Settings) -> Service:
+def _identify(family: int, place: tuple[str, int], name: str, settings: Settings) -> Service:
     """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
     try:
         token = settings.secret()
@@ -228,61 +195,55 @@ def identify(family: int, place: tuple[str, int], name: str, settings: Settings)
 def _handshake(family: int, place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
     """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
     deadline = time.monotonic() + _ANSWER_S
-    link = socket.socket(family, socket.SOCK_STREAM)
-    kept = False
+    opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
+    link, splitter, frames = socket.socket(family, socket.SOCK_STREAM), Splitter(), [b""]
+    found = Service("unknown")
     try:
         link.settimeout(_ANSWER_S)
         link.connect(place)
         if authority:
             link = wrap_tls(link, authority, name, deadline)
-        opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
         send(link, GREETING + pack(encode(opening)), deadline)
-        splitter = Splitter(MOST_BYTES)
-        frames = receive(link, splitter, deadline)
-        if not frames:
-            return Service("unknown", _shown(splitter.held))
-        answer = decode_challenge(frames[0])
-        found = _answer(link, opening, answer, token, deadline)
+        frames = receive(link, splitter, deadline) or [splitter.held]
+        found = _answer(opening, decode_challenge(frames[0]), token)
+        if found.proof:
+            # Without this proof a coordinator would count this process as a rank without a token.
+            with contextlib.suppress(OSError):
+                send(link, pack(encode(Proof(found.proof))), deadline)
         if found.kind == "doctor" and found.problem is None:
-            kept, found.link, found.splitter, found.rest = True, link, splitter, frames[1:]
+            found.connection = PeerConnection(link, splitter, frames[1:])
     except FrameError:
-        return Service("unknown", _shown(splitter.held))
+        found.evidence = _shown(splitter.held)
     except msgspec.MsgspecError:
-        return Service("unknown", _shown(frames[0] if frames else b""))
+        found.evidence = _shown(frames[0])
     except AllhandsError as problem:
-        return Service("unknown", problem.diagnosis.why)
+        found.evidence = problem.diagnosis.why
     except OSError as problem:
-        return Service("unknown", f"it broke the connection ({problem.strerror or problem})")
-    else:
-        return found
-    finally:
-        if not kept:
-            link.close()
+        found.evidence = f"it broke the connection ({problem.strerror or problem})"
+    if found.connection is None:
+        link.close()
+    return found
 
 
-def _answer(
-    link: socket.socket, opening: Hello, answer: Challenge | Refused | Closing, token: bytes, deadline: float
-) -> Service:
+def _answer(opening: Hello, answer: Challenge | Refused | Closing, token: bytes) -> Service:
+    """Return the service that sent ``answer``, with the proof that it expects."""
     if isinstance(answer, Closing):
         return Service("coordinator", "a coordinator that is just ending")
     if isinstance(answer, Refused):
         return Service("coordinator", problem=error(answer.diagnosis))
     kind = "doctor" if answer.protocol == LISTENER else "coordinator"
-    if not handshake.verify_coordinator(opening, answer, token):
-        theirs = "has a token" if answer.has_token else "has no token"
-        ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
-        problem = fail(
-            "not-authorised",
-            f"the {kind} there {theirs}, this process {ours}",
-            who="this process and the one that listens",
-            why="their proofs do not match (observed)",
-            fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
-        )
-        return Service(kind, problem=problem)
-    # Without this proof a coordinator would count this process as a rank without a token.
-    with contextlib.suppress(OSError):
-        send(link, pack(encode(Proof(handshake.member_proof(opening, answer, token)))), deadline)
-    return Service(kind)
+    if handshake.verify_coordinator(opening, answer, token):
+        return Service(kind, proof=handshake.member_proof(opening, answer, token))
+    theirs = "has a token" if answer.has_token else "has no token"
+    ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
+    problem = fail(
+        "not-authorised",
+        f"the {kind} there {theirs}, this process {ours}",
+        who="this process and the one that listens",
+        why="their proofs do not match (observed)",
+        fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+    )
+    return Service(kind, problem=problem)
 
 
 def _identify_other(family: int, place: tuple[str, int], evidence: str) -> Service:
@@ -294,7 +255,7 @@ def _identify_other(family: int, place: tuple[str, int], evidence: str) -> Servi
     number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
     ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
     if _exchange(family, place, ping, _ANSWER_S / 2, most=4) == number:
-        return Service(STORE, "it answers torch's ping")
+        return Service(_STORE, "it answers torch's ping")
     page = _exchange(family, place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
     if page.startswith(b"HTTP/"):
         headers = page.decode("latin-1").splitlines()

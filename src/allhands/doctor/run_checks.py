@@ -8,8 +8,6 @@ from ..errors import AllhandsError
 from . import environment, hostnames, jobs, ports, resources, routes, stack_check
 from .concurrent import run_concurrently
 from .finding import SECTIONS, Finding, Section
-from .peer_client import check_peer
-from .peer_protocol import PeerConnection
 from .proc_status import check_leftovers
 from .request import Request
 
@@ -25,7 +23,7 @@ def run_checks(request: Request) -> list[Finding]:
     checks: dict[str, _Check] = {
         "names": hostnames.check,
         "routes": routes.check,
-        "ports": _ports,
+        "ports": ports.check,
         "firewall": routes.check_firewall,
         "resources": resources.check,
         "cores": resources.check_cores,
@@ -68,11 +66,3 @@ def _guarded(name: str, check: _Check, request: Request) -> list[Finding]:
 def _leftovers(request: Request) -> list[Finding]:
     local = request.target is not None and (not request.target_given or request.target_is_here)
     return check_leftovers(request.target.port if request.target is not None and local else None)
-
-
-def _ports(request: Request) -> list[Finding]:
-    found, service = ports.check(request)
-    if service is not None and service.link is not None and service.splitter is not None:
-        with service.link:
-            found += check_peer(PeerConnection(service.link, service.splitter, service.rest or []))
-    return found

@@ -1,0 +1,690 @@
+"""The check between two machines: `allhands doctor HOST:PORT` on one, `allhands doctor --listen` on the other.
+
+After the handshake of the control plane, with its proof if there is a token, both ends send length-prefixed frames of
+msgpack: the client sends requests, the server answers. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from .._version import __version__
+from ..control import handshake
+from ..control.handshake import receive, send
+from ..control.messages import (
+    GREETING,
+    MOST_BEFORE_PROOF,
+    MOST_BYTES,
+    FrameError,
+    Refused,
+    Splitter,
+    decode_hello,
+    decode_proof,
+    encode,
+    pack,
+)
+from ..control.process_identity import port_owner
+from ..diagnosis import Diagnosis, duration, join
+from ..environments.world import Address
+from ..errors import fail
+from .engines import package_version
+from .finding import Finding, Section, lines
+from .request import interfaces
+from .routes import firewall_rules
+
+__all__ = ["JOB", "LISTENER", "OnReport", "PeerConnection", "PeerServer", "Report", "check_peer", "connect_all"]
+
+_NETWORK, _RESOURCES, _STACK = Section("network"), Section("resources"), Section("stack")
+
+# A doctor's Hello has this job name, and a listening doctor's Challenge this protocol number. No job and no coordinator
+# has either.
+JOB, LISTENER = "allhands doctor", -1
+
+# Longer than one retransmission of a lost first packet (after 1 s), so that one loss is not taken for a firewall.
+_CONNECT_S = 2.2
+
+# Limit for the peer's next message. TCP retransmits a lost packet within this.
+_ANSWER_S = 2.5
+
+# The peer connects to all ports concurrently, and waits for those that do not answer.
+_CONNECTS_S = _ANSWER_S + 3.0
+
+# A client starts the handshake at once, and needs some seconds for all checks.
+_HANDSHAKE_S, _SESSION_S, _REQUEST_S = 5.0, 60.0, 10.0
+
+# Concurrent clients: every machine of a rack may connect at once, but the number of threads must be bounded.
+_MOST_CLIENTS = 64
+
+# Ports that are tried: one in each part of the kernel's range, because firewalls open parts of it.
+_PORTS = 8
+
+# If a port is in use, so many of its neighbours are tried.
+_NEIGHBOURS = 50
+
+# A server connects to no more ports of a client. A client listens on eight.
+_MOST_PORTS = 64
+
+# The first transfer determines the size of the second, which takes `_TRANSFER_S`; no transfer is larger than the last.
+_FIRST_TRANSFER, _TRANSFER_S, _MOST_TRANSFER = 1 << 20, 0.2, 1 << 28
+
+# Bytes per send or receive.
+_CHUNK = 1 << 20
+
+# Of so many round trips, the fastest is a good estimate.
+_ROUND_TRIPS = 20
+
+# Clocks that NTP keeps differ by less. Beyond this, log lines of two machines cannot be ordered.
+_SKEW_S = 1.0
+
+# The MTU that every network of IPv6, and so nearly every tunnel, passes.
+_LEAST_MTU = 1280
+
+# Called with a client's address and its report, None if it disconnected before.
+OnReport = Callable[[str, "Report | None"], None]
+
+
+# Messages -----------------------------------------------------------------------------------------------------
+
+
+class PeerInfo(msgspec.Struct, tag=True, frozen=True):
+    """Server: its name, versions and interface, and the client's address as it sees it."""
+
+    host: str
+    allhands: str
+    torch: str
+    interface: str
+    mtu: int
+    seen_as: str
+
+
+class ClockRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: send the time."""
+
+
+class ClockReply(msgspec.Struct, tag=True, frozen=True):
+    """Server: the time, in seconds since the epoch."""
+
+    now: float
+
+
+class ListenRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: listen on some ports until this connection ends."""
+
+
+class ListenReply(msgspec.Struct, tag=True, frozen=True):
+    """Server: it listens on these."""
+
+    address: str
+    ports: list[int]
+
+
+class ConnectRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: connect to these ports of mine."""
+
+    address: str
+    ports: list[int]
+
+
+class ConnectReply(msgspec.Struct, tag=True, frozen=True):
+    """Server: the error of each port, "" if there was none."""
+
+    outcomes: dict[int, str]
+
+
+class TransferRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: receive so many bytes from me, or, if ``back``, send me as many."""
+
+    back: bool
+    size: int
+
+
+class TransferReady(msgspec.Struct, tag=True, frozen=True):
+    """Server: ready to receive."""
+
+
+class TransferDone(msgspec.Struct, tag=True, frozen=True):
+    """Server: all bytes have arrived."""
+
+
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """Client: the findings as lines for the server's screen; ``red`` is whether any is red."""
+
+    lines: list[str]
+    red: bool
+
+
+_Request = ClockRequest | ListenRequest | ConnectRequest | TransferRequest | Report
+_Reply = PeerInfo | ClockReply | ListenReply | ConnectReply | TransferReady | TransferDone
+_Expected = TypeVar("_Expected", bound=msgspec.Struct)
+
+_decode = msgspec.msgpack.Decoder(_Request | _Reply).decode
+
+
+# The connection -----------------------------------------------------------------------------------------------
+
+
+class ConnectionFailed(Exception):
+    """The peer closed the connection, sent an invalid message, or, if ``silent``, nothing in time."""
+
+    def __init__(self, why: str, *, silent: bool = False) -> None:
+        super().__init__(why)
+        self.silent = silent
+
+
+class PeerConnection:
+    """A connection between two doctors; `frame` also serves the handshake."""
+
+    def __init__(self, link: socket.socket, splitter: Splitter, rest: list[bytes]) -> None:
+        self.link = link
+        self.splitter = splitter
+        self._frames = rest
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def own(self) -> str:
+        """The address of this end."""
+        return _plain(self.link.getsockname()[0])
+
+    @property
+    def peer(self) -> str:
+        """The address of the other end, as seen from here."""
+        return _plain(self.link.getpeername()[0])
+
+    def interface(self) -> tuple[str, int]:
+        """Return name and MTU of the interface of this end, ("", 0) if there is none with its address."""
+        own = self.own
+        return next(((each.name, each.mtu) for each in interfaces() if own in each.addresses), ("", 0))
+
+    def send(self, message: msgspec.Struct, timeout_s: float = _ANSWER_S) -> None:
+        """Send one message. Raises ConnectionFailed."""
+        with _translated("it does not receive what is sent"):
+            send(self.link, pack(encode(message)), time.monotonic() + timeout_s)
+
+    def frame(self, timeout_s: float) -> bytes:
+        """Return the next frame. Raises ConnectionFailed if none arrives, or an invalid one."""
+        deadline = time.monotonic() + timeout_s
+        with _translated(f"no message within {timeout_s:g} s"):
+            while not self._frames:
+                frames = receive(self.link, self.splitter, deadline)
+                if frames is None:
+                    raise TimeoutError
+                if not frames:
+                    raise ConnectionFailed("it closed the connection")
+                self._frames += frames
+        return self._frames.pop(0)
+
+    def receive(self, timeout_s: float = _ANSWER_S) -> msgspec.Struct:
+        """Return the next message. Raises ConnectionFailed if none arrives, or an invalid one."""
+        frame = self.frame(timeout_s)
+        with _translated():
+            message: msgspec.Struct = _decode(frame)
+        return message
+
+    def expect(self, kind: type[_Expected], timeout_s: float = _ANSWER_S) -> _Expected:
+        """Return the next message, which must be of this ``kind``. Raises ConnectionFailed."""
+        message = self.receive(timeout_s)
+        if not isinstance(message, kind):
+            raise ConnectionFailed(f"it sent {type(message).__name__} instead of {kind.__name__}")
+        return message
+
+    def send_bytes(self, size: int) -> None:
+        """Send ``size`` bytes, which are not parsed. Raises ConnectionFailed."""
+        chunk = memoryview(bytes(_CHUNK))
+        self.link.settimeout(_ANSWER_S)
+        with _translated(f"it received nothing more for {_ANSWER_S:g} s"):
+            while size:
+                size -= self.link.send(chunk[:size])
+
+    def receive_bytes(self, size: int) -> None:
+        """Receive ``size`` bytes that are not parsed; no message may be under way. Raises ConnectionFailed."""
+        chunk = bytearray(_CHUNK)
+        self.link.settimeout(_ANSWER_S)
+        with _translated(f"nothing more arrived for {_ANSWER_S:g} s"):
+            while size:
+                received = self.link.recv_into(chunk, min(size, _CHUNK))
+                if not received:
+                    raise ConnectionFailed("it closed the connection")
+                size -= received
+
+
+@contextlib.contextmanager
+def _translated(timed_out: str = "") -> Iterator[None]:
+    """Raise ConnectionFailed for errors of a socket, and for invalid messages."""
+    try:
+        yield
+    except TimeoutError:
+        raise ConnectionFailed(timed_out, silent=True) from None
+    except OSError as problem:
+        raise ConnectionFailed(problem.strerror or str(problem)) from problem
+    except (msgspec.MsgspecError, FrameError) as problem:
+        raise ConnectionFailed(f"it sent an invalid message ({problem})") from problem
+
+
+def _plain(address: str) -> str:
+    """Return an address without its scope, and an IPv4 address of an IPv6 socket without its prefix."""
+    return str(address).partition("%")[0].removeprefix("::ffff:")
+
+
+# Ports --------------------------------------------------------------------------------------------------------
+
+
+def connect_all(
+    places: list[tuple[int, str, int]], timeout_s: float = _CONNECT_S
+) -> dict[tuple[str, int], OSError | float]:
+    """Connect to every (family, address, port) concurrently; return the seconds that each took, or its error."""
+    found: dict[tuple[str, int], OSError | float] = {}
+    started = time.monotonic()
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
+        for family, host, port in places:
+            sock = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            code = sock.connect_ex((host, port))
+            if code in {0, errno.EINPROGRESS}:
+                selector.register(sock, selectors.EVENT_WRITE, (sock, (host, port)))
+            else:
+                found[host, port] = OSError(code, os.strerror(code))
+        while selector.get_map() and (left := started + timeout_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock, place = key.data
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                found[place] = OSError(code, os.strerror(code)) if code else time.monotonic() - started
+                selector.unregister(sock)
+        for key in selector.get_map().values():
+            found[key.data[1]] = TimeoutError(errno.ETIMEDOUT, "no answer")
+    return found
+
+
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+@contextlib.contextmanager
+def _listen_on_ports(address: str) -> Iterator[list[int]]:
+    """Listen on some ports of ``address``, spread over the kernel's range, while the block runs."""
+    # The range from which the kernel chooses ports, those of Gloo and NCCL too.
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    step = max(1, (high - low + 1) // _PORTS)
+    with contextlib.ExitStack() as sockets:
+        ports = []
+        for part in range(_PORTS):
+            start = low + part * step + step // 2
+            for port in range(start, min(start + _NEIGHBOURS, high + 1)):
+                try:
+                    # The kernel completes connections without accept.
+                    sockets.enter_context(socket.create_server((address, port), family=_family(address), backlog=4))
+                except OSError as problem:
+                    if problem.errno != errno.EADDRINUSE:
+                        break
+                else:
+                    ports.append(port)
+                    break
+        yield ports
+
+
+def _connect_to_ports(address: str, ports: list[int]) -> dict[int, str]:
+    """Connect to ``ports`` of ``address`` concurrently; return the error of each, "" if there was none."""
+    outcomes = connect_all([(_family(address), address, port) for port in ports])
+    return {
+        port: "" if isinstance(outcome, float) else (outcome.strerror or str(outcome)).lower()
+        for (_, port), outcome in outcomes.items()
+    }
+
+
+# The client ---------------------------------------------------------------------------------------------------
+
+
+def check_peer(connection: PeerConnection) -> list[Finding]:
+    """Check the way to the doctor at the other end of ``connection``, and back."""
+    found: list[Finding] = []
+    name = "the other doctor"
+    try:
+        peer = connection.expect(PeerInfo)
+        name = peer.host
+        found += _versions(peer)
+        found += _clock(connection, name)
+        found += _ports(connection, peer)
+        found += _throughput(connection, peer)
+        connection.send(Report(lines(found), red=any(each.level == "red" for each in found)))
+    except ConnectionFailed as problem:
+        found.append(
+            _NETWORK.red(
+                "conversation",
+                "coordinator-silent",
+                f"{name} {'stopped answering' if problem.silent else 'disconnected'} in the middle of the check",
+                why=f"{problem} (observed)",
+                fix="check that `allhands doctor --listen` still runs there, and try again",
+            )
+        )
+    return found
+
+
+def _versions(peer: PeerInfo) -> list[Finding]:
+    torch = package_version("torch")
+    if peer.allhands == __version__ and torch == peer.torch:
+        return []
+    install = f"pip install torch=={peer.torch.partition('+')[0]} allhands=={peer.allhands}"
+    return [
+        _STACK.yellow(
+            "versions",
+            "version-mismatch",
+            f"versions differ: here allhands {__version__} and torch {torch or 'none'}, on {peer.host} allhands "
+            f"{peer.allhands} and torch {peer.torch or 'none'}",
+            why="reported by both ends (observed)",
+            fix="install the same versions everywhere (ALLHANDS_MIXED_VERSIONS=1 allows different ones of torch)",
+            commands=(install,) if peer.torch else (),
+        )
+    ]
+
+
+def _clock(connection: PeerConnection, name: str) -> list[Finding]:
+    best, offset = float("inf"), 0.0
+    for _ in range(_ROUND_TRIPS):
+        started, wall = time.monotonic(), time.time()
+        connection.send(ClockRequest())
+        reply = connection.expect(ClockReply)
+        took = time.monotonic() - started
+        if took < best:
+            # If both directions take as long, the peer read its clock after half the time.
+            best, offset = took, reply.now - (wall + took / 2)
+    what = f"round trip to {name} {best * 1000:.2f} ms"
+    found = [_NETWORK.green("round-trip", what, f"the fastest of {_ROUND_TRIPS}", round_trip_s=best)]
+    if abs(offset) - best < _SKEW_S:
+        what = f"clocks agree within {max(abs(offset), best) * 1000:.0f} ms"
+        return [*found, _RESOURCES.green("clock", what, offset_s=offset)]
+    found.append(
+        _RESOURCES.yellow(
+            "clock",
+            "clock-skewed",
+            f"the clock of {name} is {duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine's",
+            why=f"from its own report, within {duration(round(best, 3))} of a round trip (observed). Collectives work; "
+            "certificates, tokens that expire, and the order of log lines are affected",
+            fix="let both machines keep their time by the same NTP server",
+            commands=("timedatectl set-ntp true", "chronyc makestep"),
+            details={"offset_s": offset, "host": name},
+        )
+    )
+    return found
+
+
+def _ports(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
+    own, here = connection.own, socket.gethostname()
+    connection.send(ListenRequest())
+    listening = connection.expect(ListenReply)
+    there = _connect_to_ports(listening.address, listening.ports)
+    with _listen_on_ports(own) as ports:
+        connection.send(ConnectRequest(own, ports))
+        back = connection.expect(ConnectReply, _CONNECTS_S).outcomes
+    found = []
+    if any(there.values()):
+        found.append(_filtered("ports-there", there, here, peer.host))
+    if any(back.values()):
+        found.append(_filtered("ports-back", back, peer.host, here, firewall_rules()))
+    if peer.seen_as != own:
+        found.append(
+            _NETWORK.yellow(
+                "translation",
+                "ports-filtered",
+                f"{peer.host} sees this machine as {peer.seen_as}, but its address is {own}",
+                why="addresses are translated between them (NAT; observed); ranks advertise their own address",
+                fix=f"use a network on which {own} itself can be reached from {peer.host}",
+            )
+        )
+    if not found:
+        what = f"ports open both ways ({len(there)} there, {len(back)} back)"
+        found.append(_NETWORK.green("ports", what, f"from {min(there, default=0)} to {max(there, default=0)}"))
+    return found
+
+
+def _filtered(
+    check: str, outcomes: dict[int, str], source: str, destination: str, rules: list[str] | None = None
+) -> Finding:
+    shut = {port: problem for port, problem in outcomes.items() if problem}
+    some = "the" if len(shut) == len(outcomes) else f"{len(shut)} of {len(outcomes)} tried"
+    return _NETWORK.red(
+        check,
+        "ports-filtered",
+        f"{source} cannot reach {some} ports of {destination} that Gloo and NCCL will use",
+        why=join([f"{port}: {problem}" for port, problem in list(shut.items())[:4]])
+        + (f" and {len(shut) - 4} more" if len(shut) > 4 else "")
+        + f" (observed: {join(sorted(set(shut.values())))}, although {destination} listens on them)"
+        + (f"; rules here: {join(rules[:3])}" if rules else ""),
+        fix=f"on {destination} accept connections from {source} on all ports above 1023, not only the coordinator's",
+        commands=(f"nft list ruleset   # on {destination}, as root",),
+        details={"from": source, "to": destination, "shut": sorted(shut), "open": sorted(set(outcomes) - set(shut))},
+    )
+
+
+def _throughput(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
+    interface, mtu = connection.interface()
+    mtus = f"{interface} here has MTU {mtu}, {peer.interface} on {peer.host} {peer.mtu}"
+    details = {"here": mtu, "there": peer.mtu}
+    direction = f"to {peer.host}"
+    try:
+        there = _transfer(connection, back=False)
+        direction = f"from {peer.host}"
+        back = _transfer(connection, back=True)
+    except ConnectionFailed as problem:
+        if not problem.silent:
+            raise
+        return [
+            _NETWORK.red(
+                "packet-size",
+                "mtu-mismatch",
+                f"small packets arrive, large ones {direction} are lost",
+                why=f"{problem} after small messages were answered at once (observed); {mtus}: probably a device "
+                "between the machines passes only smaller packets and does not report it",
+                fix="give the interfaces of both machines the smallest MTU on the way; "
+                f"{_LEAST_MTU} passes nearly everywhere",
+                commands=(f"ip link set dev {interface or 'eth0'} mtu {_LEAST_MTU}   # as root, on both machines",),
+                certain=False,
+                details=details,
+            )
+        ]
+    what = f"{_rate(there)} there, {_rate(back)} back"
+    why = "one connection, a fifth of a second each"
+    found = [_NETWORK.green("throughput", what, why, there=there, back=back)]
+    if mtu and peer.mtu and mtu != peer.mtu:
+        found.append(
+            _NETWORK.yellow(
+                "packet-size",
+                "mtu-mismatch",
+                f"packet sizes differ: {mtus}",
+                why="large packets do arrive (observed), but a switch or a tunnel between others may drop them",
+                fix="give every machine of the job the same MTU",
+                commands=(f"ip link set dev {interface} mtu {min(mtu, peer.mtu)}   # as root",),
+                details=details,
+            )
+        )
+    return found
+
+
+def _transfer(connection: PeerConnection, *, back: bool) -> float:
+    """Return the bytes per second to the server, or ``back``."""
+    size = _FIRST_TRANSFER
+    rate = _transfer_bytes(connection, size, back=back)
+    size = int(min(max(_FIRST_TRANSFER, rate * _TRANSFER_S), _MOST_TRANSFER))
+    return _transfer_bytes(connection, size, back=back)
+
+
+def _transfer_bytes(connection: PeerConnection, size: int, *, back: bool) -> float:
+    started = time.monotonic()
+    connection.send(TransferRequest(back=back, size=size))
+    if back:
+        connection.receive_bytes(size)
+    else:
+        connection.expect(TransferReady)
+        started = time.monotonic()
+        connection.send_bytes(size)
+        connection.expect(TransferDone)
+    return size / max(1e-9, time.monotonic() - started)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+
+
+# The server ---------------------------------------------------------------------------------------------------
+
+
+class PeerServer:
+    """Accepts clients at one address, serves each in its own thread, and calls ``on_report`` with their reports."""
+
+    def __init__(
+        self, address: Address, token: bytes, on_report: OnReport, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.address = address
+        self._token = token
+        self._on_report = on_report
+        self._clock = clock
+        self._torch = package_version("torch")
+        self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
+        self._over = threading.Event()
+        self._listener = self._listen()
+
+    def _listen(self) -> socket.socket:
+        host, port = self.address.host, self.address.port
+        who = f"{socket.gethostname()} (allhands doctor --listen)"
+        try:
+            family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        except OSError as problem:
+            raise fail(
+                "address-unresolvable",
+                f"{host} has no address to listen on",
+                who=who,
+                why=problem.strerror or str(problem),
+                fix="give an address of this machine, or 0.0.0.0 for all of them",
+            ) from problem
+        try:
+            return socket.create_server(
+                place[:2], family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=family == socket.AF_INET6
+            )
+        except OSError as problem:
+            held = port_owner(port)
+            raise fail(
+                "port-in-use" if held else "address-not-local",
+                f"cannot listen on {self.address}: {os.strerror(problem.errno or 0)}",
+                who=who,
+                why=f"it is held by {held}" if held else "the system refused the address (observed)",
+                fix="end that process, or choose another port" if held else "give an address of this machine",
+            ) from problem
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def serve(self, *, once: bool = False) -> None:
+        """Serve clients until `stop` is called, or with ``once`` until one has sent its report."""
+        self._listener.settimeout(0.2)
+        while not self._over.is_set():
+            try:
+                link, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if not self._places.acquire(blocking=False):
+                link.close()
+            elif not once:
+                threading.Thread(target=self._serve_one, args=(link,), name="allhands-peer", daemon=True).start()
+            elif self._serve_one(link):
+                break
+
+    def stop(self) -> None:
+        """End `serve`; safe in a signal handler."""
+        self._over.set()
+
+    def close(self) -> None:
+        """Release the port."""
+        self._listener.close()
+
+    def _serve_one(self, link: socket.socket) -> bool:
+        """Serve one client; return whether it sent its report."""
+        try:
+            with link, contextlib.suppress(OSError, msgspec.MsgspecError, ConnectionFailed):
+                client = str(link.getpeername()[0])
+                link.settimeout(_HANDSHAKE_S)
+                connection = self._handshake(link)
+                if connection is None:
+                    return False
+                try:
+                    report = self._answer(connection)
+                except ConnectionFailed:
+                    report = None
+                self._on_report(client, report)
+                return report is not None
+        finally:
+            self._places.release()
+        return False
+
+    def _handshake(self, link: socket.socket) -> PeerConnection | None:
+        """Do the coordinator's half of the handshake; return None if the client is no doctor or has not our token."""
+        begin = b""
+        while len(begin) < len(GREETING):
+            more = link.recv(len(GREETING) - len(begin))
+            begin += more
+            if not more or not GREETING.startswith(begin):
+                return None
+        connection = PeerConnection(link, Splitter(MOST_BEFORE_PROOF), [])
+        opening = decode_hello(connection.frame(_HANDSHAKE_S))
+        if opening.job != JOB:
+            connection.send(Refused(_not_a_coordinator(self.address)))
+            return None
+        made = msgspec.structs.replace(handshake.challenge(opening, self._token), protocol=LISTENER)
+        connection.send(made)
+        proof = decode_proof(connection.frame(_HANDSHAKE_S)).proof
+        if not handshake.verify_member(opening, made, proof, self._token):
+            return None
+        connection.splitter.most = MOST_BYTES
+        return connection
+
+    def _answer(self, connection: PeerConnection) -> Report | None:
+        """Answer requests until the client sends its report."""
+        deadline = time.monotonic() + _SESSION_S
+        own = PeerInfo(socket.gethostname(), __version__, self._torch, *connection.interface(), connection.peer)
+        connection.send(own)
+        with contextlib.ExitStack() as session:
+            while time.monotonic() < deadline:
+                match connection.receive(_REQUEST_S):
+                    case ClockRequest():
+                        connection.send(ClockReply(self._clock()))
+                    case ListenRequest():
+                        ports = session.enter_context(_listen_on_ports(connection.own))
+                        connection.send(ListenReply(connection.own, ports))
+                    case ConnectRequest(address, ports):
+                        # Connects to the client only: nobody can use this server to scan a third machine.
+                        theirs = ports[:_MOST_PORTS] if address == connection.peer else []
+                        connection.send(ConnectReply(_connect_to_ports(address, theirs)))
+                    case TransferRequest(back=False, size=size):
+                        connection.send(TransferReady())
+                        connection.receive_bytes(min(size, _MOST_TRANSFER))
+                        connection.send(TransferDone())
+                    case TransferRequest(back=True, size=size):
+                        connection.send_bytes(min(size, _MOST_TRANSFER))
+                    case Report() as report:
+                        return report
+                    case other:
+                        raise ConnectionFailed(f"it sent {type(other).__name__}")
+        return None
+
+
+def _not_a_coordinator(address: Address) -> Diagnosis:
+    return Diagnosis(
+        "wrong-service",
+        f"the service on {address} is not an allhands coordinator",
+        who=f"the service at {address}",
+        why="`allhands doctor --listen` runs there (from its own report)",
+        fix="end it before the job starts",
+        ranks=(0,),
+    )
