@@ -13,9 +13,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -97,78 +98,55 @@ OnReport = Callable[[str, "Report | None"], None]
 # Messages -----------------------------------------------------------------------------------------------------
 
 
-class PeerInfo(msgspec.Struct, tag=True, frozen=True):
-    """Server: its name, versions and interface, and the client's address as it sees it."""
+class PeerInfo(msgspec.Struct, frozen=True):
+    """The server's first message: its name, versions and interface, and the client's address as it sees it."""
 
     host: str
     allhands: str
     torch: str
+    address: str
     interface: str
     mtu: int
     seen_as: str
 
 
 class ClockRequest(msgspec.Struct, tag=True, frozen=True):
-    """Client: send the time."""
-
-
-class ClockReply(msgspec.Struct, tag=True, frozen=True):
-    """Server: the time, in seconds since the epoch."""
-
-    now: float
+    """Send the time. Reply: seconds since the epoch, a float."""
 
 
 class ListenRequest(msgspec.Struct, tag=True, frozen=True):
-    """Client: listen on some ports until this connection ends."""
-
-
-class ListenReply(msgspec.Struct, tag=True, frozen=True):
-    """Server: it listens on these."""
-
-    address: str
-    ports: list[int]
+    """Listen on some ports until this connection ends. Reply: the ports, a list[int]."""
 
 
 class ConnectRequest(msgspec.Struct, tag=True, frozen=True):
-    """Client: connect to these ports of mine."""
+    """Connect to these ports of the client. Reply: the error of each, "" if there was none, a dict[int, str]."""
 
     address: str
     ports: list[int]
 
 
-class ConnectReply(msgspec.Struct, tag=True, frozen=True):
-    """Server: the error of each port, "" if there was none."""
+class ReceiveRequest(msgspec.Struct, tag=True, frozen=True):
+    """Receive so many bytes. Replies: True once ready to receive, and True when all have arrived."""
 
-    outcomes: dict[int, str]
-
-
-class TransferRequest(msgspec.Struct, tag=True, frozen=True):
-    """Client: receive so many bytes from me, or, if ``back``, send me as many."""
-
-    back: bool
     size: int
 
 
-class TransferReady(msgspec.Struct, tag=True, frozen=True):
-    """Server: ready to receive."""
+class SendRequest(msgspec.Struct, tag=True, frozen=True):
+    """Send so many bytes. They are the reply."""
 
-
-class TransferDone(msgspec.Struct, tag=True, frozen=True):
-    """Server: all bytes have arrived."""
+    size: int
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
-    """Client: the findings as lines for the server's screen; ``red`` is whether any is red."""
+    """The client's findings as lines for the server's screen; ``red`` is whether any is red. There is no reply."""
 
     lines: list[str]
     red: bool
 
 
-_Request = ClockRequest | ListenRequest | ConnectRequest | TransferRequest | Report
-_Reply = PeerInfo | ClockReply | ListenReply | ConnectReply | TransferReady | TransferDone
-_Expected = TypeVar("_Expected", bound=msgspec.Struct)
-
-_decode = msgspec.msgpack.Decoder(_Request | _Reply).decode
+_Request = ClockRequest | ListenRequest | ConnectRequest | ReceiveRequest | SendRequest | Report
+_decode_request = msgspec.msgpack.Decoder(_Request).decode
+_Reply = TypeVar("_Reply")
 
 
 # The connection -----------------------------------------------------------------------------------------------
@@ -206,10 +184,10 @@ class PeerConnection:
         own = self.own
         return next(((each.name, each.mtu) for each in interfaces() if own in each.addresses), ("", 0))
 
-    def send(self, message: msgspec.Struct, timeout_s: float = _ANSWER_S) -> None:
+    def send(self, message: Any) -> None:
         """Send one message. Raises ConnectionFailed."""
         with _translated("it does not receive what is sent"):
-            send(self.link, pack(encode(message)), time.monotonic() + timeout_s)
+            send(self.link, pack(encode(message)), time.monotonic() + _ANSWER_S)
 
     def frame(self, timeout_s: float) -> bytes:
         """Return the next frame. Raises ConnectionFailed if none arrives, or an invalid one."""
@@ -224,19 +202,16 @@ class PeerConnection:
                 self._frames += frames
         return self._frames.pop(0)
 
-    def receive(self, timeout_s: float = _ANSWER_S) -> msgspec.Struct:
-        """Return the next message. Raises ConnectionFailed if none arrives, or an invalid one."""
+    def receive(self, kind: type[_Reply], timeout_s: float = _ANSWER_S) -> _Reply:
+        """Return the next message, which must be of this ``kind``. Raises ConnectionFailed."""
         frame = self.frame(timeout_s)
         with _translated():
-            message: msgspec.Struct = _decode(frame)
-        return message
+            return msgspec.msgpack.decode(frame, type=kind)
 
-    def expect(self, kind: type[_Expected], timeout_s: float = _ANSWER_S) -> _Expected:
-        """Return the next message, which must be of this ``kind``. Raises ConnectionFailed."""
-        message = self.receive(timeout_s)
-        if not isinstance(message, kind):
-            raise ConnectionFailed(f"it sent {type(message).__name__} instead of {kind.__name__}")
-        return message
+    def ask(self, request: _Request, kind: type[_Reply], timeout_s: float = _ANSWER_S) -> _Reply:
+        """Send ``request`` and return the reply. Raises ConnectionFailed."""
+        self.send(request)
+        return self.receive(kind, timeout_s)
 
     def send_bytes(self, size: int) -> None:
         """Send ``size`` bytes, which are not parsed. Raises ConnectionFailed."""
@@ -279,22 +254,20 @@ def _plain(address: str) -> str:
 # Ports --------------------------------------------------------------------------------------------------------
 
 
-def connect_all(
-    places: list[tuple[int, str, int]], timeout_s: float = _CONNECT_S
-) -> dict[tuple[str, int], OSError | float]:
-    """Connect to every (family, address, port) concurrently; return the seconds that each took, or its error."""
+def connect_all(places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], OSError | float]:
+    """Connect to every (address, port) concurrently; return the seconds that each took, or its error."""
     found: dict[tuple[str, int], OSError | float] = {}
     started = time.monotonic()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
-        for family, host, port in places:
-            sock = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        for place in places:
+            sock = sockets.enter_context(socket.socket(_family(place[0]), socket.SOCK_STREAM))
             sock.setblocking(False)
-            code = sock.connect_ex((host, port))
+            code = sock.connect_ex(place)
             if code in {0, errno.EINPROGRESS}:
-                selector.register(sock, selectors.EVENT_WRITE, (sock, (host, port)))
+                selector.register(sock, selectors.EVENT_WRITE, (sock, place))
             else:
-                found[host, port] = OSError(code, os.strerror(code))
-        while selector.get_map() and (left := started + timeout_s - time.monotonic()) > 0:
+                found[place] = OSError(code, os.strerror(code))
+        while selector.get_map() and (left := started + _CONNECT_S - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 sock, place = key.data
                 code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -303,6 +276,15 @@ def connect_all(
         for key in selector.get_map().values():
             found[key.data[1]] = TimeoutError(errno.ETIMEDOUT, "no answer")
     return found
+
+
+def _connect_to_ports(address: str, ports: list[int]) -> dict[int, str]:
+    """Connect to ``ports`` of ``address`` concurrently; return the error of each, "" if there was none."""
+    outcomes = connect_all((address, port) for port in ports)
+    return {
+        port: "" if isinstance(outcome, float) else (outcome.strerror or str(outcome)).lower()
+        for (_, port), outcome in outcomes.items()
+    }
 
 
 def _family(address: str) -> int:
@@ -332,15 +314,6 @@ def _listen_on_ports(address: str) -> Iterator[list[int]]:
         yield ports
 
 
-def _connect_to_ports(address: str, ports: list[int]) -> dict[int, str]:
-    """Connect to ``ports`` of ``address`` concurrently; return the error of each, "" if there was none."""
-    outcomes = connect_all([(_family(address), address, port) for port in ports])
-    return {
-        port: "" if isinstance(outcome, float) else (outcome.strerror or str(outcome)).lower()
-        for (_, port), outcome in outcomes.items()
-    }
-
-
 # The client ---------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +322,7 @@ def check_peer(connection: PeerConnection) -> list[Finding]:
     found: list[Finding] = []
     name = "the other doctor"
     try:
-        peer = connection.expect(PeerInfo)
+        peer = connection.receive(PeerInfo)
         name = peer.host
         found += _versions(peer)
         found += _clock(connection, name)
@@ -391,12 +364,11 @@ def _clock(connection: PeerConnection, name: str) -> list[Finding]:
     best, offset = float("inf"), 0.0
     for _ in range(_ROUND_TRIPS):
         started, wall = time.monotonic(), time.time()
-        connection.send(ClockRequest())
-        reply = connection.expect(ClockReply)
+        theirs = connection.ask(ClockRequest(), float)
         took = time.monotonic() - started
         if took < best:
             # If both directions take as long, the peer read its clock after half the time.
-            best, offset = took, reply.now - (wall + took / 2)
+            best, offset = took, theirs - (wall + took / 2)
     what = f"round trip to {name} {best * 1000:.2f} ms"
     found = [_NETWORK.green("round-trip", what, f"the fastest of {_ROUND_TRIPS}", round_trip_s=best)]
     if abs(offset) - best < _SKEW_S:
@@ -419,12 +391,9 @@ def _clock(connection: PeerConnection, name: str) -> list[Finding]:
 
 def _ports(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
     own, here = connection.own, socket.gethostname()
-    connection.send(ListenRequest())
-    listening = connection.expect(ListenReply)
-    there = _connect_to_ports(listening.address, listening.ports)
+    there = _connect_to_ports(peer.address, connection.ask(ListenRequest(), list[int]))
     with _listen_on_ports(own) as ports:
-        connection.send(ConnectRequest(own, ports))
-        back = connection.expect(ConnectReply, _CONNECTS_S).outcomes
+        back = connection.ask(ConnectRequest(own, ports), dict[int, str], _CONNECTS_S)
     found = []
     if any(there.values()):
         found.append(_filtered("ports-there", there, here, peer.host))
@@ -471,9 +440,9 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
     details = {"here": mtu, "there": peer.mtu}
     direction = f"to {peer.host}"
     try:
-        there = _transfer(connection, back=False)
+        there = _measure(partial(_upload, connection))
         direction = f"from {peer.host}"
-        back = _transfer(connection, back=True)
+        back = _measure(partial(_download, connection))
     except ConnectionFailed as problem:
         if not problem.silent:
             raise
@@ -509,25 +478,27 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
     return found
 
 
-def _transfer(connection: PeerConnection, *, back: bool) -> float:
-    """Return the bytes per second to the server, or ``back``."""
+def _measure(transfer: Callable[[int], None]) -> float:
+    """Return the bytes per second of ``transfer``; a small one determines the size of the one that counts."""
     size = _FIRST_TRANSFER
-    rate = _transfer_bytes(connection, size, back=back)
-    size = int(min(max(_FIRST_TRANSFER, rate * _TRANSFER_S), _MOST_TRANSFER))
-    return _transfer_bytes(connection, size, back=back)
+    for _ in range(2):
+        done, started = size, time.monotonic()
+        transfer(done)
+        rate = done / max(1e-9, time.monotonic() - started)
+        size = int(min(max(_FIRST_TRANSFER, rate * _TRANSFER_S), _MOST_TRANSFER))
+    return rate
 
 
-def _transfer_bytes(connection: PeerConnection, size: int, *, back: bool) -> float:
-    started = time.monotonic()
-    connection.send(TransferRequest(back=back, size=size))
-    if back:
-        connection.receive_bytes(size)
-    else:
-        connection.expect(TransferReady)
-        started = time.monotonic()
-        connection.send_bytes(size)
-        connection.expect(TransferDone)
-    return size / max(1e-9, time.monotonic() - started)
+def _upload(connection: PeerConnection, size: int) -> None:
+    # Bytes that arrived together with the request would be parsed.
+    connection.ask(ReceiveRequest(size), bool)
+    connection.send_bytes(size)
+    connection.receive(bool)
+
+
+def _download(connection: PeerConnection, size: int) -> None:
+    connection.send(SendRequest(size))
+    connection.receive_bytes(size)
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -620,7 +591,7 @@ class PeerServer:
                     return False
                 try:
                     report = self._answer(connection)
-                except ConnectionFailed:
+                except (ConnectionFailed, msgspec.MsgspecError):
                     report = None
                 self._on_report(client, report)
                 return report is not None
@@ -652,30 +623,27 @@ class PeerServer:
     def _answer(self, connection: PeerConnection) -> Report | None:
         """Answer requests until the client sends its report."""
         deadline = time.monotonic() + _SESSION_S
-        own = PeerInfo(socket.gethostname(), __version__, self._torch, *connection.interface(), connection.peer)
-        connection.send(own)
+        host, own, (interface, mtu) = socket.gethostname(), connection.own, connection.interface()
+        connection.send(PeerInfo(host, __version__, self._torch, own, interface, mtu, connection.peer))
         with contextlib.ExitStack() as session:
             while time.monotonic() < deadline:
-                match connection.receive(_REQUEST_S):
+                match _decode_request(connection.frame(_REQUEST_S)):
                     case ClockRequest():
-                        connection.send(ClockReply(self._clock()))
+                        connection.send(self._clock())
                     case ListenRequest():
-                        ports = session.enter_context(_listen_on_ports(connection.own))
-                        connection.send(ListenReply(connection.own, ports))
+                        connection.send(session.enter_context(_listen_on_ports(own)))
                     case ConnectRequest(address, ports):
                         # Connects to the client only: nobody can use this server to scan a third machine.
                         theirs = ports[:_MOST_PORTS] if address == connection.peer else []
-                        connection.send(ConnectReply(_connect_to_ports(address, theirs)))
-                    case TransferRequest(back=False, size=size):
-                        connection.send(TransferReady())
+                        connection.send(_connect_to_ports(address, theirs))
+                    case ReceiveRequest(size):
+                        connection.send(message=True)
                         connection.receive_bytes(min(size, _MOST_TRANSFER))
-                        connection.send(TransferDone())
-                    case TransferRequest(back=True, size=size):
+                        connection.send(message=True)
+                    case SendRequest(size):
                         connection.send_bytes(min(size, _MOST_TRANSFER))
                     case Report() as report:
                         return report
-                    case other:
-                        raise ConnectionFailed(f"it sent {type(other).__name__}")
         return None
 
 

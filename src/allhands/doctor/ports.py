@@ -67,13 +67,13 @@ def check(request: Request) -> list[Finding]:
     target, places = request.target, request.places
     if target is None or not places:
         return []
-    results = connect_all([(family, host, target.port) for family, host in places])
+    results = connect_all((host, target.port) for _, host in places)
     errors = {host: result for (host, _), result in results.items() if isinstance(result, OSError)}
     seconds = {host: result for (host, _), result in results.items() if isinstance(result, float)}
     if not seconds:
         return [_unreachable(request, target, errors)]
-    family, host = next((family, host) for family, host in places if host in seconds)
-    service = _identify(family, (host, target.port), target.host, settings.read(request.env))
+    host = next(host for _, host in places if host in seconds)
+    service = _identify((host, target.port), target.host, settings.read(request.env))
     found = [_reachable(request, target, host, seconds[host], service)]
     # A service that listens on one kind of address only refuses connections to the other.
     dead = {each: problem for each, problem in errors.items() if problem.errno != errno.ECONNREFUSED}
@@ -178,7 +178,7 @@ class Service:
     connection: PeerConnection | None = None
 
 
-def _identify(family: int, place: tuple[str, int], name: str, settings: Settings) -> Service:
+def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
     """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
     try:
         token = settings.secret()
@@ -186,42 +186,40 @@ def _identify(family: int, place: tuple[str, int], name: str, settings: Settings
         return Service("unknown", problem=problem)
     found = None
     if settings.tls_ca:
-        found = _handshake(family, place, name, settings.tls_ca, token)
+        found = _handshake(place, name, settings.tls_ca, token)
     if found is None or found.kind == "unknown":
-        found = _handshake(family, place, name, "", token)
-    return found if found.kind != "unknown" else _identify_other(family, place, found.evidence)
+        found = _handshake(place, name, "", token)
+    return found if found.kind != "unknown" else _identify_other(place, found.evidence)
 
 
-def _handshake(family: int, place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
+def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
     """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
     deadline = time.monotonic() + _ANSWER_S
     opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
-    link, splitter, frames = socket.socket(family, socket.SOCK_STREAM), Splitter(), [b""]
-    found = Service("unknown")
-    try:
-        link.settimeout(_ANSWER_S)
-        link.connect(place)
-        if authority:
-            link = wrap_tls(link, authority, name, deadline)
-        send(link, GREETING + pack(encode(opening)), deadline)
-        frames = receive(link, splitter, deadline) or [splitter.held]
-        found = _answer(opening, decode_challenge(frames[0]), token)
-        if found.proof:
-            # Without this proof a coordinator would count this process as a rank without a token.
-            with contextlib.suppress(OSError):
-                send(link, pack(encode(Proof(found.proof))), deadline)
-        if found.kind == "doctor" and found.problem is None:
-            found.connection = PeerConnection(link, splitter, frames[1:])
-    except FrameError:
-        found.evidence = _shown(splitter.held)
-    except msgspec.MsgspecError:
-        found.evidence = _shown(frames[0])
-    except AllhandsError as problem:
-        found.evidence = problem.diagnosis.why
-    except OSError as problem:
-        found.evidence = f"it broke the connection ({problem.strerror or problem})"
-    if found.connection is None:
-        link.close()
+    splitter, frames, found = Splitter(), [b""], Service("unknown")
+    with contextlib.ExitStack() as sockets:
+        try:
+            link = sockets.enter_context(socket.create_connection(place, _ANSWER_S))
+            if authority:
+                link = sockets.enter_context(wrap_tls(link, authority, name, deadline))
+            send(link, GREETING + pack(encode(opening)), deadline)
+            frames = receive(link, splitter, deadline) or [splitter.held]
+            found = _answer(opening, decode_challenge(frames[0]), token)
+            if found.proof:
+                # Without this proof a coordinator would count this process as a rank without a token.
+                with contextlib.suppress(OSError):
+                    send(link, pack(encode(Proof(found.proof))), deadline)
+            if found.proof and found.kind == "doctor":
+                found.connection = PeerConnection(link, splitter, frames[1:])
+                sockets.pop_all()
+        except FrameError:
+            found.evidence = _shown(splitter.held)
+        except msgspec.MsgspecError:
+            found.evidence = _shown(frames[0])
+        except AllhandsError as problem:
+            found.evidence = problem.diagnosis.why
+        except OSError as problem:
+            found.evidence = f"it broke the connection ({problem.strerror or problem})"
     return found
 
 
@@ -246,17 +244,17 @@ def _answer(opening: Hello, answer: Challenge | Refused | Closing, token: bytes)
     return Service(kind, problem=problem)
 
 
-def _identify_other(family: int, place: tuple[str, int], evidence: str) -> Service:
+def _identify_other(place: tuple[str, int], evidence: str) -> Service:
     """Identify a service that is not ours by a few harmless requests."""
-    banner = _exchange(family, place, b"", _BANNER_S)
+    banner = _exchange(place, b"", _BANNER_S)
     for text, kind in _BANNERS:
         if banner.startswith(text):
             return Service(kind, _shown(banner))
     number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
     ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
-    if _exchange(family, place, ping, _ANSWER_S / 2, most=4) == number:
+    if _exchange(place, ping, _ANSWER_S / 2, most=4) == number:
         return Service(_STORE, "it answers torch's ping")
-    page = _exchange(family, place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
+    page = _exchange(place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
     if page.startswith(b"HTTP/"):
         headers = page.decode("latin-1").splitlines()
         server = next((line[7:].strip() for line in headers if line.lower().startswith("server:")), "")
@@ -267,13 +265,10 @@ def _identify_other(family: int, place: tuple[str, int], evidence: str) -> Servi
     return Service("silent", "it accepts connections and sends nothing")
 
 
-def _exchange(family: int, place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
+def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
     """Send ``data`` and return the answer, b"" if there is none."""
-    with socket.socket(family, socket.SOCK_STREAM) as link, contextlib.suppress(OSError):
-        link.settimeout(timeout_s)
-        link.connect(place)
-        if data:
-            link.sendall(data)
+    with contextlib.suppress(OSError), socket.create_connection(place, timeout_s) as link:
+        link.sendall(data)
         return link.recv(most)
     return b""
 
