@@ -12,8 +12,6 @@ import os
 import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -23,18 +21,21 @@ import msgspec
 
 from .._version import __version__
 from ..engines.mpi import library
+from .finding import wrap
 
 __all__ = [
     "Installed",
     "Offer",
     "Probe",
+    "driver_too_old",
     "installed",
+    "no_torch",
     "offers",
     "package_version",
     "probe",
     "render",
     "report",
-    "too_old",
+    "torch_for_cpus",
 ]
 
 # Increased if the JSON changes incompatibly: a field is removed or changes its meaning.
@@ -82,12 +83,13 @@ def installed() -> Installed:
     """Read the versions from package metadata, torch's version file, and the driver's library."""
     torch = package_version("torch")
     built = _torch_version_file() if torch else {}
+    driver = _ask_driver("cuDriverGetVersion")
     return Installed(
         torch=torch,
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
         nccl=next((found for name in _NCCL_PACKAGES if (found := package_version(name))), ""),
-        driver=_driver(),
+        driver=f"{driver // 1000}.{driver % 1000 // 10}" if driver else "",
         mpi=shutil.which("mpirun") or shutil.which("mpirun.openmpi") or "",
         mpi4py=package_version("mpi4py"),
         core=util.find_spec("allhands._core") is not None,
@@ -112,29 +114,19 @@ def _torch_folder() -> Path | None:
 def _torch_version_file() -> dict[str, str]:
     """Parse torch/version.py as text: importing it would import torch."""
     folder = _torch_folder()
-    try:
-        text = (folder / "version.py").read_text(encoding="utf-8") if folder is not None else ""
-    except OSError:
-        return {}
+    text = (folder / "version.py").read_text(encoding="utf-8") if folder is not None else ""
     return dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
 
 
-def too_old(found: Installed) -> bool:
-    """Return whether the driver cannot run the CUDA that torch is built for."""
-    # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
-    return bool(found.cuda and found.driver) and int(found.cuda.partition(".")[0]) > int(found.driver.partition(".")[0])
-
-
-def _driver() -> str:
-    """Return the newest CUDA version that the driver supports, "" if there is no driver."""
+def _ask_driver(function: str) -> int:
+    """Return the number that ``function`` of the driver's library yields; 0 if it fails or there is no driver."""
+    number = ctypes.c_int(0)
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-        number = ctypes.c_int(0)
-        if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
-            return ""
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        return 0 if getattr(driver, function)(ctypes.byref(number)) else number.value
     except (OSError, AttributeError):
-        return ""
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+        return 0
 
 
 # Probes -------------------------------------------------------------------------------------------------------
@@ -173,21 +165,14 @@ def probe(found: Installed) -> Probe:
 
 
 def _no_memory() -> str:
-    """Allocate the shared memory of the smallest group, and release it."""
+    """Allocate the shared memory of the smallest group, and release it; return why that fails, or ""."""
     from .. import _core
 
-    if not hasattr(os, "memfd_create"):
-        return f"{sys.platform} has no memfd_create"
     try:
-        descriptor = os.memfd_create("allhands-trial", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as problem:
-        return f"the kernel refused memfd_create: {problem.strerror}"
-    try:
-        os.posix_fallocate(descriptor, 0, _core.segment_bytes(_RANKS, _SLOT_BYTES))
+        with os.fdopen(os.memfd_create("allhands-trial", os.MFD_CLOEXEC), "wb") as memory:
+            os.posix_fallocate(memory.fileno(), 0, _core.segment_bytes(_RANKS, _SLOT_BYTES))
     except OSError as problem:
         return f"the kernel refused the pages: {problem.strerror}"
-    finally:
-        os.close(descriptor)
     return ""
 
 
@@ -208,16 +193,8 @@ def _torch_backends() -> set[str]:
 
 def _count_gpus(found: Installed) -> int:
     """Return the number of GPUs that the driver shows this process; it obeys CUDA_VISIBLE_DEVICES."""
-    if found.hip:
-        return int(Path("/dev/kfd").exists())  # AMD's driver; only its presence is checked.
-    if not found.driver:
-        return 0
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
-    except (OSError, AttributeError):
-        return 0
+    # Of AMD's driver only the presence is checked.
+    return int(Path("/dev/kfd").exists()) if found.hip else _ask_driver("cuDeviceGetCount")
 
 
 def _mpi_library() -> tuple[str, str, str]:
@@ -250,38 +227,70 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 def offers(found: Installed, probed: Probe) -> list[Offer]:
     """Return for each engine whether it can run, and what is missing if it cannot. Pure."""
-    checks: dict[str, Callable[[], str | dict[str, Any]]] = {
-        "shm": lambda: _shm(probed),
-        "gloo": lambda: _gloo(found, probed),
-        "rails": lambda: f"allhands {__version__}",
-        "nccl": lambda: _nccl(found, probed),
-        "cuda_ipc": lambda: _cuda_ipc(found, probed),
-        "mpi": lambda: _mpi(found, probed),
-    }
-    return [_offer(name, _without_base(name, found) or check()) for name, check in checks.items()]
-
-
-def _offer(name: str, result: str | dict[str, Any]) -> Offer:
-    """Return the offer of a version, or of the parts that say what is missing."""
-    if isinstance(result, str):
-        return Offer(name=name, moves=_MOVES[name], version=result)
-    return Offer(name=name, moves=_MOVES[name], available=False, **result)
-
-
-def _missing(slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
-    return {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
-
-
-def _without_base(name: str, found: Installed) -> dict[str, Any] | None:
-    """Return what is missing if there is no torch, or no C core for an engine that needs it."""
-    if name in {"shm", "rails"} and not found.core:
-        return _missing(
+    install = f"{sys.executable} -m pip install --force-reinstall torch"
+    torch, driver, core, room, gloo, nccl = no_torch(found), driver_too_old(found), None, None, None, None
+    if not found.core:
+        core = _missing(
             "engine-failed",
             "the C core of allhands is not built",
             "there is no module allhands._core beside the package",
             "install allhands again, or build it in place",
             "python setup.py build_ext --inplace",
         )
+    if probed.no_memory:
+        room = _missing(
+            "shm-too-small",
+            "there is no room for the shared memory of the smallest group",
+            probed.no_memory,
+            "free memory, or raise the memory limit of the container or cgroup",
+        )
+    if not probed.gloo:
+        gloo = _missing(
+            "backend-unknown",
+            "gloo was asked for, but this torch was built without it",
+            f"torch {found.torch} has no gloo in it",
+            "install torch's own wheel, or build it with USE_GLOO=1",
+            install,
+        )
+    if not probed.nccl:
+        nccl = _missing(
+            "nccl-missing",
+            "nccl was asked for, but this torch was built without NCCL",
+            f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
+            "install a CUDA build of torch, or use backend='gloo'",
+            install,
+        )
+    own, gpus = f"allhands {__version__}", f"{probed.gpus} GPU{'s' * (probed.gpus > 1)}"
+    mpirun = f", mpirun at {found.mpi}" if found.mpi else ""
+    # For each engine its version, and what it lacks; what it needs first is reported first.
+    table = {
+        "shm": (own, core or torch or room),
+        "gloo": (f"torch {found.torch}", torch or gloo),
+        "rails": (own, core or torch),
+        "nccl": (
+            f"{gpus}, {f'NCCL {found.nccl}' if found.nccl else f'torch {found.torch}'}",
+            torch or nccl or driver or _no_gpu("nccl", found, probed),
+        ),
+        "cuda_ipc": (
+            f"{gpus}, driver for CUDA {found.driver}",
+            torch or driver or _no_gpu("cuda_ipc", found, probed) or torch_for_cpus(found),
+        ),
+        "mpi": (f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}", torch or _no_mpi(found, probed)),
+    }
+    return [
+        Offer(name=name, moves=_MOVES[name], available=False, **lacks)
+        if lacks
+        else Offer(name=name, moves=_MOVES[name], version=version)
+        for name, (version, lacks) in table.items()
+    ]
+
+
+def _missing(slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
+    return {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
+
+
+def no_torch(found: Installed) -> dict[str, Any] | None:
+    """Return what is missing if torch is not installed."""
     if found.torch:
         return None
     return _missing(
@@ -293,45 +302,25 @@ def _without_base(name: str, found: Installed) -> dict[str, Any] | None:
     )
 
 
-def _shm(probed: Probe) -> str | dict[str, Any]:
-    if not probed.no_memory:
-        return f"allhands {__version__}"
+def driver_too_old(found: Installed) -> dict[str, Any] | None:
+    """Return what is missing if the driver cannot run the CUDA that torch is built for."""
+    needed, runs = (int(version.partition(".")[0] or 0) for version in (found.cuda, found.driver))
+    # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
+    if not runs or needed <= runs:
+        return None
     return _missing(
-        "shm-too-small",
-        "there is no room for the shared memory of the smallest group",
-        probed.no_memory,
-        "free memory, or raise the memory limit of the container or cgroup",
+        "driver-mismatch",
+        f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
+        "from cuDriverGetVersion and torch/version.py (observed)",
+        "install a newer driver, or a torch that is built for an older CUDA",
+        "nvidia-smi",
     )
 
 
-def _gloo(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    if probed.gloo:
-        return f"torch {found.torch}"
-    return _missing(
-        "backend-unknown",
-        "gloo was asked for, but this torch was built without it",
-        f"torch {found.torch} has no gloo in it",
-        "install torch's own wheel, or build it with USE_GLOO=1",
-        f"{sys.executable} -m pip install --force-reinstall torch",
-    )
-
-
-def _nccl(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    if probed.nccl:
-        return _on_gpus("nccl", found, probed, f"NCCL {found.nccl}" if found.nccl else f"torch {found.torch}")
-    return _missing(
-        "nccl-missing",
-        "nccl was asked for, but this torch was built without NCCL",
-        f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
-        "install a CUDA build of torch, or use backend='gloo'",
-        f"{sys.executable} -m pip install --force-reinstall torch",
-    )
-
-
-def _cuda_ipc(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    result = _on_gpus("cuda_ipc", found, probed, f"driver for CUDA {found.driver}")
-    if found.cuda or not isinstance(result, str):
-        return result
+def torch_for_cpus(found: Installed) -> dict[str, Any] | None:
+    """Return what is missing to use GPUs if torch is not built for CUDA."""
+    if found.cuda:
+        return None
     return _missing(
         "driver-mismatch",
         f"there are GPUs, but torch {found.torch} is not built for CUDA",
@@ -341,35 +330,26 @@ def _cuda_ipc(found: Installed, probed: Probe) -> str | dict[str, Any]:
     )
 
 
-def _on_gpus(name: str, found: Installed, probed: Probe, version: str) -> str | dict[str, Any]:
-    if too_old(found):
-        return _missing(
-            "driver-mismatch",
-            f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
-            "from cuDriverGetVersion and torch/version.py (observed)",
-            "install a newer driver, or a torch that is built for an older CUDA",
-            "nvidia-smi",
-        )
-    if not probed.gpus:
-        nothing = "the driver counts no GPU" if found.driver else "there is no driver: libcuda.so.1 cannot be loaded"
-        return _missing(
-            "gpu-missing",
-            f"{name} was asked for, but this process sees no GPU",
-            f"CUDA_VISIBLE_DEVICES={probed.visible}" if probed.visible is not None else nothing,
-            "run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
-            "nvidia-smi -L",
-        )
-    return f"{probed.gpus} GPU{'s' * (probed.gpus > 1)}, {version}"
+def _no_gpu(name: str, found: Installed, probed: Probe) -> dict[str, Any] | None:
+    if probed.gpus:
+        return None
+    nothing = "the driver counts no GPU" if found.driver else "there is no driver: libcuda.so.1 cannot be loaded"
+    return _missing(
+        "gpu-missing",
+        f"{name} was asked for, but this process sees no GPU",
+        f"CUDA_VISIBLE_DEVICES={probed.visible}" if probed.visible is not None else nothing,
+        "run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
+        "nvidia-smi -L",
+    )
 
 
-def _mpi(found: Installed, probed: Probe) -> str | dict[str, Any]:
+def _no_mpi(found: Installed, probed: Probe) -> dict[str, Any] | None:
     why = probed.no_mpi
     if not why and not found.mpi and not probed.launched:
         why = f"the library of {probed.mpi} is installed, but no mpirun, which has to start the ranks"
-    if why:
-        return _missing("mpi-missing", "mpi was asked for, but no MPI can be used here", why, library.INSTALL)
-    mpirun = f", mpirun at {found.mpi}" if found.mpi else ""
-    return f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}"
+    return (
+        _missing("mpi-missing", "mpi was asked for, but no MPI can be used here", why, library.INSTALL) if why else None
+    )
 
 
 # Report -------------------------------------------------------------------------------------------------------
@@ -397,23 +377,10 @@ def render(report: dict[str, Any]) -> str:
     shown: list[str] = []
     for each in report["engines"]:
         shown.append(f"{each['name']:{width}}  {'yes' if each['available'] else 'no '}  {each['moves']}")
-        for key, text in _rows(each):
-            shown += textwrap.wrap(
-                text,
-                columns,
-                initial_indent=f"{'':{width}}       {key:5} ",
-                subsequent_indent=" " * (width + 13),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        rows = [("with", each["version"])]
+        if not each["available"]:
+            rows = [("why", each["why"]), ("fix", each["fix"]), *(("type", command) for command in each["commands"])]
+            rows.append(("more", f"allhands explain {each['slug']}"))
+        for label, text in rows:
+            shown += wrap(f"{'':{width}}       {label:5} ", text, columns)
     return "\n".join(shown)
-
-
-def _rows(each: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if each["available"]:
-        yield "with", each["version"]
-        return
-    yield "why", each["why"]
-    yield "fix", each["fix"]
-    yield from (("type", command) for command in each["commands"])
-    yield "more", f"allhands explain {each['slug']}"

@@ -10,7 +10,19 @@ import msgspec
 
 from ..diagnosis import Diagnosis
 
-__all__ = ["SCHEMA", "SECTIONS", "Finding", "Level", "Section", "block", "exit_code", "lines", "render", "report"]
+__all__ = [
+    "SCHEMA",
+    "SECTIONS",
+    "Finding",
+    "Level",
+    "Section",
+    "block",
+    "exit_code",
+    "lines",
+    "render",
+    "report",
+    "wrap",
+]
 
 Level = Literal["green", "yellow", "red"]
 
@@ -24,10 +36,8 @@ _MARKS = {"green": "ok", "yellow": "!", "red": "X"}
 _COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 _PLAIN = "\x1b[0m"
 
-# The column of the text: the longest name of a section, and a blank on each side.
-_MARGIN = 17
-
-_LABELS = ("why", "fix", "type", "did")
+# The columns of a section's name and of the evidence below a finding.
+_MARGIN, _INDENT = " " * 14, " " * 19
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -115,41 +125,42 @@ def _body(findings: Sequence[Finding], done: dict[str, str], width: int, *, colo
             texts = [f"{each.what} ({each.why})" if each.why else each.what for each in good]
         else:
             texts = ["; ".join(each.what for each in good)] if good else []
-        name = section
-        for text in texts:
-            shown += _paragraph(name, "green", text, width, colour=colour)
-            name = ""
+        paragraphs = [_paragraph("green", text, width, colour=colour) for text in texts]
         # Problems follow, the worst first.
-        for each in sorted((each for each in mine if each.level != "green"), key=lambda each: each.level != "red"):
-            shown += block(name, each, done.get(each.check, ""), width, colour=colour)
-            name = ""
+        bad = sorted((each for each in mine if each.level != "green"), key=lambda each: each.level != "red")
+        paragraphs += [block(each, done.get(each.check, ""), width, colour=colour) for each in bad]
+        own = [line for paragraph in paragraphs for line in paragraph]
+        shown += [f"  {section:<11} {line.removeprefix(_MARGIN)}" for line in own[:1]] + own[1:]
     return shown
 
 
-def _paragraph(name: str, level: str, text: str, width: int, *, colour: bool) -> list[str]:
-    head = f"  {name:<{_MARGIN - 6}} {_MARKS[level]:>2} "
-    wrapped = _wrap(text, width - _MARGIN)
-    first = head if not colour else f"  {name:<{_MARGIN - 6}} {_COLOURS[level]}{_MARKS[level]:>2}{_PLAIN} "
-    return [first + wrapped[0], *(" " * len(head) + line for line in wrapped[1:])]
+def _paragraph(level: str, text: str, width: int, *, colour: bool) -> list[str]:
+    mark = f"{_MARKS[level]:>2}"
+    first, *rest = wrap(f"{_MARGIN}{mark} ", text, width)
+    return [first.replace(mark, f"{_COLOURS[level]}{mark}{_PLAIN}", 1) if colour else first, *rest]
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(40, width), break_long_words=False, break_on_hyphens=False) or [""]
+def wrap(head: str, text: str, width: int) -> list[str]:
+    """Return ``head`` and ``text`` as lines of ``width``, all but the first indented."""
+    return textwrap.wrap(
+        text,
+        max(len(head) + 40, width),
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def block(name: str, found: Finding, did: str, width: int, *, colour: bool) -> list[str]:
-    """Return the lines of a yellow or red finding; ``name`` of its section, ``did`` the change that --fix made."""
+def block(found: Finding, did: str, width: int, *, colour: bool) -> list[str]:
+    """Return the lines of a yellow or red finding; ``did`` is the change that --fix made."""
     slug = f"   [{found.slug}]" if found.slug else ""
-    shown = _paragraph(name, found.level, found.what + slug, width, colour=colour)
-    indent = " " * (_MARGIN + 2)
-    for label, text in zip(_LABELS, (found.why, found.fix, "", did), strict=True):
-        if label == "type":
-            # Commands are not wrapped, so that they can be copied.
-            shown += [f"{indent}{label if number == 0 else '':<5} {each}" for number, each in enumerate(found.commands)]
-        elif text:
-            first, *rest = _wrap(text, width - len(indent) - 6)
-            shown += [f"{indent}{label:<5} {first}", *(f"{indent}      {line}" for line in rest)]
-    return shown
+    shown = _paragraph(found.level, found.what + slug, width, colour=colour)
+    for label, text in (("why", found.why), ("fix", found.fix)):
+        shown += wrap(f"{_INDENT}{label:<5} ", text, width)
+    # Commands are not wrapped, so that they can be copied.
+    shown += [f"{_INDENT}{'' if number else 'type':<5} {each}" for number, each in enumerate(found.commands)]
+    return shown + wrap(f"{_INDENT}did   ", did, width)
 
 
 def report(

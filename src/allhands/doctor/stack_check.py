@@ -14,7 +14,7 @@ import psutil
 
 from .._version import __version__
 from ..diagnosis import join
-from .engines import Installed, Offer, installed, offers, probe, too_old
+from .engines import Installed, Offer, driver_too_old, installed, no_torch, offers, probe, torch_for_cpus
 from .finding import Finding, Section
 from .proc_status import command_line
 from .request import Request
@@ -99,15 +99,8 @@ def check(request: Request) -> list[Finding]:
 
 def _torch(found: Installed) -> Finding:
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    if not found.torch:
-        return _STACK.red(
-            "torch",
-            "version-mismatch",
-            "torch is not installed in this Python",
-            why=f"{sys.executable} ({python}) has no package torch",
-            fix="use the Python that the job uses, or install torch there",
-            commands=(f"{sys.executable} -m pip install torch",),
-        )
+    if (missing := no_torch(found)) is not None:
+        return _STACK.red("torch", **missing)
     least = ".".join(map(str, _LEAST_TORCH))
     if tuple(int(part) for part in re.findall(r"\d+", found.torch)[:2]) < _LEAST_TORCH:
         return _STACK.red(
@@ -194,24 +187,10 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
 def _driver(found: Installed, gpus: list[Gpu]) -> Finding:
     names = join(sorted({gpu.name for gpu in gpus}))
     shown = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''} ({names})" if gpus else "GPUs"
-    if found.torch and not found.cuda and not found.hip:
-        return _STACK.yellow(
-            "driver",
-            "driver-mismatch",
-            f"{shown}, but torch {found.torch} is built for CPUs only",
-            why="torch/version.py names no CUDA",
-            fix="install a CUDA build of torch to use them",
-            commands=("pip install torch",),
-        )
-    if too_old(found):
-        return _STACK.red(
-            "driver",
-            "driver-mismatch",
-            f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
-            why="from cuDriverGetVersion and torch/version.py (observed)",
-            fix="install a newer driver, or a torch that is built for an older CUDA",
-            commands=("nvidia-smi",),
-        )
+    if found.torch and not found.hip and (missing := torch_for_cpus(found)) is not None:
+        return _STACK.yellow("driver", **missing)
+    if (missing := driver_too_old(found)) is not None:
+        return _STACK.red("driver", **missing)
     nccl = f", NCCL {found.nccl}" if found.nccl else ""
     what = f"{shown}, driver for CUDA {found.driver}{nccl}"
     why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
