@@ -69,13 +69,17 @@ class Section(NamedTuple):
         """Return a finding that needs no action."""
         return Finding(self.name, check, "green", what, why, details=details)
 
+    def at(self, level: Level, check: str, slug: str, what: str, **parts: Any) -> Finding:
+        """Return a finding of this ``level``."""
+        return Finding(self.name, check, level, what, slug=slug, **parts)
+
     def yellow(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
         """Return a finding that may stall a job, or slows it down."""
-        return Finding(self.name, check, "yellow", what, slug=slug, **parts)
+        return self.at("yellow", check, slug, what, **parts)
 
     def red(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
         """Return a finding with which a job cannot run."""
-        return Finding(self.name, check, "red", what, slug=slug, **parts)
+        return self.at("red", check, slug, what, **parts)
 
     def of(self, check: str, level: Level, diagnosis: Diagnosis, **parts: Any) -> Finding:
         """Return a finding with the text of ``diagnosis``."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import secrets
-import select
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ..control.bind import is_loopback
 from ..diagnosis import duration, join
 from ..environments.world import Address
 from .concurrent import run_concurrently
-from .finding import Finding, Level, Section
+from .finding import Finding, Section
 from .request import Lookup, Request, is_address
 
 __all__ = ["Answer", "Resolver", "check", "hosts_file_entries", "query", "read_resolver"]
@@ -82,54 +83,50 @@ class Answer:
     exists: bool = False
 
 
+def _words(path: Path) -> Iterator[list[str]]:
+    """Yield the words of each line of ``path``, without comments; none if it cannot be read."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            yield re.split("[#;]", line)[0].split()
+
+
 def read_resolver(path: Path) -> Resolver:
     """Read ``path``; without servers in it the system queries this machine."""
     servers: list[str] = []
     search: list[str] = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            match line.split("#")[0].split(";")[0].split():
-                case ["nameserver", server, *_]:
-                    servers.append(server)
-                case ["search" | "domain", *domains]:
-                    search = [domain.strip(".") for domain in domains]
+    for words in _words(path):
+        match words:
+            case ["nameserver", server, *_]:
+                servers.append(server)
+            case ["search" | "domain", *domains]:
+                search = [domain.strip(".") for domain in domains]
     return Resolver(tuple(servers[:_MOST_SERVERS]) or ("127.0.0.1",), tuple(each for each in search if each))
 
 
 def hosts_file_entries(path: Path, name: str) -> list[str]:
     """Return the addresses that the hosts file at ``path`` has for ``name``, in its order."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            address, *names = line.split("#")[0].split() or [""]
-            if name.lower() in (each.lower() for each in names):
-                found.append(address)
-    return found
+    return [words[0] for words in _words(path) if name.lower() in (each.lower() for each in words[1:])]
 
 
 def query(server: str, names: list[str], timeout_s: float) -> Answer:
     """Query ``server`` for the IPv4 and IPv6 addresses of ``names``; the first name that has any is used."""
     answer, started = Answer(server), time.monotonic()
-    questions = {secrets.randbelow(1 << 16): (name, kind) for name in names for kind in (_A, _AAAA) if _encodable(name)}
-    if not questions:
+    left = {secrets.randbelow(1 << 16): (name, kind) for name in names for kind in (_A, _AAAA) if _encodable(name)}
+    if not left:
         return Answer(server, answered=True, error="the name cannot be encoded")
     found: dict[str, list[str]] = {}
-    left = dict(questions)
     try:
-        family = socket.AF_INET6 if ":" in server else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((server, 53))
-            sock.setblocking(False)
-            sent = 0.0
-            while left and (now := time.monotonic()) < started + timeout_s:
-                if now - sent >= _REPEAT_S:
-                    sent = now
-                    for number, (name, kind) in left.items():
-                        sock.send(_question(number, name, kind))
-                readable, _, _ = select.select([sock], [], [], min(sent + _REPEAT_S, started + timeout_s) - now)
-                if readable:
-                    _parse(sock.recv(_MOST_BYTES), left, found, answer)
-                    answer.seconds = time.monotonic() - started
+            while left and time.monotonic() < started + timeout_s:
+                for number, (name, kind) in left.items():
+                    sock.send(_question(number, name, kind))
+                again = min(time.monotonic() + _REPEAT_S, started + timeout_s)
+                while left and (wait_s := again - time.monotonic()) > 0:
+                    sock.settimeout(wait_s)
+                    with contextlib.suppress(TimeoutError):
+                        _parse(sock.recv(_MOST_BYTES), left, found, answer)
+                        answer.seconds = time.monotonic() - started
     except OSError as problem:
         # An ICMP message: the host exists but no server listens, or there is no route.
         answer.error = answer.error or (problem.strerror or str(problem)).lower()
@@ -186,12 +183,10 @@ def _query_servers(request: Request, name: str, timeout_s: float = _SERVER_S) ->
     return run_concurrently(lambda server: query(server, known.candidates(name), timeout_s), known.servers)
 
 
-def _silent(answers: list[Answer]) -> list[Answer]:
-    return [each for each in answers if not each.answered]
-
-
-def _describe_silent(silent: list[Answer]) -> str:
+def _describe_silent(answers: list[Answer]) -> str:
+    """Return which of the servers did not answer, "" if all did."""
     quiet = f"did not answer within {duration(_SERVER_S)}"
+    silent = [each for each in answers if not each.answered]
     return join([f"{each.server} {f'does not answer: {each.error}' if each.error else quiet}" for each in silent])
 
 
@@ -210,19 +205,18 @@ def check(request: Request) -> list[Finding]:
 def _own_name(request: Request) -> Finding:
     name = socket.gethostname()
     lookup = Lookup(Address(name, 0)).wait()
+    # IPv4 first: all software accepts it.
+    outer = sorted({host for each in request.interfaces if each.up for host in each.outer}, key=lambda a: (":" in a, a))
     if lookup.error is not None:
-        return _unknown_own_name(request, name, lookup)
+        return _unknown_own_name(request, name, outer[0] if outer else "127.0.1.1", lookup.error)
     addresses = [host for _, host in lookup.places]
     source = "/etc/hosts" if hosts_file_entries(request.hosts_file, name) else "the name service"
-    outer = _outer(request)
-    if addresses and all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
-        level: Level = "red" if request.several_hosts else "yellow"
-        return Finding(
-            _NAMES.name,
+    if all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
+        return _NAMES.at(
+            "red" if request.several_hosts else "yellow",
             "own-name",
-            level,
+            "address-not-local",
             f"this machine's own name {name} resolves to {join(addresses)}, which is not this machine",
-            slug="address-not-local",
             why=f"from {source}; its interfaces have {join(outer) or 'no outer address'}",
             fix=f"correct the line of {name} in /etc/hosts, or its record in DNS; until then set GLOO_SOCKET_IFNAME to "
             "the interface that leads to the other machines",
@@ -241,33 +235,25 @@ def _own_name(request: Request) -> Finding:
     return _NAMES.green("own-name", f"{name} is {join(addresses)}", f"from {source}", addresses=addresses)
 
 
-def _unknown_own_name(request: Request, name: str, lookup: Lookup) -> Finding:
-    line = f"{next(iter(_outer(request)), '127.0.1.1')} {name}"
-    commands = (f"echo '{line}' >> /etc/hosts",)
-    silent = _silent(_query_servers(request, name))
-    if silent:
+def _unknown_own_name(request: Request, name: str, address: str, error: socket.gaierror) -> Finding:
+    fix, commands = f"put `{address} {name}` into /etc/hosts", (f"echo '{address} {name}' >> /etc/hosts",)
+    if silent := _describe_silent(_query_servers(request, name)):
         return _NAMES.yellow(
             "own-name",
             "name-server-silent",
             f"this machine's own name {name} is in no file, and the name server does not answer",
-            why=_describe_silent(silent),
-            fix=f"put `{line}` into /etc/hosts, or correct /etc/resolv.conf",
+            why=silent,
+            fix=f"{fix}, or correct /etc/resolv.conf",
             commands=commands,
         )
     return _NAMES.yellow(
         "own-name",
         "address-unresolvable",
         f"this machine's own name {name} has no address",
-        why=f"{lookup.error.strerror if lookup.error else ''}; torch's own Gloo resolves its host name at its start",
-        fix=f"put `{line}` into /etc/hosts",
+        why=f"{error.strerror}; torch's own Gloo resolves its host name at its start",
+        fix=fix,
         commands=commands,
     )
-
-
-def _outer(request: Request) -> list[str]:
-    # IPv4 first: all software accepts it.
-    found = {address for each in request.interfaces if each.up for address in each.outer}
-    return sorted(found, key=lambda address: (":" in address, address))
 
 
 def _target_name(request: Request, target: Address) -> list[Finding]:
@@ -295,7 +281,7 @@ def _target_name(request: Request, target: Address) -> list[Finding]:
             )
         )
     if lookup.seconds > _SLOW_S:
-        silent = _silent(answers)
+        silent = _describe_silent(answers)
         server = "remove the silent server from" if silent else "use a faster server in"
         speed = join([f"{each.server} answered after {duration(each.seconds)}" for each in answers if each.answered])
         found.append(
@@ -303,7 +289,7 @@ def _target_name(request: Request, target: Address) -> list[Finding]:
                 "name-time",
                 "name-server-silent",
                 f"{target.host} took {duration(lookup.seconds)} to resolve",
-                why=_describe_silent(silent) or speed,
+                why=silent or speed,
                 fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
                 commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
             )
@@ -321,19 +307,17 @@ def _target_name(request: Request, target: Address) -> list[Finding]:
 
 
 def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Finding:
-    late = request.world is not None and request.world.late_names
-    silent = _silent(answers)
-    failed = [each for each in answers if each.answered and each.error and not each.exists]
-    commands = (f"getent ahosts {target.host}",)
+    silent = _describe_silent(answers)
+    command = f"getent ahosts {target.host}"
     # One good answer is enough: the system tries the servers in turn.
-    if len(silent) + len(failed) == len(answers):
+    if not any(each.exists or (each.answered and not each.error) for each in answers):
         return _NAMES.red(
             "target-name",
             "name-server-silent",
             f"{target.host} cannot be resolved: the name server {'does not answer' if silent else 'fails'}",
-            why=_describe_silent(silent) or join([f"{each.server} {each.error}" for each in failed]),
+            why=silent or join([f"{each.server} {each.error}" for each in answers]),
             fix="use a server that answers in /etc/resolv.conf, open port 53 to it, or put the name into /etc/hosts",
-            commands=("cat /etc/resolv.conf", *commands),
+            commands=("cat /etc/resolv.conf", command),
         )
     if any(each.addresses for each in answers):
         return _NAMES.red(
@@ -344,15 +328,15 @@ def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Fin
             fix="put dns on the hosts: line of /etc/nsswitch.conf, or the name into /etc/hosts",
             commands=("grep ^hosts: /etc/nsswitch.conf",),
         )
+    late = request.world is not None and request.world.late_names
     replies = join([f"{each.server} replied so after {duration(each.seconds)}" for each in answers])
-    return Finding(
-        _NAMES.name,
-        "target-name",
+    return _NAMES.at(
         "yellow" if late else "red",
+        "target-name",
+        "address-unresolvable",
         f"there is no such name as {target.host}",
-        slug="address-unresolvable",
-        why=(replies or "no name server") + ("; names may be registered late here" if late else ""),
+        why=replies + ("; names may be registered late here" if late else ""),
         fix="check MASTER_ADDR or HOST:PORT for a typing error; "
         f"`getent hosts {target.host}` must print an address on every machine",
-        commands=commands,
+        commands=(command,),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Sequence
@@ -70,12 +71,11 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the pa
     if free >= need and total > _SMALL_SHM:
         return _RESOURCES.green("shm", shown, total=total, free=free)
     default = "" if free < need else ": the default of containers"
-    return Finding(
-        _RESOURCES.name,
-        "shm",
+    return _RESOURCES.at(
         "red" if free < need else "yellow",
+        "shm",
+        "shm-too-small",
         f"{shown}{default}",
-        slug="shm-too-small",
         why=f"NCCL passes data between ranks of one machine there ({count(ranks, 'rank')}: {_size(need)}), DataLoader "
         "workers their batches",
         fix=f"start the container with --shm-size=1g (Kubernetes: an emptyDir with medium Memory on {path}), or remove "
@@ -145,42 +145,35 @@ def _processes(ranks: int) -> Finding:
     room: list[tuple[int, str]] = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        room.append((soft - _own_threads(), f"ulimit -u is {soft}"))
+        seen = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
+        own = sum(each["num_threads"] or 0 for each in seen if each["uids"] and each["uids"].real == os.getuid())
+        room.append((soft - own, f"ulimit -u is {soft}"))
     for folder in _cgroups("pids"):
         most, now = _number(folder / "pids.max"), _number(folder / "pids.current")
         if most is not None and now is not None:
             room.append((most - now, f"the control group {folder} may have {most} and has {now}"))
     threads = _number(Path("/proc/sys/kernel/threads-max"))
     if threads is not None:
-        room.append((threads - _all_threads(), f"the kernel allows {threads}"))
+        # "0.1 0.2 0.3 running/all last-pid"
+        running = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
+        room.append((threads - running, f"the kernel allows {threads}"))
     left, why = min(room, default=(need * 10, "no limit"))
     # The doctor's own threads end before the job starts.
     left += psutil.Process().num_threads()
     details = {"left": left, "need": need}
     if left >= max(need, _FEW_THREADS):
         return _RESOURCES.green("processes", f"room for {left} more processes", why, **details)
-    return Finding(
-        _RESOURCES.name,
-        "processes",
+    return _RESOURCES.at(
         "red" if left < ranks else "yellow",
+        "processes",
+        "process-limit",
         f"room for only {max(left, 0)} more {'process or thread' if left == 1 else 'processes and threads'}",
-        slug="process-limit",
         why=f"{why}; {count(ranks, 'rank')} need about {need} with their threads",
         fix="raise the limit (ulimit -u, TasksMax= in a service, --pids-limit of a container), or end the processes of "
         "earlier jobs",
         commands=("ulimit -u unlimited", "ps -eLf --sort=-nlwp | head"),
         details=details,
     )
-
-
-def _own_threads() -> int:
-    found = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
-    return sum(each["num_threads"] or 0 for each in found if each["uids"] and each["uids"].real == os.getuid())
-
-
-def _all_threads() -> int:
-    # "0.1 0.2 0.3 running/all last-pid"
-    return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
 
 
 # Memory -------------------------------------------------------------------------------------------------------
@@ -191,8 +184,8 @@ def memory_limits() -> list[tuple[int, int, str]]:
     machine = psutil.virtual_memory()
     found = [(int(machine.total), int(machine.available), "the machine")]
     for folder in _cgroups("memory"):
-        most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
-        now = _first_number(folder, "memory.current", "memory.usage_in_bytes")
+        most = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        now = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if most is not None and now is not None and most < machine.total:
             # The page cache counts as used, and is freed before any process is killed.
             found.append((most, most - now + _page_cache(folder), f"the control group {folder}"))
@@ -205,12 +198,11 @@ def _memory(ranks: int) -> Finding:
     details = {"total": total, "left": left, "where": where}
     if left >= ranks * _EASY_PER_RANK:
         return _RESOURCES.green("memory", shown, where, **details)
-    return Finding(
-        _RESOURCES.name,
-        "memory",
+    return _RESOURCES.at(
         "red" if left < ranks * _LEAST_PER_RANK else "yellow",
+        "memory",
+        "memory-low",
         f"{shown}, for {count(ranks, 'rank')}",
-        slug="memory-low",
         why=f"of {where} (observed); a rank that has imported torch needs about 300 MiB, and the kernel kills "
         "processes without a message if memory runs out",
         fix="end the processes that use it, start fewer ranks, or raise the limit of the container or control group",
@@ -234,43 +226,27 @@ def _page_cache(folder: Path) -> int:
 
 def _cgroups(controller: str) -> list[Path]:
     """Return the folders of this process's control group for ``controller``, from its own to the outermost."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
     found: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            base = _CGROUPS / controllers
-            base = base if base.is_dir() else _CGROUPS / controller
-        elif not controllers:
-            base = _CGROUPS
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        # In a container the path may be the host's; then the mounted folder is the container's own group.
-        folder = folder if folder.is_dir() else base
-        while True:
-            if folder not in found and folder.is_dir():
-                found.append(folder)
-            if folder == base:
-                break
-            folder = folder.parent
-    return found
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            # Version 2 has one hierarchy for all controllers and names none.
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            base = _CGROUPS / controllers if (_CGROUPS / controllers).is_dir() else _CGROUPS / controller
+            folder = base / path.lstrip("/")
+            # In a container the path may be the host's; then the mounted folder is the container's own group.
+            folder = folder if folder.is_dir() else base
+            found += [each for each in (folder, *folder.parents) if each.is_relative_to(base)]
+    return list(dict.fromkeys(found))
 
 
-def _first_number(folder: Path, *names: str) -> int | None:
-    return next((number for name in names if (number := _number(folder / name)) is not None), None)
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file of the kernel; None if there is none, or "max"."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isdecimal() else None
+def _number(*paths: Path) -> int | None:
+    """Return the number in the first of these files of the kernel that has one; "max" is none."""
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text(encoding="ascii"))
+    return None
 
 
 def _size(number: int) -> str:
@@ -295,17 +271,13 @@ def available_cores() -> tuple[int, str]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    try:
-        quota, _, period = (folder / "cpu.max").read_text(encoding="ascii").partition(" ")
-    except OSError:
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
-        except OSError:
-            return None
-    if not quota.strip().isdecimal() or not period.strip().isdecimal():
-        return None  # "max", or -1: no limit.
-    return int(quota) / int(period)
+    """Return the number of cores that a control group may use, None if it has no limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError):
+            quota, period = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
+            # "max" and -1 are no limit.
+            return int(quota) / int(period) if quota.isdecimal() else None
+    return None
 
 
 def check_cores(request: Request) -> list[Finding]:
