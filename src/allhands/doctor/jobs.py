@@ -57,9 +57,13 @@ class Rank:
 class Job:
     """The ranks of one job on this machine, in order."""
 
-    name: str
     ranks: tuple[Rank, ...]
-    world_size: int
+
+    @property
+    def name(self) -> str:
+        """The name that the launcher gave it, or ""."""
+        env = self.ranks[0].env
+        return env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
 
     @property
     def pids(self) -> list[int]:
@@ -78,29 +82,23 @@ def find_jobs() -> list[Job]:
         with contextlib.suppress(psutil.Error):
             if (rank := _rank(process)) is not None:
                 found.append(rank)
-    return [_job(members) for members in _by_job(_without_descendants(found))]
+    return _by_job(_without_descendants(found))
 
 
 def _rank(process: psutil.Process) -> Rank | None:
     if process.status() in _ENDED or process.pid == os.getpid():
         return None
     recorder, env = read_owned(process.pid, inner_pid(process.pid)), environment(process)
-    known = (recorder.rank, recorder.world_size) if recorder is not None and recorder.rank >= 0 else None
+    known = [(recorder.rank, recorder.world_size)] if recorder is not None and recorder.rank >= 0 else []
     # The shells around a rank have its variables too.
-    if known is None and Path(command_line(process).partition(" ")[0]).name.startswith(("python", "pypy")):
-        known = _from_environment(env)
-    if recorder is None and known is None:
+    if Path(command_line(process).partition(" ")[0]).name.startswith(("python", "pypy")):
+        for prefix in ("ALLHANDS_", ""):
+            number, world_size = env.get(f"{prefix}RANK", ""), env.get(f"{prefix}WORLD_SIZE", "")
+            if number.isdecimal() and world_size.isdecimal():
+                known.append((int(number), int(world_size)))
+    if recorder is None and not known:
         return None
-    return Rank(process.pid, *(known or (-1, 0)), tuple(each.pid for each in process.parents()), env, recorder)
-
-
-def _from_environment(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return rank and world size from the environment that a process was started with."""
-    for rank, size in (("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"), ("RANK", "WORLD_SIZE")):
-        number, world_size = env.get(rank, ""), env.get(size, "")
-        if number.isdecimal() and world_size.isdecimal():
-            return int(number), int(world_size)
-    return None
+    return Rank(process.pid, *(known or [(-1, 0)])[0], tuple(each.pid for each in process.parents()), env, recorder)
 
 
 def _without_descendants(found: list[Rank]) -> list[Rank]:
@@ -115,7 +113,7 @@ def _without_descendants(found: list[Rank]) -> list[Rank]:
     ]
 
 
-def _by_job(found: list[Rank]) -> list[list[Rank]]:
+def _by_job(found: list[Rank]) -> list[Job]:
     """Group ranks by launch id, by address, by shared memory, or else by parent."""
     # Merge the segments of ranks that share any of them.
     segments = {rank.pid: _segments(rank.pid) for rank in found}
@@ -127,7 +125,7 @@ def _by_job(found: list[Rank]) -> list[list[Rank]]:
     for rank in found:
         shared = next((number for number, each in enumerate(merged) if each & segments[rank.pid]), None)
         jobs[_job_key(rank, shared)].append(rank)
-    return list(jobs.values())
+    return [Job(tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))) for members in jobs.values()]
 
 
 def _job_key(rank: Rank, shared: int | None) -> str:
@@ -151,13 +149,6 @@ def _segments(pid: int) -> set[int]:
     return {int(line.split()[4]) for line in lines if line.endswith(_SEGMENT)}
 
 
-def _job(members: list[Rank]) -> Job:
-    ranks = tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))
-    env = ranks[0].env
-    name = env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
-    return Job(name, ranks, max(rank.world_size for rank in ranks))
-
-
 # Checks -------------------------------------------------------------------------------------------------------
 
 
@@ -167,34 +158,25 @@ def examine_job(pid: int | None, name: str | None) -> list[Finding]:
     Raises invalid-argument if there is no such process or job.
     """
     found = find_jobs()
-    chosen = _with_pid(found, pid) if pid is not None else [each for each in found if name in {None, "", each.name}]
-    if not chosen and pid is None and not name:
+    if pid is None:
+        chosen = [each for each in found if name in {None, "", each.name}]
+    else:
+        below = set(descendants(pid))
+        exact = [each for each in found if pid in each.pids]
+        chosen = exact or [each for each in found if below & set(each.pids)]
+    if chosen:
+        return [finding for job in chosen for finding in _examine(job)]
+    if pid is None and not name:
         return [_JOB.green("none", "no ranks of this user run on this machine")]
-    if not chosen:
-        there = join([f"{each.name or 'without a name'} (pid {each.pids[0]})" for each in found[:8]])
-        raise fail(
-            "invalid-argument",
-            f"no job with {f'the process {pid}' if pid is not None else f'the name {name}'} runs on this machine",
-            who="the process or job given to doctor",
-            why=f"jobs here: {there}" if there else "no process here has a flight recorder, or the variables of a rank",
-            fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
-        )
-    return [finding for job in chosen for finding in _examine(job)]
-
-
-def _with_pid(found: list[Job], pid: int) -> list[Job]:
-    if not psutil.pid_exists(pid):
-        raise fail(
-            "invalid-argument",
-            f"there is no process {pid}",
-            who="the process given to doctor",
-            fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
-        )
-    exact = [each for each in found if pid in each.pids]
-    if exact:
-        return exact
-    below = set(descendants(pid))
-    return [each for each in found if below & set(each.pids)]
+    what = f"no job with {f'the process {pid}' if pid is not None else f'the name {name}'} runs on this machine"
+    there = join([f"{each.name or 'without a name'} (pid {each.pids[0]})" for each in found[:8]])
+    raise fail(
+        "invalid-argument",
+        what if pid is None or psutil.pid_exists(pid) else f"there is no process {pid}",
+        who="the process or job given to doctor",
+        why=f"jobs here: {there}" if there else "no process here has a flight recorder, or the variables of a rank",
+        fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
+    )
 
 
 def _examine(job: Job) -> list[Finding]:
@@ -207,15 +189,21 @@ def _examine(job: Job) -> list[Finding]:
     after = _snapshots(before)
     stack_of = dict(zip(before, stacks.results(), strict=True))
     passed_s = max(0.01, time.monotonic() - started)
-    states = []
-    for rank in job.ranks:
-        if rank.pid in after:
-            recorder, state, cpu_s = after[rank.pid]
-            busy = (cpu_s - before[rank.pid][2]) / passed_s
-            in_call = waiting_in(rank.pid)
-            states.append(RankState(rank.number, rank.pid, recorder, state, in_call, stack_of[rank.pid], busy))
+    states = [
+        RankState(
+            rank.number,
+            rank.pid,
+            *after[rank.pid][:2],
+            waiting_in(rank.pid),
+            stack_of[rank.pid],
+            busy=(after[rank.pid][2] - before[rank.pid][2]) / passed_s,
+        )
+        for rank in job.ranks
+        if rank.pid in after
+    ]
     progress = count_progress(*({pid: each[0] for pid, each in taken.items()} for taken in (before, after)))
-    return diagnose(states, max(job.world_size, len(states)), progress, host=socket.gethostname())
+    world_size = max(len(states), *(rank.world_size for rank in job.ranks))
+    return diagnose(states, world_size, progress, host=socket.gethostname())
 
 
 def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder | None, str, float]]:

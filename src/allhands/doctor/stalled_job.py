@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -266,40 +267,46 @@ def _describe_waiting(waiting: Mapping[int, Entry]) -> str:
 def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: str) -> Finding:
     """Report a rank that others wait for: the call that it misses, and where it is instead."""
     missed = next(iter(waiting.values()), None)
-    entry, last, line = each.call, each.last, each.line
+    entry, last, line, history = each.call, each.last, each.line, ""
     if entry is not None:
         # It is in another call, whose line is more useful than a line inside the library.
         peer = f" with rank {entry.root}" if entry.operation in _MESSAGES and entry.root >= 0 else ""
         where = f"it is in {entry.operation}{peer} at {entry.site} since {duration(entry.age_s)}"
-        history = ""
     else:
         where = f"it is at {line}, {each.activity}" if line else f"it is {each.activity}; its line is not known"
         history = "; it has made no call yet"
         if last is not None:
             history = f"; its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
     target = f"{missed.call} at {missed.site}" if missed is not None else "the call"
-    return Finding(
-        _JOB.name,
-        f"rank-{each.rank}",
+    site, doing = (entry.site, entry.operation) if entry is not None else ("", each.activity)
+    return _JOB.at(
         level,
+        f"rank-{each.rank}",
+        "rank-behind",
         f"rank {each.rank} (pid {each.pid}) has not called {target}: {where}",
-        slug="rank-behind",
         why=_describe_waiting(waiting) + history + (f"; stack from {each.stack.source}" if each.stack.source else ""),
         fix=_advice(each, missed),
         commands=() if each.stack.frames else (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack"),
-        details={
-            "rank": each.rank,
-            "pid": each.pid,
-            "host": host,
-            "line": line.partition(": ")[0] or (entry.site if entry is not None else ""),
-            "misses": missed.call if missed is not None else "",
+        details=_details(each, waiting, host, line.partition(": ")[0] or site, doing)
+        | {
             "misses_at": missed.site if missed is not None else "",
-            "waiting": sorted(waiting),
             "since_s": round(max((one.age_s for one in waiting.values()), default=0.0), 1),
-            "doing": entry.operation if entry is not None else each.activity,
             "stack": [str(frame) for frame in each.stack.frames[:20]],
         },
     )
+
+
+def _details(each: RankState, waiting: Mapping[int, Entry], host: str, line: str, doing: str) -> dict[str, Any]:
+    missed = next(iter(waiting.values()), None)
+    return {
+        "rank": each.rank,
+        "pid": each.pid,
+        "host": host,
+        "line": line,
+        "misses": missed.call if missed is not None else "",
+        "waiting": sorted(waiting),
+        "doing": doing,
+    }
 
 
 def _advice(each: RankState, missed: Entry | None) -> str:
@@ -309,9 +316,9 @@ def _advice(each: RankState, missed: Entry | None) -> str:
             f"{missed.site if missed is not None else 'that line'} before {each.call.site}"
         )
     line, activity = each.line, each.activity
-    start = "find out where it is (py-spy dump)"
-    if line:
-        start = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
+    start = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
+    if not line:
+        start = "find out where it is (py-spy dump)"
     if activity.startswith("computing"):
         return f"{start}: that call does not return, or the rank has more work than the others (uneven data)"
     if activity == "waiting for a lock":
@@ -323,7 +330,6 @@ def _advice(each: RankState, missed: Entry | None) -> str:
 
 def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
     waiting = {rank: entry for rank, entry in calls.items() if rank != each.rank}
-    missed = next(iter(waiting.values()), None)
     last = each.last
     return _JOB.red(
         f"rank-{each.rank}",
@@ -334,15 +340,7 @@ def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
         + (f"; its last call was {last.call} at {last.site}" if last is not None else ""),
         fix="continue it",
         commands=(f"kill -CONT {each.pid}",),
-        details={
-            "rank": each.rank,
-            "pid": each.pid,
-            "host": host,
-            "line": last.site if last is not None else "",
-            "misses": missed.call if missed is not None else "",
-            "waiting": sorted(waiting),
-            "doing": "stopped by a signal",
-        },
+        details=_details(each, waiting, host, last.site if last is not None else "", "stopped by a signal"),
     )
 
 
@@ -381,12 +379,11 @@ def _all_in_one_call(
     details = {"waiting": sorted(calls), "since_s": round(max(entry.age_s for entry in calls.values()), 1)}
     why = _describe_waiting(calls)
     if elsewhere:
-        return Finding(
-            _JOB.name,
-            "elsewhere",
+        return _JOB.at(
             level,
+            "elsewhere",
+            "rank-behind",
             f"all ranks of this machine are in the same call; not here: {ranks(elsewhere)}",
-            slug="rank-behind",
             why=why,
             fix="run the same command on the other machines of the job; if a rank should be here, it has ended",
             commands=("allhands doctor --job",),
@@ -395,12 +392,11 @@ def _all_in_one_call(
         )
     if max(each.busy for each in states) >= _BUSY:
         return _JOB.green("moving", f"{who} in the same call, at work: {why}")
-    return Finding(
-        _JOB.name,
-        "together",
+    return _JOB.at(
         level,
+        "together",
+        "collective-timeout",
         f"{who} are in the same call, and it does not end",
-        slug="collective-timeout",
         why=why,
         fix="the engine stalls, not a rank: check the network between the machines, or the GPU (nvidia-smi)",
         certain=False,
