@@ -21,7 +21,7 @@ from ..diagnosis import duration, join
 from ..environments.world import Address
 from .concurrent import run_concurrently
 from .finding import Finding, Section
-from .request import Lookup, Request, is_address
+from .request import Request, look_up
 
 __all__ = ["Answer", "Resolver", "check", "hosts_file_entries", "query", "read_resolver"]
 
@@ -197,14 +197,17 @@ def check(request: Request) -> list[Finding]:
     """Check this machine's own name, and the coordinator's if it is a name."""
     found = [_own_name(request)]
     target = request.target
-    if target is not None and target.host != "localhost" and not is_address(target.host):
-        found += _target_name(request, target)
+    if target is not None and target.host != "localhost":
+        try:
+            ipaddress.ip_address(target.host.partition("%")[0])
+        except ValueError:
+            found += _target_name(request, target)
     return found
 
 
 def _own_name(request: Request) -> Finding:
     name = socket.gethostname()
-    lookup = Lookup(Address(name, 0)).wait()
+    lookup = look_up(Address(name, 0))
     # IPv4 first: all software accepts it.
     outer = sorted({host for each in request.interfaces if each.up for host in each.outer}, key=lambda a: (":" in a, a))
     if lookup.error is not None:
@@ -259,7 +262,7 @@ def _unknown_own_name(request: Request, name: str, address: str, error: socket.g
 def _target_name(request: Request, target: Address) -> list[Finding]:
     if request.lookup is None:
         return []
-    lookup = request.lookup.wait()
+    lookup = request.lookup
     listed = hosts_file_entries(request.hosts_file, target.host)
     if lookup.error is not None:
         return [_unresolved(request, target, _query_servers(request, target.host))]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from ..control.process_identity import port_owner
 from ..diagnosis import Diagnosis, duration, join
 from ..environments.world import Address
 from ..errors import fail
+from .concurrent import run_concurrently
 from .engines import package_version
 from .finding import Finding, Section, lines
 from .request import interfaces
@@ -254,41 +254,29 @@ def _plain(address: str) -> str:
 # Ports --------------------------------------------------------------------------------------------------------
 
 
-def connect_all(places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], OSError | float]:
+def connect_all(places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], OSError | float]:
     """Connect to every (address, port) concurrently; return the seconds that each took, or its error."""
-    found: dict[tuple[str, int], OSError | float] = {}
-    started = time.monotonic()
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
-        for place in places:
-            sock = sockets.enter_context(socket.socket(_family(place[0]), socket.SOCK_STREAM))
-            sock.setblocking(False)
-            code = sock.connect_ex(place)
-            if code in {0, errno.EINPROGRESS}:
-                selector.register(sock, selectors.EVENT_WRITE, (sock, place))
-            else:
-                found[place] = OSError(code, os.strerror(code))
-        while selector.get_map() and (left := started + _CONNECT_S - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                sock, place = key.data
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                found[place] = OSError(code, os.strerror(code)) if code else time.monotonic() - started
-                selector.unregister(sock)
-        for key in selector.get_map().values():
-            found[key.data[1]] = TimeoutError(errno.ETIMEDOUT, "no answer")
-    return found
+
+    def connect(place: tuple[str, int]) -> OSError | float:
+        started = time.monotonic()
+        try:
+            socket.create_connection(place, _CONNECT_S).close()
+        except TimeoutError:
+            return TimeoutError(errno.ETIMEDOUT, "no answer")
+        except OSError as problem:
+            return problem
+        return time.monotonic() - started
+
+    return dict(zip(places, run_concurrently(connect, places), strict=True))
 
 
 def _connect_to_ports(address: str, ports: list[int]) -> dict[int, str]:
     """Connect to ``ports`` of ``address`` concurrently; return the error of each, "" if there was none."""
-    outcomes = connect_all((address, port) for port in ports)
+    outcomes = connect_all([(address, port) for port in ports])
     return {
         port: "" if isinstance(outcome, float) else (outcome.strerror or str(outcome)).lower()
         for (_, port), outcome in outcomes.items()
     }
-
-
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @contextlib.contextmanager
@@ -296,6 +284,7 @@ def _listen_on_ports(address: str) -> Iterator[list[int]]:
     """Listen on some ports of ``address``, spread over the kernel's range, while the block runs."""
     # The range from which the kernel chooses ports, those of Gloo and NCCL too.
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     step = max(1, (high - low + 1) // _PORTS)
     with contextlib.ExitStack() as sockets:
         ports = []
@@ -304,7 +293,7 @@ def _listen_on_ports(address: str) -> Iterator[list[int]]:
             for port in range(start, min(start + _NEIGHBOURS, high + 1)):
                 try:
                     # The kernel completes connections without accept.
-                    sockets.enter_context(socket.create_server((address, port), family=_family(address), backlog=4))
+                    sockets.enter_context(socket.create_server((address, port), family=family, backlog=4))
                 except OSError as problem:
                     if problem.errno != errno.EADDRINUSE:
                         break

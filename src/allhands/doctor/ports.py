@@ -67,7 +67,7 @@ def check(request: Request) -> list[Finding]:
     target, places = request.target, request.places
     if target is None or not places:
         return []
-    results = connect_all((host, target.port) for _, host in places)
+    results = connect_all([(host, target.port) for _, host in places])
     errors = {host: result for (host, _), result in results.items() if isinstance(result, OSError)}
     seconds = {host: result for (host, _), result in results.items() if isinstance(result, float)}
     if not seconds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import psutil
 from ..diagnosis import count, duration, join
 from .finding import Finding, Section
 
-__all__ = ["check_leftovers", "command_line", "environment", "inner_pid", "listening_ports", "waiting_in"]
+__all__ = ["check_leftovers", "command_line", "environment", "inner_pid", "listening_ports", "run_tool", "waiting_in"]
 
 _RESOURCES = Section("resources")
 _PROC = Path("/proc")
@@ -46,6 +47,21 @@ _MOST_SHOWN = 6
 def command_line(process: psutil.Process) -> str:
     """Return the command line of ``process`` for people. Raises psutil.Error if it has ended."""
     return " ".join(process.cmdline()) or str(process.name())
+
+
+def run_tool(*command: str, timeout_s: float) -> tuple[str, str]:
+    """Run ``command``; return (output, "") or ("", why it failed)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"it did not answer within {timeout_s:g} s"
+    except FileNotFoundError:
+        return "", f"{command[0]} is not installed"
+    except OSError as problem:
+        return "", problem.strerror or str(problem)
+    if done.returncode:
+        return "", next(iter((done.stdout + done.stderr).strip().splitlines()), "it failed")
+    return done.stdout, ""
 
 
 def environment(process: psutil.Process) -> dict[str, str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
 
 from ..diagnosis import join
 from .finding import Finding, Section
+from .proc_status import run_tool
 from .request import Interface, Request
 
 __all__ = ["check", "check_firewall", "firewall_rules", "route_to", "select_interfaces"]
@@ -143,15 +142,9 @@ def firewall_rules() -> list[str] | None:
     readable = False
     found: list[str] = []
     for command, parse in ((["nft", "list", "ruleset"], _parse_nft), (["iptables-save"], _parse_iptables)):
-        if shutil.which(command[0]) is None:
-            continue
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0:
-            readable = True
-            found += parse(done.stdout)
+        output, problem = run_tool(*command, timeout_s=_TOOL_S)
+        readable = readable or not problem
+        found += parse(output)
     return found if readable else None
 
 

@@ -32,8 +32,6 @@ def run_checks(request: Request) -> list[Finding]:
         "environment": environment.check,
         "jobs": lambda _: jobs.list_jobs(),
     }
-    # Computed once, before there are several threads.
-    _ = request.interfaces, request.lookup, request.nodes
     results = run_concurrently(lambda name: _guarded(name, checks[name], request), list(checks))
     found = _without_disproved([each for result in results for each in result])
     return sorted(found, key=lambda each: SECTIONS.index(each.section))

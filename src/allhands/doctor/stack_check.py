@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from .._version import __version__
 from ..diagnosis import join
 from .engines import Installed, Offer, driver_too_old, installed, no_torch, offers, probe, torch_for_cpus
 from .finding import Finding, Section
-from .proc_status import command_line
+from .proc_status import command_line, run_tool
 from .request import Request
 
 __all__ = ["Gpu", "GpuUser", "check", "find_gpus"]
@@ -56,13 +54,10 @@ class Gpu:
 
 def find_gpus() -> tuple[list[Gpu], str]:
     """Return the GPUs with their users, and the error of nvidia-smi, "" if it has none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return [], "nvidia-smi is not installed"
-    rows, problem = _nvidia_smi(tool, "--query-gpu=index,uuid,name,memory.total")
+    rows, problem = _nvidia_smi("--query-gpu=index,uuid,name,memory.total")
     found = {row[1]: Gpu(row[0], row[1], row[2], row[3]) for row in rows if len(row) == 4}
     if found and not problem:
-        users, _ = _nvidia_smi(tool, "--query-compute-apps=gpu_uuid,pid,used_memory")
+        users, _ = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory")
         for uuid, pid, memory in (row for row in users if len(row) == 3):
             if uuid in found and pid.isdecimal():
                 try:
@@ -74,25 +69,16 @@ def find_gpus() -> tuple[list[Gpu], str]:
     return list(found.values()), problem
 
 
-def _nvidia_smi(tool: str, query: str) -> tuple[list[list[str]], str]:
-    try:
-        done = subprocess.run(
-            [tool, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=_TOOL_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"it did not answer within {_TOOL_S:g} s"
-    except OSError as problem:
-        return [], problem.strerror or str(problem)
-    if done.returncode != 0:
-        return [], next(iter((done.stdout + done.stderr).strip().splitlines()), "it failed")
-    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()], ""
+def _nvidia_smi(query: str) -> tuple[list[list[str]], str]:
+    output, problem = run_tool("nvidia-smi", query, "--format=csv,noheader", timeout_s=_TOOL_S)
+    return [[part.strip() for part in line.split(",")] for line in output.splitlines()], problem
 
 
 def check(request: Request) -> list[Finding]:
     """Report the installed software, whether torch and the driver fit, and the GPUs with their users."""
     found = installed()
     hardware = any(Path("/dev").glob("nvidia[0-9]*"))
-    gpus, problem = find_gpus() if hardware or shutil.which("nvidia-smi") else ([], "")
+    gpus, problem = find_gpus()
     results = [_torch(found), *_gpus(request, found, gpus, problem, hardware=hardware)]
     return [*results, _engines(found, offers(found, probe(found)))]
 

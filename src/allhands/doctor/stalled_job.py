@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import linecache
 import re
-import shutil
-import subprocess
 import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ from ..launch.verdict import lagging_ranks
 from ..observe import stacks
 from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, Level, Section
+from .proc_status import run_tool
 
 __all__ = [
     "STALLED_S",
@@ -104,8 +103,8 @@ def main_stack(pid: int) -> Stack:
     text = stacks.request(pid, _ANSWER_S)
     if text:
         return Stack(parse_frames(text), "its own handler")
-    py_spy = shutil.which("py-spy")
-    return _py_spy(py_spy, pid) if py_spy is not None else Stack()
+    output, problem = run_tool("py-spy", "dump", "--json", "--pid", str(pid), timeout_s=_PY_SPY_S)
+    return Stack() if problem else _parse_py_spy(output)
 
 
 def parse_frames(text: str) -> tuple[Frame, ...]:
@@ -133,16 +132,9 @@ def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
     return frames[0] if frames else None
 
 
-def _py_spy(py_spy: str, pid: int) -> Stack:
-    command = [py_spy, "dump", "--json", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
-        threads = json.loads(done.stdout) if done.returncode == 0 else []
-    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
-        return Stack()
-    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0] if threads else None)
-    if main is None:
-        return Stack()
+def _parse_py_spy(text: str) -> Stack:
+    threads = json.loads(text)
+    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
     return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
 
 
