@@ -259,54 +259,45 @@ def _unknown_own_name(request: Request, name: str, address: str, error: socket.g
     )
 
 
-def _target_name(request: Request, target: Address) -> list[Finding]:
+def _target_name(request: Request, target: Address) -> Iterator[Finding]:
     if request.lookup is None:
-        return []
+        return
     lookup = request.lookup
     listed = hosts_file_entries(request.hosts_file, target.host)
     if lookup.error is not None:
-        return [_unresolved(request, target, _query_servers(request, target.host))]
+        yield _unresolved(request, target, _query_servers(request, target.host))
+        return
     addresses = [host for _, host in lookup.places]
-    found = []
     # The system does not query a server for names in /etc/hosts, but other machines may.
     own = target.host == socket.gethostname()
     answers = [] if own else _query_servers(request, target.host, _COMPARE_S if listed else _SERVER_S)
     other = next((each for each in answers if each.addresses), None)
-    if listed and other is not None and not set(other.addresses) & set(addresses):
-        found.append(
-            _NAMES.yellow(
-                "target-name",
-                "name-shadowed",
-                f"{target.host} is {join(listed)} in /etc/hosts, but {join(other.addresses)} on the name server",
-                why=f"this machine uses the first; machines without that line use the second ({other.server})",
-                fix=f"remove the line of {target.host} from /etc/hosts, or make all machines agree",
-                commands=(f"grep -n {target.host} /etc/hosts",),
-            )
+    shadowed = listed and other is not None and not set(other.addresses) & set(addresses)
+    if shadowed and other is not None:
+        yield _NAMES.yellow(
+            "target-name",
+            "name-shadowed",
+            f"{target.host} is {join(listed)} in /etc/hosts, but {join(other.addresses)} on the name server",
+            why=f"this machine uses the first; machines without that line use the second ({other.server})",
+            fix=f"remove the line of {target.host} from /etc/hosts, or make all machines agree",
+            commands=(f"grep -n {target.host} /etc/hosts",),
         )
     if lookup.seconds > _SLOW_S:
         silent = _describe_silent(answers)
         server = "remove the silent server from" if silent else "use a faster server in"
         speed = join([f"{each.server} answered after {duration(each.seconds)}" for each in answers if each.answered])
-        found.append(
-            _NAMES.yellow(
-                "name-time",
-                "name-server-silent",
-                f"{target.host} took {duration(lookup.seconds)} to resolve",
-                why=silent or speed,
-                fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
-                commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
-            )
+        yield _NAMES.yellow(
+            "name-time",
+            "name-server-silent",
+            f"{target.host} took {duration(lookup.seconds)} to resolve",
+            why=silent or speed,
+            fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
+            commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
         )
-    both = " (IPv4 and IPv6)" if len({family for family, _ in lookup.places}) > 1 else ""
-    source = "/etc/hosts" if listed else "the name service"
-    return found or [
-        _NAMES.green(
-            "target-name",
-            f"{target.host} is {join(addresses)}{both}",
-            f"from {source} in {duration(lookup.seconds)}",
-            addresses=addresses,
-        )
-    ]
+    if not shadowed and lookup.seconds <= _SLOW_S:
+        both = " (IPv4 and IPv6)" if len({family for family, _ in lookup.places}) > 1 else ""
+        why = f"from {'/etc/hosts' if listed else 'the name service'} in {duration(lookup.seconds)}"
+        yield _NAMES.green("target-name", f"{target.host} is {join(addresses)}{both}", why, addresses=addresses)
 
 
 def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Finding:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,9 +218,8 @@ def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder | None, st
     return found
 
 
-def list_jobs() -> list[Finding]:
+def list_jobs() -> Iterator[Finding]:
     """List the jobs that run here, for a check of the machine; a job that makes no progress is yellow."""
-    results = []
     for job in find_jobs():
         name = f"{job.name}: " if job.name else ""
         shown = f"{name}{count(len(job.ranks), 'rank')} (pid {job.pids[0]}{' …' if len(job.pids) > 1 else ''})"
@@ -229,17 +228,14 @@ def list_jobs() -> list[Finding]:
         latest = [entry.age_s for recorder in recorders for entry in recorder.entries[-1:]]
         idle_s = min(latest, default=0.0) if waiting else 0.0
         if idle_s < _STALLED_S:
-            results.append(_JOB.green(f"job-{job.pids[0]}", f"runs here: {shown}"))
+            yield _JOB.green(f"job-{job.pids[0]}", f"runs here: {shown}")
             continue
-        results.append(
-            _JOB.yellow(
-                f"job-{job.pids[0]}",
-                "rank-behind",
-                f"a job has made no progress for {duration(idle_s)}: {shown}",
-                why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
-                fix="look into it",
-                commands=(f"allhands doctor --pid {job.pids[0]}",),
-                certain=False,
-            )
+        yield _JOB.yellow(
+            f"job-{job.pids[0]}",
+            "rank-behind",
+            f"a job has made no progress for {duration(idle_s)}: {shown}",
+            why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
+            fix="look into it",
+            commands=(f"allhands doctor --pid {job.pids[0]}",),
+            certain=False,
         )
-    return results

@@ -331,25 +331,23 @@ def check_peer(connection: PeerConnection) -> list[Finding]:
     return found
 
 
-def _versions(peer: PeerInfo) -> list[Finding]:
+def _versions(peer: PeerInfo) -> Iterator[Finding]:
     torch = package_version("torch")
     if peer.allhands == __version__ and torch == peer.torch:
-        return []
+        return
     install = f"pip install torch=={peer.torch.partition('+')[0]} allhands=={peer.allhands}"
-    return [
-        _STACK.yellow(
-            "versions",
-            "version-mismatch",
-            f"versions differ: here allhands {__version__} and torch {torch or 'none'}, on {peer.host} allhands "
-            f"{peer.allhands} and torch {peer.torch or 'none'}",
-            why="reported by both ends (observed)",
-            fix="install the same versions everywhere (ALLHANDS_MIXED_VERSIONS=1 allows different ones of torch)",
-            commands=(install,) if peer.torch else (),
-        )
-    ]
+    yield _STACK.yellow(
+        "versions",
+        "version-mismatch",
+        f"versions differ: here allhands {__version__} and torch {torch or 'none'}, on {peer.host} allhands "
+        f"{peer.allhands} and torch {peer.torch or 'none'}",
+        why="reported by both ends (observed)",
+        fix="install the same versions everywhere (ALLHANDS_MIXED_VERSIONS=1 allows different ones of torch)",
+        commands=(install,) if peer.torch else (),
+    )
 
 
-def _clock(connection: PeerConnection, name: str) -> list[Finding]:
+def _clock(connection: PeerConnection, name: str) -> Iterator[Finding]:
     best, offset = float("inf"), 0.0
     for _ in range(_ROUND_TRIPS):
         started, wall = time.monotonic(), time.time()
@@ -359,49 +357,43 @@ def _clock(connection: PeerConnection, name: str) -> list[Finding]:
             # If both directions take as long, the peer read its clock after half the time.
             best, offset = took, theirs - (wall + took / 2)
     what = f"round trip to {name} {best * 1000:.2f} ms"
-    found = [_NETWORK.green("round-trip", what, f"the fastest of {_ROUND_TRIPS}", round_trip_s=best)]
+    yield _NETWORK.green("round-trip", what, f"the fastest of {_ROUND_TRIPS}", round_trip_s=best)
     if abs(offset) - best < _SKEW_S:
         what = f"clocks agree within {max(abs(offset), best) * 1000:.0f} ms"
-        return [*found, _RESOURCES.green("clock", what, offset_s=offset)]
-    found.append(
-        _RESOURCES.yellow(
-            "clock",
-            "clock-skewed",
-            f"the clock of {name} is {duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine's",
-            why=f"from its own report, within {duration(round(best, 3))} of a round trip (observed). Collectives work; "
-            "certificates, tokens that expire, and the order of log lines are affected",
-            fix="let both machines keep their time by the same NTP server",
-            commands=("timedatectl set-ntp true", "chronyc makestep"),
-            details={"offset_s": offset, "host": name},
-        )
+        yield _RESOURCES.green("clock", what, offset_s=offset)
+        return
+    yield _RESOURCES.yellow(
+        "clock",
+        "clock-skewed",
+        f"the clock of {name} is {duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine's",
+        why=f"from its own report, within {duration(round(best, 3))} of a round trip (observed). Collectives work; "
+        "certificates, tokens that expire, and the order of log lines are affected",
+        fix="let both machines keep their time by the same NTP server",
+        commands=("timedatectl set-ntp true", "chronyc makestep"),
+        details={"offset_s": offset, "host": name},
     )
-    return found
 
 
-def _ports(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
+def _ports(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]:
     own, here = connection.own, socket.gethostname()
     there = _connect_to_ports(peer.address, connection.ask(ListenRequest(), list[int]))
     with _listen_on_ports(own) as ports:
         back = connection.ask(ConnectRequest(own, ports), dict[int, str], _CONNECTS_S)
-    found = []
     if any(there.values()):
-        found.append(_filtered("ports-there", there, here, peer.host))
+        yield _filtered("ports-there", there, here, peer.host)
     if any(back.values()):
-        found.append(_filtered("ports-back", back, peer.host, here, firewall_rules()))
+        yield _filtered("ports-back", back, peer.host, here, firewall_rules())
     if peer.seen_as != own:
-        found.append(
-            _NETWORK.yellow(
-                "translation",
-                "ports-filtered",
-                f"{peer.host} sees this machine as {peer.seen_as}, but its address is {own}",
-                why="addresses are translated between them (NAT; observed); ranks advertise their own address",
-                fix=f"use a network on which {own} itself can be reached from {peer.host}",
-            )
+        yield _NETWORK.yellow(
+            "translation",
+            "ports-filtered",
+            f"{peer.host} sees this machine as {peer.seen_as}, but its address is {own}",
+            why="addresses are translated between them (NAT; observed); ranks advertise their own address",
+            fix=f"use a network on which {own} itself can be reached from {peer.host}",
         )
-    if not found:
+    if not any([*there.values(), *back.values(), peer.seen_as != own]):
         what = f"ports open both ways ({len(there)} there, {len(back)} back)"
-        found.append(_NETWORK.green("ports", what, f"from {min(there, default=0)} to {max(there, default=0)}"))
-    return found
+        yield _NETWORK.green("ports", what, f"from {min(there, default=0)} to {max(there, default=0)}")
 
 
 def _filtered(
@@ -423,7 +415,7 @@ def _filtered(
     )
 
 
-def _throughput(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
+def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]:
     interface, mtu = connection.interface()
     mtus = f"{interface} here has MTU {mtu}, {peer.interface} on {peer.host} {peer.mtu}"
     details = {"here": mtu, "there": peer.mtu}
@@ -435,36 +427,32 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> list[Finding]:
     except ConnectionFailed as problem:
         if not problem.silent:
             raise
-        return [
-            _NETWORK.red(
-                "packet-size",
-                "mtu-mismatch",
-                f"small packets arrive, large ones {direction} are lost",
-                why=f"{problem} after small messages were answered at once (observed); {mtus}: probably a device "
-                "between the machines passes only smaller packets and does not report it",
-                fix="give the interfaces of both machines the smallest MTU on the way; "
-                f"{_LEAST_MTU} passes nearly everywhere",
-                commands=(f"ip link set dev {interface or 'eth0'} mtu {_LEAST_MTU}   # as root, on both machines",),
-                certain=False,
-                details=details,
-            )
-        ]
+        yield _NETWORK.red(
+            "packet-size",
+            "mtu-mismatch",
+            f"small packets arrive, large ones {direction} are lost",
+            why=f"{problem} after small messages were answered at once (observed); {mtus}: probably a device "
+            "between the machines passes only smaller packets and does not report it",
+            fix="give the interfaces of both machines the smallest MTU on the way; "
+            f"{_LEAST_MTU} passes nearly everywhere",
+            commands=(f"ip link set dev {interface or 'eth0'} mtu {_LEAST_MTU}   # as root, on both machines",),
+            certain=False,
+            details=details,
+        )
+        return
     what = f"{_rate(there)} there, {_rate(back)} back"
     why = "one connection, a fifth of a second each"
-    found = [_NETWORK.green("throughput", what, why, there=there, back=back)]
+    yield _NETWORK.green("throughput", what, why, there=there, back=back)
     if mtu and peer.mtu and mtu != peer.mtu:
-        found.append(
-            _NETWORK.yellow(
-                "packet-size",
-                "mtu-mismatch",
-                f"packet sizes differ: {mtus}",
-                why="large packets do arrive (observed), but a switch or a tunnel between others may drop them",
-                fix="give every machine of the job the same MTU",
-                commands=(f"ip link set dev {interface} mtu {min(mtu, peer.mtu)}   # as root",),
-                details=details,
-            )
+        yield _NETWORK.yellow(
+            "packet-size",
+            "mtu-mismatch",
+            f"packet sizes differ: {mtus}",
+            why="large packets do arrive (observed), but a switch or a tunnel between others may drop them",
+            fix="give every machine of the job the same MTU",
+            commands=(f"ip link set dev {interface} mtu {min(mtu, peer.mtu)}   # as root",),
+            details=details,
         )
-    return found
 
 
 def _measure(transfer: Callable[[int], None]) -> float:

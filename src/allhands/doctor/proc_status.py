@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import psutil
 
 from ..diagnosis import count, duration, join
 from .finding import Finding, Section
+from .request import Request
 
 __all__ = ["check_leftovers", "command_line", "environment", "inner_pid", "listening_ports", "run_tool", "waiting_in"]
 
@@ -143,26 +145,26 @@ def listening_ports(pid: int) -> tuple[int, ...]:
     )
 
 
-def check_leftovers(port: int | None) -> list[Finding]:
-    """Report the workers that were left behind; red if one holds ``port``, that of this job's coordinator."""
+def check_leftovers(request: Request) -> Iterator[Finding]:
+    """Report the workers that were left behind; red if one holds the port of this job's coordinator."""
     found = find_leftovers()
+    local = request.target is not None and (not request.target_given or request.target_is_here)
+    port = request.target.port if request.target is not None and local else None
     if not found:
-        return [_RESOURCES.green("leftovers", "no workers left of earlier jobs")]
+        yield _RESOURCES.green("leftovers", "no workers left of earlier jobs")
+        return
     holding = next((each for each in found if port is not None and port in each.ports), None)
     shown = join([str(each) for each in found[:_MOST_SHOWN]])
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     mine = [each.pid for each in found if each.mine]
-    return [
-        Finding(
-            _RESOURCES.name,
-            "leftovers",
-            "red" if holding else "yellow",
-            f"{count(len(found), 'worker')} of an earlier job whose launcher has ended"
-            + (f"; pid {holding.pid} holds port {port}" if holding else ""),
-            slug="stale-worker",
-            why=f"{shown}{more}: adopted by process 1 of {socket.gethostname()} (observed)",
-            fix="end them, if that job is over (--fix does not end them, because that cannot be undone)",
-            commands=(f"kill {' '.join(map(str, mine))}",) if mine else (),
-            details={"pids": [each.pid for each in found]},
-        )
-    ]
+    yield _RESOURCES.at(
+        "red" if holding else "yellow",
+        "leftovers",
+        "stale-worker",
+        f"{count(len(found), 'worker')} of an earlier job whose launcher has ended"
+        + (f"; pid {holding.pid} holds port {port}" if holding else ""),
+        why=f"{shown}{more}: adopted by process 1 of {socket.gethostname()} (observed)",
+        fix="end them, if that job is over (--fix does not end them, because that cannot be undone)",
+        commands=(f"kill {' '.join(map(str, mine))}",) if mine else (),
+        details={"pids": [each.pid for each in found]},
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 
 from ..diagnosis import join
 from .finding import Finding, Section
@@ -171,25 +172,23 @@ def _parse_iptables(text: str) -> list[str]:
     ]
 
 
-def check_firewall(request: Request) -> list[Finding]:
+def check_firewall(request: Request) -> Iterator[Finding]:
     """Report the rules that drop incoming packets; yellow only if other machines have to connect."""
     found = firewall_rules()
     if found is None:
-        return []
-    if not found:
-        return [_NETWORK.green("firewall", "no firewall of its own")]
+        return
     shown = join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    if not request.several_hosts:
-        return [_NETWORK.green("firewall", f"a firewall with {len(found)} rules that drop packets", shown)]
-    return [
-        _NETWORK.yellow(
-            "firewall",
-            "ports-filtered",
-            "this machine's own firewall drops some packets",
-            why=f"{shown} (observed); Gloo and NCCL listen on ports that the kernel chooses",
-            fix="accept connections from the other machines of the job on all ports above 1023; `allhands doctor "
-            "--listen` here and `allhands doctor HOST:PORT` there shows whether they arrive",
-            commands=("nft list ruleset",),
-            certain=False,
-        )
-    ]
+    if not found or not request.several_hosts:
+        what = f"a firewall with {len(found)} rules that drop packets" if found else "no firewall of its own"
+        yield _NETWORK.green("firewall", what, shown)
+        return
+    yield _NETWORK.yellow(
+        "firewall",
+        "ports-filtered",
+        "this machine's own firewall drops some packets",
+        why=f"{shown} (observed); Gloo and NCCL listen on ports that the kernel chooses",
+        fix="accept connections from the other machines of the job on all ports above 1023; `allhands doctor "
+        "--listen` here and `allhands doctor HOST:PORT` there shows whether they arrive",
+        commands=("nft list ruleset",),
+        certain=False,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import AllhandsError
 from . import environment, hostnames, jobs, ports, resources, routes, stack_check
@@ -15,7 +15,7 @@ __all__ = ["run_checks"]
 
 _ENVIRONMENT = Section("environment")
 
-_Check = Callable[[Request], list[Finding]]
+_Check = Callable[[Request], Iterable[Finding]]
 
 
 def run_checks(request: Request) -> list[Finding]:
@@ -27,7 +27,7 @@ def run_checks(request: Request) -> list[Finding]:
         "firewall": routes.check_firewall,
         "resources": resources.check,
         "cores": resources.check_cores,
-        "leftovers": _leftovers,
+        "leftovers": check_leftovers,
         "stack": stack_check.check,
         "environment": environment.check,
         "jobs": lambda _: jobs.list_jobs(),
@@ -46,7 +46,7 @@ def _without_disproved(found: list[Finding]) -> list[Finding]:
 def _guarded(name: str, check: _Check, request: Request) -> list[Finding]:
     """Run one check; if it fails, the others still run."""
     try:
-        return check(request)
+        return list(check(request))
     except AllhandsError as problem:
         # Invalid settings, such as a token file that others can read.
         return [_ENVIRONMENT.of(f"settings-{name}", "red", problem.diagnosis)]
@@ -59,8 +59,3 @@ def _guarded(name: str, check: _Check, request: Request) -> list[Finding]:
                 fix="this is a fault of allhands, not of the machine: please report it",
             )
         ]
-
-
-def _leftovers(request: Request) -> list[Finding]:
-    local = request.target is not None and (not request.target_given or request.target_is_here)
-    return check_leftovers(request.target.port if request.target is not None and local else None)

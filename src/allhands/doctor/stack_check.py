@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,13 +105,11 @@ def _torch(found: Installed) -> Finding:
     return _STACK.green("torch", f"torch {shown}", why, torch=found.torch, cuda=found.cuda)
 
 
-def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, hardware: bool) -> list[Finding]:
+def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, hardware: bool) -> Iterator[Finding]:
     visible = request.env.get("CUDA_VISIBLE_DEVICES")
     if not hardware and not gpus:
-        if not found.cuda or not visible:
-            return []
-        return [
-            _STACK.yellow(
+        if found.cuda and visible:
+            yield _STACK.yellow(
                 "gpus",
                 "gpu-missing",
                 f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU",
@@ -118,56 +117,48 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
                 fix="start the container with --gpus all, or unset the variable",
                 commands=("unset CUDA_VISIBLE_DEVICES",),
             )
-        ]
+        return
     if not found.driver:
-        return [
-            _STACK.red(
-                "driver",
-                "driver-mismatch",
-                "there are GPUs, but no driver library",
-                why=f"libcuda.so.1 cannot be loaded{f'; nvidia-smi: {problem}' if problem else ''}",
-                fix="install the driver; start a container with --gpus all (the NVIDIA runtime brings the library)",
-                commands=("nvidia-smi",),
-            )
-        ]
-    results = [_driver(found, gpus)]
+        yield _STACK.red(
+            "driver",
+            "driver-mismatch",
+            "there are GPUs, but no driver library",
+            why=f"libcuda.so.1 cannot be loaded{f'; nvidia-smi: {problem}' if problem else ''}",
+            fix="install the driver; start a container with --gpus all (the NVIDIA runtime brings the library)",
+            commands=("nvidia-smi",),
+        )
+        return
+    yield _driver(found, gpus)
     if visible is not None and not [part for part in visible.split(",") if part.strip() not in {"", "-1"}]:
-        results.append(
-            _STACK.yellow(
-                "gpus",
-                "gpu-missing",
-                f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
-                why=f"the machine has {len(gpus)}",
-                fix="unset it, or list some",
-                commands=("unset CUDA_VISIBLE_DEVICES",),
-            )
+        yield _STACK.yellow(
+            "gpus",
+            "gpu-missing",
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
+            why=f"the machine has {len(gpus)}",
+            fix="unset it, or list some",
+            commands=("unset CUDA_VISIBLE_DEVICES",),
         )
     ranks = request.local_ranks
     if gpus and ranks is not None and ranks > len(gpus):
-        results.append(
-            _STACK.yellow(
-                "gpus",
-                "gpu-shared",
-                f"{ranks} ranks on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
-                why="NCCL refuses two ranks on one GPU; backend='allhands' and Gloo do not",
-                fix="start as many ranks as there are GPUs, or use backend='allhands'",
-            )
+        yield _STACK.yellow(
+            "gpus",
+            "gpu-shared",
+            f"{ranks} ranks on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
+            why="NCCL refuses two ranks on one GPU; backend='allhands' and Gloo do not",
+            fix="start as many ranks as there are GPUs, or use backend='allhands'",
         )
     busy = [gpu for gpu in gpus if gpu.users]
     if busy:
         mine = any(user.mine for gpu in busy for user in gpu.users)
-        results.append(
-            _STACK.yellow(
-                "gpu-users",
-                "gpu-busy",
-                f"{len(busy)} of {len(gpus)} GPUs {'is' if len(busy) == 1 else 'are'} in use",
-                why=join([f"GPU {gpu.index}: {join([str(user) for user in gpu.users[:4]])}" for gpu in busy]),
-                fix="wait for them, choose others with CUDA_VISIBLE_DEVICES" + (", or end your own" if mine else ""),
-                commands=("nvidia-smi",),
-                details={"pids": [user.pid for gpu in busy for user in gpu.users]},
-            )
+        yield _STACK.yellow(
+            "gpu-users",
+            "gpu-busy",
+            f"{len(busy)} of {len(gpus)} GPUs {'is' if len(busy) == 1 else 'are'} in use",
+            why=join([f"GPU {gpu.index}: {join([str(user) for user in gpu.users[:4]])}" for gpu in busy]),
+            fix="wait for them, choose others with CUDA_VISIBLE_DEVICES" + (", or end your own" if mine else ""),
+            commands=("nvidia-smi",),
+            details={"pids": [user.pid for gpu in busy for user in gpu.users]},
         )
-    return results
 
 
 def _driver(found: Installed, gpus: list[Gpu]) -> Finding:

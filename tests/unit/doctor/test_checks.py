@@ -194,7 +194,7 @@ NVIDIA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1")
 )
 def test_driver_and_torch(found: Installed, level: str) -> None:
     """A driver runs the CUDA of its own major version and older ones; no driver, or a torch for CPUs, is reported."""
-    first = stack_check._gpus(Request({}), found, [GPU], "", hardware=True)[0]
+    first = next(stack_check._gpus(Request({}), found, [GPU], "", hardware=True))
     assert first.level == level
     assert not first.slug or first.slug == "driver-mismatch"
 
@@ -208,9 +208,9 @@ def test_gpus_and_their_users() -> None:
     assert found["gpu-busy"].details["pids"] == [4711]
     assert "pid 4711 (python train.py" in found["gpu-busy"].why
     assert found["gpu-shared"].level == "yellow"
-    hidden = stack_check._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
-    assert hidden[1].slug == "gpu-missing"
-    assert stack_check._gpus(Request({}), NVIDIA, [], "", hardware=False) == []
+    _, hidden = stack_check._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
+    assert hidden.slug == "gpu-missing"
+    assert list(stack_check._gpus(Request({}), NVIDIA, [], "", hardware=False)) == []
 
 
 def test_torch_missing_or_too_old() -> None:
