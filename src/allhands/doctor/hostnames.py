@@ -26,6 +26,7 @@ from .request import Request, look_up
 __all__ = ["Answer", "Resolver", "check", "hosts_file_entries", "query", "read_resolver"]
 
 _NAMES = Section("names")
+_HOSTS, _RESOLVER = Path("/etc/hosts"), Path("/etc/resolv.conf")
 
 # RFC 1035 and 3596: types of records, the class of the Internet, "recursion desired".
 _A, _AAAA, _IN, _RECURSE = 1, 28, 1, 0x0100
@@ -34,26 +35,8 @@ _A, _AAAA, _IN, _RECURSE = 1, 28, 1, 0x0100
 _NO_SUCH_NAME = 3
 _CODES = {1: "did not understand the question", 2: "failed", 4: "cannot answer that", 5: "refuses to answer"}
 
-# A query is repeated after this; servers on a network answer in milliseconds.
-_REPEAT_S = 0.4
-
-# Large enough for an answer with addresses; servers truncate longer ones.
-_MOST_BYTES = 4096
-
-# glibc queries no more servers than these, and few search domains are longer.
-_MOST_SERVERS, _MOST_SEARCHED = 3, 6
-
 # A name server that does not answer within this counts as silent. Queries are repeated, so one lost packet is harmless.
 _SERVER_S = 1.5
-
-# Limit for a name that /etc/hosts has: the server's answer is only compared.
-_COMPARE_S = 0.6
-
-# A job resolves a name many times; from here on that is noticeable.
-_SLOW_S = 1.0
-
-
-# Name servers -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +51,7 @@ class Resolver:
         bare = name.rstrip(".")
         if "." in bare or name.endswith("."):
             return [bare]
-        return [*(f"{bare}.{domain}" for domain in self.search[:_MOST_SEARCHED]), bare]
+        return [*(f"{bare}.{domain}" for domain in self.search[:6]), bare]
 
 
 @dataclass(slots=True)
@@ -100,7 +83,8 @@ def read_resolver(path: Path) -> Resolver:
                 servers.append(server)
             case ["search" | "domain", *domains]:
                 search = [domain.strip(".") for domain in domains]
-    return Resolver(tuple(servers[:_MOST_SERVERS]) or ("127.0.0.1",), tuple(each for each in search if each))
+    # glibc queries no more than three servers.
+    return Resolver(tuple(servers[:3]) or ("127.0.0.1",), tuple(each for each in search if each))
 
 
 def hosts_file_entries(path: Path, name: str) -> list[str]:
@@ -119,13 +103,14 @@ def query(server: str, names: list[str], timeout_s: float) -> Answer:
         with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((server, 53))
             while left and time.monotonic() < started + timeout_s:
+                # Packets may be lost, and servers on a network answer in milliseconds.
                 for number, (name, kind) in left.items():
                     sock.send(_question(number, name, kind))
-                again = min(time.monotonic() + _REPEAT_S, started + timeout_s)
+                again = min(time.monotonic() + 0.4, started + timeout_s)
                 while left and (wait_s := again - time.monotonic()) > 0:
                     sock.settimeout(wait_s)
                     with contextlib.suppress(TimeoutError):
-                        _parse(sock.recv(_MOST_BYTES), left, found, answer)
+                        _parse(sock.recv(4096), left, found, answer)
                         answer.seconds = time.monotonic() - started
     except OSError as problem:
         # An ICMP message: the host exists but no server listens, or there is no route.
@@ -177,9 +162,9 @@ def _question(number: int, name: str, kind: int) -> bytes:
     return struct.pack("!6H", number, _RECURSE, 1, 0, 0, 0) + labels + b"\0" + struct.pack("!HH", kind, _IN)
 
 
-def _query_servers(request: Request, name: str, timeout_s: float = _SERVER_S) -> list[Answer]:
+def _query_servers(name: str, timeout_s: float = _SERVER_S) -> list[Answer]:
     """Query every name server concurrently."""
-    known = read_resolver(request.resolver_file)
+    known = read_resolver(_RESOLVER)
     return run_concurrently(lambda server: query(server, known.candidates(name), timeout_s), known.servers)
 
 
@@ -211,9 +196,9 @@ def _own_name(request: Request) -> Finding:
     # IPv4 first: all software accepts it.
     outer = sorted({host for each in request.interfaces if each.up for host in each.outer}, key=lambda a: (":" in a, a))
     if lookup.error is not None:
-        return _unknown_own_name(request, name, outer[0] if outer else "127.0.1.1", lookup.error)
+        return _unknown_own_name(name, outer[0] if outer else "127.0.1.1", lookup.error)
     addresses = [host for _, host in lookup.places]
-    source = "/etc/hosts" if hosts_file_entries(request.hosts_file, name) else "the name service"
+    source = "/etc/hosts" if hosts_file_entries(_HOSTS, name) else "the name service"
     if all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
         return _NAMES.at(
             "red" if request.several_hosts else "yellow",
@@ -238,9 +223,9 @@ def _own_name(request: Request) -> Finding:
     return _NAMES.green("own-name", f"{name} is {join(addresses)}", f"from {source}", addresses=addresses)
 
 
-def _unknown_own_name(request: Request, name: str, address: str, error: socket.gaierror) -> Finding:
+def _unknown_own_name(name: str, address: str, error: socket.gaierror) -> Finding:
     fix, commands = f"put `{address} {name}` into /etc/hosts", (f"echo '{address} {name}' >> /etc/hosts",)
-    if silent := _describe_silent(_query_servers(request, name)):
+    if silent := _describe_silent(_query_servers(name)):
         return _NAMES.yellow(
             "own-name",
             "name-server-silent",
@@ -263,14 +248,14 @@ def _target_name(request: Request, target: Address) -> Iterator[Finding]:
     if request.lookup is None:
         return
     lookup = request.lookup
-    listed = hosts_file_entries(request.hosts_file, target.host)
+    listed = hosts_file_entries(_HOSTS, target.host)
     if lookup.error is not None:
-        yield _unresolved(request, target, _query_servers(request, target.host))
+        yield _unresolved(request, target, _query_servers(target.host))
         return
     addresses = [host for _, host in lookup.places]
     # The system does not query a server for names in /etc/hosts, but other machines may.
     own = target.host == socket.gethostname()
-    answers = [] if own else _query_servers(request, target.host, _COMPARE_S if listed else _SERVER_S)
+    answers = [] if own else _query_servers(target.host, 0.6 if listed else _SERVER_S)
     other = next((each for each in answers if each.addresses), None)
     shadowed = listed and other is not None and not set(other.addresses) & set(addresses)
     if shadowed and other is not None:
@@ -282,7 +267,9 @@ def _target_name(request: Request, target: Address) -> Iterator[Finding]:
             fix=f"remove the line of {target.host} from /etc/hosts, or make all machines agree",
             commands=(f"grep -n {target.host} /etc/hosts",),
         )
-    if lookup.seconds > _SLOW_S:
+    # A job resolves a name many times: a second is noticeable.
+    slow = lookup.seconds > 1.0
+    if slow:
         silent = _describe_silent(answers)
         server = "remove the silent server from" if silent else "use a faster server in"
         speed = join([f"{each.server} answered after {duration(each.seconds)}" for each in answers if each.answered])
@@ -294,7 +281,7 @@ def _target_name(request: Request, target: Address) -> Iterator[Finding]:
             fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
             commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
         )
-    if not shadowed and lookup.seconds <= _SLOW_S:
+    if not shadowed and not slow:
         both = " (IPv4 and IPv6)" if len({family for family, _ in lookup.places}) > 1 else ""
         why = f"from {'/etc/hosts' if listed else 'the name service'} in {duration(lookup.seconds)}"
         yield _NAMES.green("target-name", f"{target.host} is {join(addresses)}{both}", why, addresses=addresses)

@@ -26,9 +26,6 @@ __all__ = ["Job", "Rank", "examine_job", "list_jobs"]
 
 _JOB = Section("job")
 
-# Between two snapshots of a job: long enough for a training job to begin or end a call.
-_SNAPSHOT_S = 0.4
-
 # A user who only asked about the machine is shown jobs that have made no progress for this long.
 _STALLED_S = 30.0
 
@@ -116,7 +113,11 @@ def _without_descendants(found: list[Rank]) -> list[Rank]:
 def _by_job(found: list[Rank]) -> list[Job]:
     """Group ranks by launch id, by address, by shared memory, or else by parent."""
     # Merge the segments of ranks that share any of them.
-    segments = {rank.pid: _segments(rank.pid) for rank in found}
+    segments: dict[int, set[int]] = defaultdict(set)
+    for rank in found:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{rank.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            segments[rank.pid] = {int(line.split()[4]) for line in maps if line.endswith(_SEGMENT)}
     merged: list[set[int]] = []
     for own in segments.values():
         touching = [each for each in merged if each & own]
@@ -138,15 +139,6 @@ def _job_key(rank: Rank, shared: int | None) -> str:
     if shared is not None:
         return f"memory {shared}"
     return f"parent {rank.parents[:1]} of {rank.world_size}"
-
-
-def _segments(pid: int) -> set[int]:
-    """Return the inodes of the shared memory of groups that ``pid`` has mapped."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return {int(line.split()[4]) for line in lines if line.endswith(_SEGMENT)}
 
 
 # Checks -------------------------------------------------------------------------------------------------------
@@ -185,7 +177,8 @@ def _examine(job: Job) -> list[Finding]:
     if not before:
         return [_JOB.green("over", "the job has just ended")]
     stacks = Concurrent(main_stack, list(before))
-    time.sleep(_SNAPSHOT_S)
+    # Long enough for a training job to begin or end a call.
+    time.sleep(0.4)
     after = _snapshots(before)
     stack_of = dict(zip(before, stacks.results(), strict=True))
     passed_s = max(0.01, time.monotonic() - started)

@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,29 +51,17 @@ _NETWORK, _RESOURCES, _STACK = Section("network"), Section("resources"), Section
 # has either.
 JOB, LISTENER = "allhands doctor", -1
 
-# Longer than one retransmission of a lost first packet (after 1 s), so that one loss is not taken for a firewall.
-_CONNECT_S = 2.2
-
 # Limit for the peer's next message. TCP retransmits a lost packet within this.
 _ANSWER_S = 2.5
 
-# The peer connects to all ports concurrently, and waits for those that do not answer.
-_CONNECTS_S = _ANSWER_S + 3.0
-
-# A client starts the handshake at once, and needs some seconds for all checks.
-_HANDSHAKE_S, _SESSION_S, _REQUEST_S = 5.0, 60.0, 10.0
+# A client starts the handshake at once.
+_HANDSHAKE_S = 5.0
 
 # Concurrent clients: every machine of a rack may connect at once, but the number of threads must be bounded.
 _MOST_CLIENTS = 64
 
 # Ports that are tried: one in each part of the kernel's range, because firewalls open parts of it.
 _PORTS = 8
-
-# If a port is in use, so many of its neighbours are tried.
-_NEIGHBOURS = 50
-
-# A server connects to no more ports of a client. A client listens on eight.
-_MOST_PORTS = 64
 
 # The first transfer determines the size of the second, which takes `_TRANSFER_S`; no transfer is larger than the last.
 _FIRST_TRANSFER, _TRANSFER_S, _MOST_TRANSFER = 1 << 20, 0.2, 1 << 28
@@ -84,9 +71,6 @@ _CHUNK = 1 << 20
 
 # Of so many round trips, the fastest is a good estimate.
 _ROUND_TRIPS = 20
-
-# Clocks that NTP keeps differ by less. Beyond this, log lines of two machines cannot be ordered.
-_SKEW_S = 1.0
 
 # The MTU that every network of IPv6, and so nearly every tunnel, passes.
 _LEAST_MTU = 1280
@@ -260,7 +244,8 @@ def connect_all(places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], OSEr
     def connect(place: tuple[str, int]) -> OSError | float:
         started = time.monotonic()
         try:
-            socket.create_connection(place, _CONNECT_S).close()
+            # Longer than one retransmission of a lost first packet (after 1 s), which is no firewall.
+            socket.create_connection(place, 2.2).close()
         except TimeoutError:
             return TimeoutError(errno.ETIMEDOUT, "no answer")
         except OSError as problem:
@@ -290,7 +275,8 @@ def _listen_on_ports(address: str) -> Iterator[list[int]]:
         ports = []
         for part in range(_PORTS):
             start = low + part * step + step // 2
-            for port in range(start, min(start + _NEIGHBOURS, high + 1)):
+            # If a port is in use, its neighbours are tried.
+            for port in range(start, min(start + 50, high + 1)):
                 try:
                     # The kernel completes connections without accept.
                     sockets.enter_context(socket.create_server((address, port), family=family, backlog=4))
@@ -358,7 +344,8 @@ def _clock(connection: PeerConnection, name: str) -> Iterator[Finding]:
             best, offset = took, theirs - (wall + took / 2)
     what = f"round trip to {name} {best * 1000:.2f} ms"
     yield _NETWORK.green("round-trip", what, f"the fastest of {_ROUND_TRIPS}", round_trip_s=best)
-    if abs(offset) - best < _SKEW_S:
+    # Clocks that NTP keeps differ by less. Beyond a second, log lines of two machines cannot be ordered.
+    if abs(offset) - best < 1.0:
         what = f"clocks agree within {max(abs(offset), best) * 1000:.0f} ms"
         yield _RESOURCES.green("clock", what, offset_s=offset)
         return
@@ -378,7 +365,8 @@ def _ports(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]:
     own, here = connection.own, socket.gethostname()
     there = _connect_to_ports(peer.address, connection.ask(ListenRequest(), list[int]))
     with _listen_on_ports(own) as ports:
-        back = connection.ask(ConnectRequest(own, ports), dict[int, str], _CONNECTS_S)
+        # The peer connects to all ports concurrently, and waits for those that do not answer.
+        back = connection.ask(ConnectRequest(own, ports), dict[int, str], _ANSWER_S + 3.0)
     if any(there.values()):
         yield _filtered("ports-there", there, here, peer.host)
     if any(back.values()):
@@ -421,9 +409,9 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]
     details = {"here": mtu, "there": peer.mtu}
     direction = f"to {peer.host}"
     try:
-        there = _measure(partial(_upload, connection))
+        there = _measure(connection, back=False)
         direction = f"from {peer.host}"
-        back = _measure(partial(_download, connection))
+        back = _measure(connection, back=True)
     except ConnectionFailed as problem:
         if not problem.silent:
             raise
@@ -455,27 +443,23 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]
         )
 
 
-def _measure(transfer: Callable[[int], None]) -> float:
-    """Return the bytes per second of ``transfer``; a small one determines the size of the one that counts."""
-    size = _FIRST_TRANSFER
+def _measure(connection: PeerConnection, *, back: bool) -> float:
+    """Return the bytes per second to the peer, or ``back``; a first transfer determines the size of the second."""
+    rate = 0.0
     for _ in range(2):
-        done, started = size, time.monotonic()
-        transfer(done)
-        rate = done / max(1e-9, time.monotonic() - started)
         size = int(min(max(_FIRST_TRANSFER, rate * _TRANSFER_S), _MOST_TRANSFER))
+        if not back:
+            # Bytes that arrived together with the request would be parsed.
+            connection.ask(ReceiveRequest(size), bool)
+        started = time.monotonic()
+        if back:
+            connection.send(SendRequest(size))
+            connection.receive_bytes(size)
+        else:
+            connection.send_bytes(size)
+            connection.receive(bool)
+        rate = size / max(1e-9, time.monotonic() - started)
     return rate
-
-
-def _upload(connection: PeerConnection, size: int) -> None:
-    # Bytes that arrived together with the request would be parsed.
-    connection.ask(ReceiveRequest(size), bool)
-    connection.send_bytes(size)
-    connection.receive(bool)
-
-
-def _download(connection: PeerConnection, size: int) -> None:
-    connection.send(SendRequest(size))
-    connection.receive_bytes(size)
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -559,22 +543,19 @@ class PeerServer:
 
     def _serve_one(self, link: socket.socket) -> bool:
         """Serve one client; return whether it sent its report."""
-        try:
-            with link, contextlib.suppress(OSError, msgspec.MsgspecError, ConnectionFailed):
-                client = str(link.getpeername()[0])
-                link.settimeout(_HANDSHAKE_S)
-                connection = self._handshake(link)
-                if connection is None:
-                    return False
-                try:
+        report = None
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._places.release)
+            stack.enter_context(link)
+            stack.enter_context(contextlib.suppress(OSError, msgspec.MsgspecError, ConnectionFailed))
+            client = str(link.getpeername()[0])
+            link.settimeout(_HANDSHAKE_S)
+            connection = self._handshake(link)
+            if connection is not None:
+                with contextlib.suppress(msgspec.MsgspecError, ConnectionFailed):
                     report = self._answer(connection)
-                except (ConnectionFailed, msgspec.MsgspecError):
-                    report = None
                 self._on_report(client, report)
-                return report is not None
-        finally:
-            self._places.release()
-        return False
+        return report is not None
 
     def _handshake(self, link: socket.socket) -> PeerConnection | None:
         """Do the coordinator's half of the handshake; return None if the client is no doctor or has not our token."""
@@ -587,7 +568,15 @@ class PeerServer:
         connection = PeerConnection(link, Splitter(MOST_BEFORE_PROOF), [])
         opening = decode_hello(connection.frame(_HANDSHAKE_S))
         if opening.job != JOB:
-            connection.send(Refused(_not_a_coordinator(self.address)))
+            diagnosis = Diagnosis(
+                "wrong-service",
+                f"the service on {self.address} is not an allhands coordinator",
+                who=f"the service at {self.address}",
+                why="`allhands doctor --listen` runs there (from its own report)",
+                fix="end it before the job starts",
+                ranks=(0,),
+            )
+            connection.send(Refused(diagnosis))
             return None
         made = msgspec.structs.replace(handshake.challenge(opening, self._token), protocol=LISTENER)
         connection.send(made)
@@ -599,19 +588,20 @@ class PeerServer:
 
     def _answer(self, connection: PeerConnection) -> Report | None:
         """Answer requests until the client sends its report."""
-        deadline = time.monotonic() + _SESSION_S
+        # A client needs some seconds for all checks.
+        deadline = time.monotonic() + 60.0
         host, own, (interface, mtu) = socket.gethostname(), connection.own, connection.interface()
         connection.send(PeerInfo(host, __version__, self._torch, own, interface, mtu, connection.peer))
         with contextlib.ExitStack() as session:
             while time.monotonic() < deadline:
-                match _decode_request(connection.frame(_REQUEST_S)):
+                match _decode_request(connection.frame(10.0)):
                     case ClockRequest():
                         connection.send(self._clock())
                     case ListenRequest():
                         connection.send(session.enter_context(_listen_on_ports(own)))
                     case ConnectRequest(address, ports):
-                        # Connects to the client only: nobody can use this server to scan a third machine.
-                        theirs = ports[:_MOST_PORTS] if address == connection.peer else []
+                        # Connects to some ports of the client only: nobody can use this server to scan others.
+                        theirs = ports[:64] if address == connection.peer else []
                         connection.send(_connect_to_ports(address, theirs))
                     case ReceiveRequest(size):
                         connection.send(message=True)
@@ -622,14 +612,3 @@ class PeerServer:
                     case Report() as report:
                         return report
         return None
-
-
-def _not_a_coordinator(address: Address) -> Diagnosis:
-    return Diagnosis(
-        "wrong-service",
-        f"the service on {address} is not an allhands coordinator",
-        who=f"the service at {address}",
-        why="`allhands doctor --listen` runs there (from its own report)",
-        fix="end it before the job starts",
-        ranks=(0,),
-    )

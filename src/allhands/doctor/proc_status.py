@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -99,37 +98,11 @@ def waiting_in(pid: int) -> str:
 # Leftovers ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A worker whose launcher has ended."""
-
-    pid: int
-    command: str
-    age_s: float
-    mine: bool
-    ports: tuple[int, ...]
-
-    def __str__(self) -> str:
-        ports = f", listening on {join([str(port) for port in self.ports])}" if self.ports else ""
-        return f"pid {self.pid} ({self.command[:60]}), {duration(self.age_s)} old{ports}"
-
-
-def find_leftovers() -> list[Leftover]:
-    """Return the workers on this machine that an init process has adopted."""
-    found = []
-    for process in psutil.process_iter():
-        env = environment(process)
-        # A process that has ended meanwhile is skipped.
-        with contextlib.suppress(psutil.Error):
-            age_s = time.time() - process.create_time()
-            launched = any(env.get(name) for name in _LAUNCHED)
-            if launched and age_s >= _YOUNG_S and process.pid != os.getpid() and _is_adopted(process):
-                mine, ports = process.uids().effective == os.getuid(), listening_ports(process.pid)
-                found.append(Leftover(process.pid, command_line(process), age_s, mine, ports))
-    return found
-
-
-def _is_adopted(process: psutil.Process) -> bool:
+def _is_leftover(process: psutil.Process) -> bool:
+    """Return whether a launcher started ``process`` and an init process has adopted it."""
+    env, age_s = environment(process), time.time() - process.create_time()
+    if process.pid == os.getpid() or age_s < _YOUNG_S or not any(env.get(name) for name in _LAUNCHED):
+        return False
     parent = process.parent()
     if parent is None:
         return bool(process.ppid() == 1)
@@ -147,24 +120,30 @@ def listening_ports(pid: int) -> tuple[int, ...]:
 
 def check_leftovers(request: Request) -> Iterator[Finding]:
     """Report the workers that were left behind; red if one holds the port of this job's coordinator."""
-    found = find_leftovers()
     local = request.target is not None and (not request.target_given or request.target_is_here)
     port = request.target.port if request.target is not None and local else None
+    found, mine, holding = {}, [], ""
+    for process in psutil.process_iter():
+        # A process that has ended meanwhile is skipped.
+        with contextlib.suppress(psutil.Error):
+            if _is_leftover(process):
+                pid, ports, age = process.pid, listening_ports(process.pid), time.time() - process.create_time()
+                listening = f", listening on {join([str(each) for each in ports])}" if ports else ""
+                found[pid] = f"pid {pid} ({command_line(process)[:60]}), {duration(age)} old{listening}"
+                mine += [str(pid)] if process.uids().effective == os.getuid() else []
+                holding = f"; pid {pid} holds port {port}" if port in ports else holding
     if not found:
         yield _RESOURCES.green("leftovers", "no workers left of earlier jobs")
         return
-    holding = next((each for each in found if port is not None and port in each.ports), None)
-    shown = join([str(each) for each in found[:_MOST_SHOWN]])
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
-    mine = [each.pid for each in found if each.mine]
     yield _RESOURCES.at(
         "red" if holding else "yellow",
         "leftovers",
         "stale-worker",
-        f"{count(len(found), 'worker')} of an earlier job whose launcher has ended"
-        + (f"; pid {holding.pid} holds port {port}" if holding else ""),
-        why=f"{shown}{more}: adopted by process 1 of {socket.gethostname()} (observed)",
+        f"{count(len(found), 'worker')} of an earlier job whose launcher has ended{holding}",
+        why=f"{join(list(found.values())[:_MOST_SHOWN])}{more}: adopted by process 1 of {socket.gethostname()} "
+        "(observed)",
         fix="end them, if that job is over (--fix does not end them, because that cannot be undone)",
-        commands=(f"kill {' '.join(map(str, mine))}",) if mine else (),
-        details={"pids": [each.pid for each in found]},
+        commands=(f"kill {' '.join(mine)}",) if mine else (),
+        details={"pids": list(found)},
     )

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -22,9 +21,6 @@ from ..environments.world import Address, World
 from ..errors import AllhandsError
 
 __all__ = ["Interface", "Lookup", "Request", "interfaces", "look_up", "make_request"]
-
-# Limit on resolving a name. glibc repeats a query only after 5 s, so waiting a little longer finds out no more.
-_NAME_S = 2.2
 
 # Variables in which schedulers give the number of nodes.
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "NNODES", "PET_NNODES")
@@ -94,7 +90,8 @@ def look_up(address: Address) -> Lookup:
     """Resolve the name of ``address`` within a time limit."""
     started = time.monotonic()
     try:
-        places = resolve(address.host, address.port, started + _NAME_S)
+        # glibc repeats a query only after 5 s, so waiting a little longer finds out no more.
+        places = resolve(address.host, address.port, started + 2.2)
     except socket.gaierror as problem:
         return Lookup([], problem, time.monotonic() - started)
     return Lookup(places, None, time.monotonic() - started)
@@ -110,8 +107,6 @@ class Request:
     ranks: int | None = None
     world: World | None = None
     world_error: AllhandsError | None = None
-    hosts_file: Path = Path("/etc/hosts")
-    resolver_file: Path = Path("/etc/resolv.conf")
 
     @cached_property
     def interfaces(self) -> list[Interface]:
@@ -142,9 +137,7 @@ class Request:
     @property
     def local_ranks(self) -> int | None:
         """The number of ranks on this machine, None if not known."""
-        if self.ranks is not None:
-            return self.ranks
-        return self.world.local_world_size if self.world is not None else None
+        return self.ranks or (self.world.local_world_size if self.world is not None else None)
 
     @property
     def nodes(self) -> str:

@@ -60,15 +60,6 @@ _WAITS = {
     **dict.fromkeys(("wait4", "waitid"), _CHILD),
 }
 
-# A frame in the output of faulthandler.
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-
-# Limit for the answer of a rank's own handler, also if it has to wait for a core.
-_ANSWER_S = 1.0
-
-# py-spy stops the process, reads it and continues it, within tenths of a second.
-_PY_SPY_S = 3.0
-
 _OURS = str(Path(__file__).parents[1])
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen |^<string>$")
 
@@ -100,11 +91,16 @@ class Stack:
 
 def main_stack(pid: int) -> Stack:
     """Read the stack of the main thread of ``pid``: by its own handler, or else by py-spy if that is installed."""
-    text = stacks.request(pid, _ANSWER_S)
-    if text:
+    # A rank may have to wait for a core before it answers.
+    if text := stacks.request(pid, 1.0):
         return Stack(parse_frames(text), "its own handler")
-    output, problem = run_tool("py-spy", "dump", "--json", "--pid", str(pid), timeout_s=_PY_SPY_S)
-    return Stack() if problem else _parse_py_spy(output)
+    # py-spy stops the process, reads it and continues it, within tenths of a second.
+    output, problem = run_tool("py-spy", "dump", "--json", "--pid", str(pid), timeout_s=3.0)
+    if problem:
+        return Stack()
+    threads = json.loads(output)
+    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
+    return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
 
 
 def parse_frames(text: str) -> tuple[Frame, ...]:
@@ -117,7 +113,7 @@ def parse_frames(text: str) -> tuple[Frame, ...]:
     for line in text.splitlines():
         if line.startswith(("Thread 0x", "Current thread 0x")):
             threads.append((line, []))
-        elif threads and (match := _FRAME.match(line)):
+        elif threads and (match := re.match(r'  File "(.*)", line (\d+) in (.*)$', line)):
             threads[-1][1].append(Frame(match[1], int(match[2]), match[3]))
     current = [each for head, each in threads if head.startswith("Current") and each]
     return tuple(current[0] if current else threads[-1][1] if threads else ())
@@ -130,12 +126,6 @@ def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
         if not frame.file.startswith((_OURS, standard)) and not _LIBRARY.search(frame.file):
             return frame
     return frames[0] if frames else None
-
-
-def _parse_py_spy(text: str) -> Stack:
-    threads = json.loads(text)
-    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
-    return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
 
 
 # Ranks --------------------------------------------------------------------------------------------------------
