@@ -99,7 +99,7 @@ def test_usage_errors(words: list[str], code: int, said: str) -> None:
 
 def check_port(port: int, **env: str) -> Finding:
     """Return the finding of the check of a port of this machine."""
-    return ports.check(make_request(Address("127.0.0.1", port), env=env))[0]
+    return next(ports.check(make_request(Address("127.0.0.1", port), env=env)))
 
 
 @contextlib.contextmanager

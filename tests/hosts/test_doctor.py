@@ -78,7 +78,7 @@ def listening(
 
 def look_at(host: Host, there: Host) -> list[Finding]:
     """Return what a doctor on ``host`` finds out about the way to the one that listens on ``there``."""
-    found: list[Finding] = on(host, lambda: ports.check(request_of(there.ipv4)))
+    found: list[Finding] = on(host, lambda: list(ports.check(request_of(there.ipv4))))
     assert "a doctor listens" in found[0].what, found
     return found
 
@@ -89,12 +89,12 @@ def look_at(host: Host, there: Host) -> list[Finding]:
 def test_refused_filtered_and_no_route_are_told_apart(cables: Making) -> None:
     """Nobody listens; packets vanish; no network leads there: three diagnoses, each in the words of a rank."""
     a, b = cables().hosts
-    refused = on(b, lambda: ports.check(request_of(a.ipv4)))
+    refused = on(b, lambda: list(ports.check(request_of(a.ipv4))))
     assert (refused[0].slug, refused[0].level) == ("connection-refused", "red")
-    nowhere = on(b, lambda: ports.check(request_of("10.99.0.1")))
+    nowhere = on(b, lambda: list(ports.check(request_of("10.99.0.1"))))
     assert (nowhere[0].slug, nowhere[0].level) == ("no-route", "red")
     b.lose(a)
-    filtered = on(b, lambda: ports.check(request_of(a.ipv4)))
+    filtered = on(b, lambda: list(ports.check(request_of(a.ipv4))))
     assert (filtered[0].slug, filtered[0].level) == ("connection-filtered", "red")
     assert not filtered[0].certain
 

@@ -41,6 +41,8 @@ __all__ = [
 # Increased if the JSON changes incompatibly: a field is removed or changes its meaning.
 _SCHEMA = 1
 
+_REINSTALL = f"{sys.executable} -m pip install --force-reinstall torch"
+
 # The smallest group, with slots of the default size.
 _RANKS, _SLOT_BYTES = 2, 1 << 20
 
@@ -81,11 +83,14 @@ class Installed:
 
 def installed() -> Installed:
     """Read the versions from package metadata, torch's version file, and the driver's library."""
-    torch = package_version("torch")
-    built = _torch_version_file() if torch else {}
+    folder, built = _torch_folder(), {}
+    if folder is not None:
+        # As text: importing it would import torch.
+        text = (folder / "version.py").read_text(encoding="utf-8")
+        built = dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
     driver = _ask_driver("cuDriverGetVersion")
     return Installed(
-        torch=torch,
+        torch=package_version("torch"),
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
         nccl=next((found for name in _NCCL_PACKAGES if (found := package_version(name))), ""),
@@ -109,13 +114,6 @@ def _torch_folder() -> Path | None:
     spec = util.find_spec("torch")
     places = (spec.submodule_search_locations or []) if spec is not None else []
     return next((Path(place) for place in places if (Path(place) / "version.py").exists()), None)
-
-
-def _torch_version_file() -> dict[str, str]:
-    """Parse torch/version.py as text: importing it would import torch."""
-    folder = _torch_folder()
-    text = (folder / "version.py").read_text(encoding="utf-8") if folder is not None else ""
-    return dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
 
 
 def _ask_driver(function: str) -> int:
@@ -150,15 +148,21 @@ class Probe:
 def probe(found: Installed) -> Probe:
     """Try what engines need: shared memory, torch's bindings, the driver's GPUs, an MPI library."""
     built = _torch_backends() if found.torch else set()
-    no_mpi, family, mpi = _mpi_library()
+    no_mpi, mpi = library.load_failure(), ""
+    if not no_mpi:
+        try:
+            mpi = library.library_name()
+        except (ImportError, OSError, RuntimeError) as problem:
+            no_mpi = f"mpi4py is installed, but cannot be imported: {problem}"
     return Probe(
         no_memory=_no_memory() if found.core else "",
         gloo="gloo" in built,
         nccl="nccl" in built,
-        gpus=_count_gpus(found),
+        # Of AMD's driver only the presence is checked.
+        gpus=int(Path("/dev/kfd").exists()) if found.hip else _ask_driver("cuDeviceGetCount"),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         no_mpi=no_mpi,
-        family=family,
+        family=("openmpi" if mpi.startswith("Open MPI") else "mpich") if mpi else "",
         mpi=mpi,
         launched=library.launched(),
     )
@@ -191,23 +195,6 @@ def _torch_backends() -> set[str]:
         return set()
 
 
-def _count_gpus(found: Installed) -> int:
-    """Return the number of GPUs that the driver shows this process; it obeys CUDA_VISIBLE_DEVICES."""
-    # Of AMD's driver only the presence is checked.
-    return int(Path("/dev/kfd").exists()) if found.hip else _ask_driver("cuDeviceGetCount")
-
-
-def _mpi_library() -> tuple[str, str, str]:
-    """Return the reason why there is no MPI, or "" with the library's family, and its name and version."""
-    if why := library.load_failure():
-        return why, "", ""
-    try:
-        name = library.library_name()
-    except (ImportError, OSError, RuntimeError) as problem:
-        return f"mpi4py is installed, but cannot be imported: {problem}", "", ""
-    return "", "openmpi" if name.startswith("Open MPI") else "mpich", name
-
-
 # Offers -------------------------------------------------------------------------------------------------------
 
 
@@ -227,73 +214,72 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 def offers(found: Installed, probed: Probe) -> list[Offer]:
     """Return for each engine whether it can run, and what is missing if it cannot. Pure."""
-    install = f"{sys.executable} -m pip install --force-reinstall torch"
-    torch, driver, core, room, gloo, nccl = no_torch(found), driver_too_old(found), None, None, None, None
-    if not found.core:
-        core = _missing(
-            "engine-failed",
-            "the C core of allhands is not built",
-            "there is no module allhands._core beside the package",
-            "install allhands again, or build it in place",
-            "python setup.py build_ext --inplace",
-        )
-    if probed.no_memory:
-        room = _missing(
-            "shm-too-small",
-            "there is no room for the shared memory of the smallest group",
-            probed.no_memory,
-            "free memory, or raise the memory limit of the container or cgroup",
-        )
-    if not probed.gloo:
-        gloo = _missing(
-            "backend-unknown",
-            "gloo was asked for, but this torch was built without it",
-            f"torch {found.torch} has no gloo in it",
-            "install torch's own wheel, or build it with USE_GLOO=1",
-            install,
-        )
-    if not probed.nccl:
-        nccl = _missing(
-            "nccl-missing",
-            "nccl was asked for, but this torch was built without NCCL",
-            f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
-            "install a CUDA build of torch, or use backend='gloo'",
-            install,
-        )
+    core = _unless(
+        found.core,
+        "engine-failed",
+        "the C core of allhands is not built",
+        "there is no module allhands._core beside the package",
+        "install allhands again, or build it in place",
+        "python setup.py build_ext --inplace",
+    )
+    room = _unless(
+        not probed.no_memory,
+        "shm-too-small",
+        "there is no room for the shared memory of the smallest group",
+        probed.no_memory,
+        "free memory, or raise the memory limit of the container or cgroup",
+    )
+    gloo = _unless(
+        probed.gloo,
+        "backend-unknown",
+        "gloo was asked for, but this torch was built without it",
+        f"torch {found.torch} has no gloo in it",
+        "install torch's own wheel, or build it with USE_GLOO=1",
+        _REINSTALL,
+    )
+    nccl = _unless(
+        probed.nccl,
+        "nccl-missing",
+        "nccl was asked for, but this torch was built without NCCL",
+        f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
+        "install a CUDA build of torch, or use backend='gloo'",
+        _REINSTALL,
+    )
+    no_mpi = probed.no_mpi
+    if not no_mpi and not found.mpi and not probed.launched:
+        no_mpi = f"the library of {probed.mpi} is installed, but no mpirun, which has to start the ranks"
+    mpi = _unless(not no_mpi, "mpi-missing", "mpi was asked for, but no MPI can be used here", no_mpi, library.INSTALL)
+    torch, driver = no_torch(found), driver_too_old(found)
     own, gpus = f"allhands {__version__}", f"{probed.gpus} GPU{'s' * (probed.gpus > 1)}"
+    nccl_version = f"NCCL {found.nccl}" if found.nccl else f"torch {found.torch}"
     mpirun = f", mpirun at {found.mpi}" if found.mpi else ""
     # For each engine its version, and what it lacks; what it needs first is reported first.
     table = {
         "shm": (own, core or torch or room),
         "gloo": (f"torch {found.torch}", torch or gloo),
         "rails": (own, core or torch),
-        "nccl": (
-            f"{gpus}, {f'NCCL {found.nccl}' if found.nccl else f'torch {found.torch}'}",
-            torch or nccl or driver or _no_gpu("nccl", found, probed),
-        ),
+        "nccl": (f"{gpus}, {nccl_version}", torch or nccl or driver or _no_gpu("nccl", found, probed)),
         "cuda_ipc": (
             f"{gpus}, driver for CUDA {found.driver}",
             torch or driver or _no_gpu("cuda_ipc", found, probed) or torch_for_cpus(found),
         ),
-        "mpi": (f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}", torch or _no_mpi(found, probed)),
+        "mpi": (f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}", torch or mpi),
     }
     return [
-        Offer(name=name, moves=_MOVES[name], available=False, **lacks)
-        if lacks
-        else Offer(name=name, moves=_MOVES[name], version=version)
+        Offer(name=name, moves=_MOVES[name], available=not lacks, **(lacks or {"version": version}))
         for name, (version, lacks) in table.items()
     ]
 
 
-def _missing(slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
-    return {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
+def _unless(available: object, slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
+    """Return the parts of a finding about something that is missing, {} if it is ``available``."""
+    return {} if available else {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
 
 
-def no_torch(found: Installed) -> dict[str, Any] | None:
+def no_torch(found: Installed) -> dict[str, Any]:
     """Return what is missing if torch is not installed."""
-    if found.torch:
-        return None
-    return _missing(
+    return _unless(
+        found.torch,
         "version-mismatch",
         "torch is not installed in this Python",
         f"{sys.executable} has no package torch",
@@ -302,13 +288,12 @@ def no_torch(found: Installed) -> dict[str, Any] | None:
     )
 
 
-def driver_too_old(found: Installed) -> dict[str, Any] | None:
+def driver_too_old(found: Installed) -> dict[str, Any]:
     """Return what is missing if the driver cannot run the CUDA that torch is built for."""
     needed, runs = (int(version.partition(".")[0] or 0) for version in (found.cuda, found.driver))
-    # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
-    if not runs or needed <= runs:
-        return None
-    return _missing(
+    return _unless(
+        # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
+        not runs or needed <= runs,
         "driver-mismatch",
         f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
         "from cuDriverGetVersion and torch/version.py (observed)",
@@ -317,38 +302,27 @@ def driver_too_old(found: Installed) -> dict[str, Any] | None:
     )
 
 
-def torch_for_cpus(found: Installed) -> dict[str, Any] | None:
+def torch_for_cpus(found: Installed) -> dict[str, Any]:
     """Return what is missing to use GPUs if torch is not built for CUDA."""
-    if found.cuda:
-        return None
-    return _missing(
+    return _unless(
+        found.cuda,
         "driver-mismatch",
         f"there are GPUs, but torch {found.torch} is not built for CUDA",
         "torch/version.py names no CUDA",
         "install a CUDA build of torch to use them",
-        f"{sys.executable} -m pip install --force-reinstall torch",
+        _REINSTALL,
     )
 
 
-def _no_gpu(name: str, found: Installed, probed: Probe) -> dict[str, Any] | None:
-    if probed.gpus:
-        return None
+def _no_gpu(name: str, found: Installed, probed: Probe) -> dict[str, Any]:
     nothing = "the driver counts no GPU" if found.driver else "there is no driver: libcuda.so.1 cannot be loaded"
-    return _missing(
+    return _unless(
+        probed.gpus,
         "gpu-missing",
         f"{name} was asked for, but this process sees no GPU",
         f"CUDA_VISIBLE_DEVICES={probed.visible}" if probed.visible is not None else nothing,
         "run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
         "nvidia-smi -L",
-    )
-
-
-def _no_mpi(found: Installed, probed: Probe) -> dict[str, Any] | None:
-    why = probed.no_mpi
-    if not why and not found.mpi and not probed.launched:
-        why = f"the library of {probed.mpi} is installed, but no mpirun, which has to start the ranks"
-    return (
-        _missing("mpi-missing", "mpi was asked for, but no MPI can be used here", why, library.INSTALL) if why else None
     )
 
 

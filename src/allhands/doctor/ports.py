@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -45,9 +47,6 @@ _NETWORK = Section("network")
 # A coordinator answers in milliseconds; one that serves thousands of ranks on a busy machine within this.
 _ANSWER_S = 1.5
 
-# Services that send first (SSH, mail, databases) do so at once.
-_BANNER_S = 0.25
-
 # torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp in 2.13): a client first sends the query "validate"
 # with this number; then it may send "ping" with a number that is sent back. Other clients get no answer.
 _VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
@@ -56,43 +55,38 @@ _STORE = "torch's TCPStore"
 
 _BANNERS = ((b"SSH-", "an SSH server"), (b"220 ", "a mail or FTP server"), (b"* OK", "a mail server"))
 
-# Of the bytes of an unknown service, this many are shown.
-_MOST_SHOWN = 60
-
 _OTHER_PORT = "choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)"
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: Request) -> Iterator[Finding]:
     """Check the coordinator's port, and if a doctor listens there, the way to it and back."""
     target, places = request.target, request.places
     if target is None or not places:
-        return []
+        return
     results = connect_all([(host, target.port) for _, host in places])
     errors = {host: result for (host, _), result in results.items() if isinstance(result, OSError)}
     seconds = {host: result for (host, _), result in results.items() if isinstance(result, float)}
     if not seconds:
-        return [_unreachable(request, target, errors)]
+        yield _unreachable(request, target, errors)
+        return
     host = next(host for _, host in places if host in seconds)
     service = _identify((host, target.port), target.host, settings.read(request.env))
-    found = [_reachable(request, target, host, seconds[host], service)]
+    yield _reachable(request, target, host, seconds[host], service)
     # A service that listens on one kind of address only refuses connections to the other.
     dead = {each: problem for each, problem in errors.items() if problem.errno != errno.ECONNREFUSED}
     if dead and not request.target_is_here:
         reasons = join([f"{each}: {problem.strerror}" for each, problem in dead.items()])
-        found.append(
-            _NETWORK.yellow(
-                "families",
-                "no-route",
-                f"{target.host} has an address that cannot be reached: {join(list(dead))}",
-                why=f"{reasons}; {host} answers. A client that tries the other address first waits in vain",
-                fix=f"give ranks the address that works: MASTER_ADDR={host}",
-                commands=(f"export MASTER_ADDR={host}",),
-            )
+        yield _NETWORK.yellow(
+            "families",
+            "no-route",
+            f"{target.host} has an address that cannot be reached: {join(list(dead))}",
+            why=f"{reasons}; {host} answers. A client that tries the other address first waits in vain",
+            fix=f"give ranks the address that works: MASTER_ADDR={host}",
+            commands=(f"export MASTER_ADDR={host}",),
         )
     if service.connection is not None:
         with service.connection.link:
-            found += check_peer(service.connection)
-    return found
+            yield from check_peer(service.connection)
 
 
 def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) -> Finding:
@@ -110,10 +104,9 @@ def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) 
         "no-route": (f"ip route get {next(iter(errors))}",),
         "connection-filtered": (f"nft list ruleset   # on {target.host}, as root",),
     }.get(diagnosis.slug, ())
-    if diagnosis.slug == "connection-refused" and not request.target_given:
-        # Before a job starts nothing listens; that is no fault if the address is only from the environment.
-        return _NETWORK.of("port", "yellow", diagnosis, commands=commands)
-    return _NETWORK.of("port", "red", diagnosis, commands=commands)
+    # Before a job starts nothing listens; that is no fault if the address is only from the environment.
+    expected = diagnosis.slug == "connection-refused" and not request.target_given
+    return _NETWORK.of("port", "yellow" if expected else "red", diagnosis, commands=commands)
 
 
 def _reachable(request: Request, target: Address, host: str, seconds: float, service: Service) -> Finding:
@@ -180,16 +173,28 @@ class Service:
 
 def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
     """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
-    try:
-        token = settings.secret()
-    except AllhandsError as problem:
-        return Service("unknown", problem=problem)
-    found = None
-    if settings.tls_ca:
-        found = _handshake(place, name, settings.tls_ca, token)
-    if found is None or found.kind == "unknown":
-        found = _handshake(place, name, "", token)
-    return found if found.kind != "unknown" else _identify_other(place, found.evidence)
+    token = settings.secret()
+    for authority in dict.fromkeys((settings.tls_ca, "")):
+        found = _handshake(place, name, authority, token)
+        if found.kind != "unknown":
+            return found
+    # It is not ours: identify it by a few harmless requests. SSH, mail and databases send first, and at once.
+    banner = _exchange(place, b"", 0.25)
+    for text, kind in _BANNERS:
+        if banner.startswith(text):
+            return Service(kind, _shown(banner))
+    number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
+    ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
+    if _exchange(place, ping, _ANSWER_S / 2, most=4) == number:
+        return Service(_STORE, "it answers torch's ping")
+    page = _exchange(place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
+    if page.startswith(b"HTTP/"):
+        server = re.search(
+            r"^server:[ \t]*([\x20-\x7e]{1,40})", page.decode("latin-1"), flags=re.IGNORECASE | re.MULTILINE
+        )
+        return Service("a web server" + (f" ({server[1].strip()})" if server else ""), _shown(page))
+    evidence = _shown(banner or page) or found.evidence
+    return Service("another service" if evidence else "silent", evidence or "it accepts connections and sends nothing")
 
 
 def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
@@ -244,27 +249,6 @@ def _answer(opening: Hello, answer: Challenge | Refused | Closing, token: bytes)
     return Service(kind, problem=problem)
 
 
-def _identify_other(place: tuple[str, int], evidence: str) -> Service:
-    """Identify a service that is not ours by a few harmless requests."""
-    banner = _exchange(place, b"", _BANNER_S)
-    for text, kind in _BANNERS:
-        if banner.startswith(text):
-            return Service(kind, _shown(banner))
-    number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
-    ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
-    if _exchange(place, ping, _ANSWER_S / 2, most=4) == number:
-        return Service(_STORE, "it answers torch's ping")
-    page = _exchange(place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
-    if page.startswith(b"HTTP/"):
-        headers = page.decode("latin-1").splitlines()
-        server = next((line[7:].strip() for line in headers if line.lower().startswith("server:")), "")
-        return Service("a web server" + (f" ({server[:40]})" if server else ""), _shown(page))
-    received = banner or page
-    if received or evidence:
-        return Service("another service", _shown(received) if received else evidence)
-    return Service("silent", "it accepts connections and sends nothing")
-
-
 def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
     """Send ``data`` and return the answer, b"" if there is none."""
     with contextlib.suppress(OSError), socket.create_connection(place, timeout_s) as link:
@@ -275,4 +259,4 @@ def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int =
 
 def _shown(data: bytes) -> str:
     # As a literal: control characters are escaped.
-    return f"it sent {data[:_MOST_SHOWN]!r}" if data else ""
+    return f"it sent {data[:60]!r}" if data else ""

@@ -12,21 +12,18 @@ from pathlib import Path
 import psutil
 
 from .._version import __version__
-from ..diagnosis import join
+from ..diagnosis import count, join
 from .engines import Installed, Offer, driver_too_old, installed, no_torch, offers, probe, torch_for_cpus
 from .finding import Finding, Section
 from .proc_status import command_line, run_tool
 from .request import Request
 
-__all__ = ["Gpu", "GpuUser", "check", "find_gpus"]
+__all__ = ["Gpu", "GpuUser", "check"]
 
 _STACK = Section("stack")
 
 # The oldest torch that allhands supports; pyproject.toml has the same.
 _LEAST_TORCH = (2, 11)
-
-# nvidia-smi answers in a quarter of a second, or in one second if the driver has to initialise.
-_TOOL_S = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class Gpu:
     users: list[GpuUser] = field(default_factory=list)
 
 
-def find_gpus() -> tuple[list[Gpu], str]:
+def _find_gpus() -> tuple[list[Gpu], str]:
     """Return the GPUs with their users, and the error of nvidia-smi, "" if it has none."""
     rows, problem = _nvidia_smi("--query-gpu=index,uuid,name,memory.total")
     found = {row[1]: Gpu(row[0], row[1], row[2], row[3]) for row in rows if len(row) == 4}
@@ -71,7 +68,8 @@ def find_gpus() -> tuple[list[Gpu], str]:
 
 
 def _nvidia_smi(query: str) -> tuple[list[list[str]], str]:
-    output, problem = run_tool("nvidia-smi", query, "--format=csv,noheader", timeout_s=_TOOL_S)
+    # It answers in a quarter of a second, or in one second if the driver has to initialise.
+    output, problem = run_tool("nvidia-smi", query, "--format=csv,noheader", timeout_s=1.6)
     return [[part.strip() for part in line.split(",")] for line in output.splitlines()], problem
 
 
@@ -79,14 +77,14 @@ def check(request: Request) -> list[Finding]:
     """Report the installed software, whether torch and the driver fit, and the GPUs with their users."""
     found = installed()
     hardware = any(Path("/dev").glob("nvidia[0-9]*"))
-    gpus, problem = find_gpus()
-    results = [_torch(found), *_gpus(request, found, gpus, problem, hardware=hardware)]
-    return [*results, _engines(found, offers(found, probe(found)))]
+    gpus, problem = _find_gpus()
+    about_gpus = _gpus(request, found, gpus, problem, hardware=hardware)
+    return [_torch(found), *about_gpus, _engines(found, offers(found, probe(found)))]
 
 
 def _torch(found: Installed) -> Finding:
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    if (missing := no_torch(found)) is not None:
+    if missing := no_torch(found):
         return _STACK.red("torch", **missing)
     least = ".".join(map(str, _LEAST_TORCH))
     if tuple(int(part) for part in re.findall(r"\d+", found.torch)[:2]) < _LEAST_TORCH:
@@ -128,7 +126,16 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
             commands=("nvidia-smi",),
         )
         return
-    yield _driver(found, gpus)
+    names = join(sorted({gpu.name for gpu in gpus}))
+    shown = f"{count(len(gpus), 'GPU')} ({names})" if gpus else "GPUs"
+    if found.torch and not found.hip and (missing := torch_for_cpus(found)):
+        yield _STACK.yellow("driver", **missing)
+    elif missing := driver_too_old(found):
+        yield _STACK.red("driver", **missing)
+    else:
+        what = f"{shown}, driver for CUDA {found.driver}" + (f", NCCL {found.nccl}" if found.nccl else "")
+        why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
+        yield _STACK.green("driver", what, why, driver=found.driver, nccl=found.nccl)
     if visible is not None and not [part for part in visible.split(",") if part.strip() not in {"", "-1"}]:
         yield _STACK.yellow(
             "gpus",
@@ -143,7 +150,7 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
         yield _STACK.yellow(
             "gpus",
             "gpu-shared",
-            f"{ranks} ranks on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
+            f"{ranks} ranks on {count(len(gpus), 'GPU')}",
             why="NCCL refuses two ranks on one GPU; backend='allhands' and Gloo do not",
             fix="start as many ranks as there are GPUs, or use backend='allhands'",
         )
@@ -159,19 +166,6 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
             commands=("nvidia-smi",),
             details={"pids": [user.pid for gpu in busy for user in gpu.users]},
         )
-
-
-def _driver(found: Installed, gpus: list[Gpu]) -> Finding:
-    names = join(sorted({gpu.name for gpu in gpus}))
-    shown = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''} ({names})" if gpus else "GPUs"
-    if found.torch and not found.hip and (missing := torch_for_cpus(found)) is not None:
-        return _STACK.yellow("driver", **missing)
-    if (missing := driver_too_old(found)) is not None:
-        return _STACK.red("driver", **missing)
-    nccl = f", NCCL {found.nccl}" if found.nccl else ""
-    what = f"{shown}, driver for CUDA {found.driver}{nccl}"
-    why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
-    return _STACK.green("driver", what, why, driver=found.driver, nccl=found.nccl)
 
 
 def _engines(found: Installed, offered: list[Offer]) -> Finding:
