@@ -175,9 +175,6 @@ def _describe_silent(answers: list[Answer]) -> str:
     return join([f"{each.server} {f'does not answer: {each.error}' if each.error else quiet}" for each in silent])
 
 
-# Checks -------------------------------------------------------------------------------------------------------
-
-
 def check(request: Request) -> list[Finding]:
     """Check this machine's own name, and the coordinator's if it is a name."""
     found = [_own_name(request)]

@@ -68,9 +68,6 @@ class Job:
         return [rank.pid for rank in self.ranks]
 
 
-# Finding jobs -------------------------------------------------------------------------------------------------
-
-
 def find_jobs() -> list[Job]:
     """Return every job that has ranks on this machine, as far as this user may see."""
     found = []
@@ -139,9 +136,6 @@ def _job_key(rank: Rank, shared: int | None) -> str:
     if shared is not None:
         return f"memory {shared}"
     return f"parent {rank.parents[:1]} of {rank.world_size}"
-
-
-# Checks -------------------------------------------------------------------------------------------------------
 
 
 def examine_job(pid: int | None, name: str | None) -> list[Finding]:

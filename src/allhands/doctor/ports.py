@@ -154,9 +154,6 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
     )
 
 
-# Services -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Service:
     """A service on a port: ``kind`` is coordinator, doctor, silent, or the name of another service.

@@ -95,9 +95,6 @@ def waiting_in(pid: int) -> str:
     return ""
 
 
-# Leftovers ----------------------------------------------------------------------------------------------------
-
-
 def _is_leftover(process: psutil.Process) -> bool:
     """Return whether a launcher started ``process`` and an init process has adopted it."""
     env, age_s = environment(process), time.time() - process.create_time()

@@ -19,27 +19,6 @@ __all__ = ["apply_fixes", "available_cores", "check", "check_cores", "memory_lim
 _RESOURCES = Section("resources")
 _MIB, _GIB = 1 << 20, 1 << 30
 
-# Shared memory that NCCL's transport needs for a rank (engines/needs.py has the same number and its reason).
-_SHM_PER_RANK = 8 * _MIB
-
-# The default of Docker and Kubernetes: enough for NCCL, too little for the batches of DataLoader workers.
-_SMALL_SHM = 64 * _MIB
-
-# Below this, hardly one batch fits.
-_FULL_SHM = 16 * _MIB
-
-# Descriptors of a Python process with torch besides its connections; each rank has one connection to every other.
-_SPARE_DESCRIPTORS = 64
-
-# torch does not raise the soft limit, and DataLoader workers soon use up this many.
-_FEW_DESCRIPTORS = 256
-
-# A rank with torch has some tens of threads, and its DataLoader workers as many again.
-_THREADS_PER_RANK, _FEW_THREADS = 32, 128
-
-# A rank that has imported torch and formed a group needs about 300 MiB, besides its part of the shared memory.
-_LEAST_PER_RANK, _EASY_PER_RANK = 256 * _MIB, 512 * _MIB
-
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -48,9 +27,6 @@ def check(request: Request) -> list[Finding]:
     ranks = request.local_ranks or 1
     size = request.world.world_size if request.world is not None else ranks
     return [_shm(ranks), _descriptors(max(size, ranks)), _processes(ranks), _memory(ranks)]
-
-
-# Shared memory ------------------------------------------------------------------------------------------------
 
 
 def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the path that NCCL and torch use
@@ -66,16 +42,17 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the pa
             commands=(f"mount -t tmpfs -o size=1g tmpfs {path}",),
         )
     total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-    need = max(ranks * _SHM_PER_RANK, _FULL_SHM)
+    # NCCL's transport needs 8 MiB for a rank; in less than 16 MiB there is hardly room for one batch.
+    need = max(ranks * 8, 16) * _MIB
     shown = f"{path} {_size(free)} free of {_size(total)}"
-    if free >= need and total > _SMALL_SHM:
+    # The default of Docker and Kubernetes is enough for NCCL, too little for the batches of DataLoader workers.
+    if free >= need and total > 64 * _MIB:
         return _RESOURCES.green("shm", shown, total=total, free=free)
-    default = "" if free < need else ": the default of containers"
     return _RESOURCES.at(
         "red" if free < need else "yellow",
         "shm",
         "shm-too-small",
-        f"{shown}{default}",
+        shown if free < need else f"{shown}: the default of containers",
         why=f"NCCL passes data between ranks of one machine there ({count(ranks, 'rank')}: {_size(need)}), DataLoader "
         "workers their batches",
         fix=f"start the container with --shm-size=1g (Kubernetes: an emptyDir with medium Memory on {path}), or remove "
@@ -84,12 +61,10 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the pa
     )
 
 
-# Descriptors and processes ------------------------------------------------------------------------------------
-
-
 def _descriptors(size: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = size + _SPARE_DESCRIPTORS
+    # Each rank has one connection to every other; a Python process with torch has some tens of other descriptors.
+    need = size + 64
     details = {"soft": soft, "hard": hard, "need": need}
     if hard != resource.RLIM_INFINITY and need > hard:
         return _RESOURCES.red(
@@ -101,7 +76,8 @@ def _descriptors(size: int) -> Finding:
             commands=("ulimit -n 65536",),
             details=details,
         )
-    if soft != resource.RLIM_INFINITY and soft < max(need, _FEW_DESCRIPTORS):
+    # DataLoader workers soon use up 256.
+    if soft != resource.RLIM_INFINITY and soft < max(need, 256):
         return _RESOURCES.yellow(
             "descriptors",
             "fd-limit",
@@ -122,26 +98,25 @@ def apply_fixes(findings: Sequence[Finding]) -> dict[str, str]:
     """
     if not any(found.check == "descriptors" and found.level == "yellow" for found in findings):
         return {}
-    return {"descriptors": _raise_descriptors(os.getppid())}
-
-
-def _raise_descriptors(pid: int) -> str:
     try:
-        shell = psutil.Process(pid)
-        if shell.uids().effective != os.getuid() or pid == 1:
-            return "nothing: the process that called this one is not yours"
-        name = f"{shell.name()} (pid {pid})"
+        shell = psutil.Process(os.getppid())
+        name = f"{shell.name()} (pid {shell.pid})"
         soft, hard = shell.rlimit(psutil.RLIMIT_NOFILE)
-        if hard == soft:
-            return f"nothing: {name} has all {soft} that are allowed"
-        shell.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+        if shell.uids().effective != os.getuid() or shell.pid == 1:
+            done = "nothing: the process that called this one is not yours"
+        elif hard == soft:
+            done = f"nothing: {name} has all {soft} that are allowed"
+        else:
+            shell.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+            done = f"raised the limit of {name} from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
     except psutil.Error as problem:
-        return f"nothing: {problem}"
-    return f"raised the limit of {name} from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
+        done = f"nothing: {problem}"
+    return {"descriptors": done}
 
 
 def _processes(ranks: int) -> Finding:
-    need = ranks * _THREADS_PER_RANK
+    # A rank with torch has some tens of threads, and its DataLoader workers as many again.
+    need = ranks * 32
     room: list[tuple[int, str]] = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
@@ -161,7 +136,7 @@ def _processes(ranks: int) -> Finding:
     # The doctor's own threads end before the job starts.
     left += psutil.Process().num_threads()
     details = {"left": left, "need": need}
-    if left >= max(need, _FEW_THREADS):
+    if left >= max(need, 128):
         return _RESOURCES.green("processes", f"room for {left} more processes", why, **details)
     return _RESOURCES.at(
         "red" if left < ranks else "yellow",
@@ -176,9 +151,6 @@ def _processes(ranks: int) -> Finding:
     )
 
 
-# Memory -------------------------------------------------------------------------------------------------------
-
-
 def memory_limits() -> list[tuple[int, int, str]]:
     """Return (bytes in total, bytes left, name) of the machine and of each control group with a limit."""
     machine = psutil.virtual_memory()
@@ -187,8 +159,15 @@ def memory_limits() -> list[tuple[int, int, str]]:
         most = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
         now = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if most is not None and now is not None and most < machine.total:
-            # The page cache counts as used, and is freed before any process is killed.
-            found.append((most, most - now + _page_cache(folder), f"the control group {folder}"))
+            # The page cache counts as used, and is freed before any process is killed. In version 1 the lines that
+            # begin with total_ count the groups below, too.
+            cache = {}
+            with contextlib.suppress(OSError):
+                for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
+                    name, _, size = line.partition(" ")
+                    if name.endswith("active_file"):
+                        cache[name.removeprefix("total_")] = int(size)
+            found.append((most, most - now + sum(cache.values()), f"the control group {folder}"))
     return found
 
 
@@ -196,10 +175,11 @@ def _memory(ranks: int) -> Finding:
     total, left, where = min(memory_limits(), key=lambda each: each[1])
     shown = f"{_size(left)} of {_size(total)} memory left"
     details = {"total": total, "left": left, "where": where}
-    if left >= ranks * _EASY_PER_RANK:
+    # A rank that has imported torch and formed a group needs about 300 MiB, besides its part of the shared memory.
+    if left >= ranks * 512 * _MIB:
         return _RESOURCES.green("memory", shown, where, **details)
     return _RESOURCES.at(
-        "red" if left < ranks * _LEAST_PER_RANK else "yellow",
+        "red" if left < ranks * 256 * _MIB else "yellow",
         "memory",
         "memory-low",
         f"{shown}, for {count(ranks, 'rank')}",
@@ -209,19 +189,6 @@ def _memory(ranks: int) -> Finding:
         commands=("ps -eo pid,rss,args --sort=-rss | head",),
         details=details,
     )
-
-
-def _page_cache(folder: Path) -> int:
-    try:
-        text = (folder / "memory.stat").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    table = dict(line.split() for line in text.splitlines() if line.count(" ") == 1)
-    prefix = "total_" if "total_inactive_file" in table else ""
-    return sum(int(table.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
-
-
-# Control groups -----------------------------------------------------------------------------------------------
 
 
 def _cgroups(controller: str) -> list[Path]:
@@ -253,9 +220,6 @@ def _size(number: int) -> str:
     if number >= _GIB:
         return f"{number / _GIB:.1f}".removesuffix(".0") + " GiB"
     return f"{number / _MIB:.0f} MiB"
-
-
-# Cores --------------------------------------------------------------------------------------------------------
 
 
 def available_cores() -> tuple[int, str]:
