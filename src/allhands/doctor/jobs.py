@@ -193,7 +193,7 @@ def _examine(job: Job) -> list[Finding]:
     return diagnose(states, world_size, progress, host=socket.gethostname())
 
 
-def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder | None, str, float]]:
+def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder, str, float]]:
     """Return flight recorder, state and CPU time of each of ``pids`` that still runs."""
     found = {}
     for pid in pids:
@@ -201,7 +201,8 @@ def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder | None, st
             process = psutil.Process(pid)
             state, used = process.status(), process.cpu_times()
             if state not in _ENDED:
-                found[pid] = read_owned(pid, inner_pid(pid)), state, used.user + used.system
+                recorder = read_owned(pid, inner_pid(pid)) or FlightRecorder(pid, -1, 0, ())
+                found[pid] = recorder, state, used.user + used.system
     return found
 
 

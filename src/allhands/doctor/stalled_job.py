@@ -24,40 +24,36 @@ from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, Level, Section
 from .proc_status import run_tool
 
-__all__ = [
-    "STALLED_S",
-    "Frame",
-    "RankState",
-    "Stack",
-    "count_progress",
-    "diagnose",
-    "main_stack",
-    "parse_frames",
-    "user_frame",
-]
+__all__ = ["Frame", "RankState", "Stack", "count_progress", "diagnose", "main_stack", "parse_frames", "user_frame"]
 
 _JOB = Section("job")
 
 # A collective that has waited this long is red for a user who asked about the job. Between machines, or beside a long
 # checkpoint, it may still end; the finding shows the time.
-STALLED_S = 5.0
+_STALLED_S = 5.0
 
 # Between two snapshots, a thread that computes uses most of a core.
 _BUSY = 0.5
 
 _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
-_SOCKET = "waiting for a file or a socket"
-_CHILD = "waiting for a process that it started"
 _WAITS = {
     "futex": "waiting for a lock",
-    "clock_nanosleep": "sleeping",
-    "nanosleep": "sleeping",
     "read": "waiting for something to read",
-    "recvfrom": "waiting for a socket",
-    "recvmsg": "waiting for a socket",
-    **dict.fromkeys(("poll", "select", "ppoll", "pselect6", "epoll_wait", "epoll_pwait"), _SOCKET),
-    **dict.fromkeys(("wait4", "waitid"), _CHILD),
+    **dict.fromkeys(("nanosleep", "clock_nanosleep"), "sleeping"),
+    **dict.fromkeys(("recvfrom", "recvmsg"), "waiting for a socket"),
+    **dict.fromkeys(
+        ("poll", "select", "ppoll", "pselect6", "epoll_wait", "epoll_pwait"), "waiting for a file or a socket"
+    ),
+    **dict.fromkeys(("wait4", "waitid"), "waiting for a process that it started"),
+}
+
+# What may keep a rank at its line, by the beginning of its activity.
+_REASONS = {
+    "computing": ": that call does not return, or the rank has more work than the others (uneven data)",
+    "waiting for a lock": ": the owner of the lock does not release it",
+    "waiting for a disk": ": a file system does not answer",
+    "": ", and whether it took another branch than the ranks that wait",
 }
 
 _OURS = str(Path(__file__).parents[1])
@@ -140,7 +136,7 @@ class RankState:
 
     rank: int
     pid: int
-    recorder: FlightRecorder | None
+    recorder: FlightRecorder
     state: str
     waiting_in: str = ""
     stack: Stack = field(default_factory=Stack)
@@ -154,13 +150,7 @@ class RankState:
     @property
     def call(self) -> Entry | None:
         """The oldest call that is under way, or None."""
-        under_way = self.recorder.under_way if self.recorder is not None else ()
-        return under_way[0] if under_way else None
-
-    @property
-    def last(self) -> Entry | None:
-        """The call that runs, or else the last one."""
-        return self.recorder.last if self.recorder is not None else None
+        return next(iter(self.recorder.under_way), None)
 
     @property
     def line(self) -> str:
@@ -186,15 +176,10 @@ class RankState:
         return f"rank {self.rank} (pid {self.pid}) is at {self.line or 'a line not known'}, {self.activity}"
 
 
-def count_progress(before: Mapping[int, FlightRecorder | None], after: Mapping[int, FlightRecorder | None]) -> int:
+def count_progress(before: Mapping[int, FlightRecorder], after: Mapping[int, FlightRecorder]) -> int:
     """Return the number of calls that began or ended between two snapshots."""
-    steps = 0
-    for pid, now in after.items():
-        then = before.get(pid)
-        if now is not None:
-            old = {entry.number: entry.state for entry in then.entries} if then is not None else {}
-            steps += sum(1 for entry in now.entries if old.get(entry.number) != entry.state)
-    return steps
+    old = {(pid, entry.number): entry.state for pid, taken in before.items() for entry in taken.entries}
+    return sum(old.get((pid, entry.number)) != entry.state for pid, taken in after.items() for entry in taken.entries)
 
 
 # Diagnosis ----------------------------------------------------------------------------------------------------
@@ -209,19 +194,18 @@ def diagnose(states: Sequence[RankState], world_size: int, progress: int, *, hos
     if stopped:
         return [_stopped(each, calls, host) for each in stopped]
     if progress:
-        what = f"{who} at work: {count(progress, 'call')} began or ended while we looked"
-        return [_JOB.green("moving", what)]
+        return [_JOB.green("moving", f"{who} at work: {count(progress, 'call')} began or ended while we looked")]
     if not calls:
         return [_no_calls(states, who, world_size)]
     longest = max(entry.age_s for entry in calls.values())
     late = lagging_ranks({rank: each.recorder for rank, each in by_rank.items()})
-    if longest < STALLED_S and not late:
+    if longest < _STALLED_S and not late:
         return [_JOB.green("moving", f"{who} in a collective since {duration(longest)}")]
-    level: Level = "red" if longest >= STALLED_S else "yellow"
+    level: Level = "red" if longest >= _STALLED_S else "yellow"
     if not late:
         return [_all_in_one_call(states, calls, world_size, level, who)]
     waiting = {rank: entry for rank, entry in calls.items() if rank not in late}
-    return [_behind(by_rank[rank], waiting, level, host) for rank in late if rank in by_rank]
+    return [_behind(by_rank[rank], waiting, level, host) for rank in late]
 
 
 def _describe_waiting(waiting: Mapping[int, Entry]) -> str:
@@ -248,31 +232,37 @@ def _describe_waiting(waiting: Mapping[int, Entry]) -> str:
 
 def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: str) -> Finding:
     """Report a rank that others wait for: the call that it misses, and where it is instead."""
-    missed = next(iter(waiting.values()), None)
-    entry, last, line, history = each.call, each.last, each.line, ""
+    missed = next(iter(waiting.values()))
+    entry, last, line, activity = each.call, each.recorder.last, each.line, each.activity
+    history = f"; stack from {each.stack.source}" if each.stack.source else ""
     if entry is not None:
         # It is in another call, whose line is more useful than a line inside the library.
         peer = f" with rank {entry.root}" if entry.operation in _MESSAGES and entry.root >= 0 else ""
         where = f"it is in {entry.operation}{peer} at {entry.site} since {duration(entry.age_s)}"
+        fix = f"every rank must make the same calls in the same order: find out why rank {each.rank} does not call "
+        fix += f"{missed.site} before {entry.site}"
     else:
-        where = f"it is at {line}, {each.activity}" if line else f"it is {each.activity}; its line is not known"
-        history = "; it has made no call yet"
+        where = f"it is at {line}, {activity}" if line else f"it is {activity}; its line is not known"
+        called = "it has made no call yet"
         if last is not None:
-            history = f"; its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
-    target = f"{missed.call} at {missed.site}" if missed is not None else "the call"
-    site, doing = (entry.site, entry.operation) if entry is not None else ("", each.activity)
+            called = f"its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
+        history = f"; {called}{history}"
+        fix = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
+        fix = fix if line else "find out where it is (py-spy dump)"
+        fix += next(reason for start, reason in _REASONS.items() if activity.startswith(start))
+    site, doing = (entry.site, entry.operation) if entry is not None else ("", activity)
     return _JOB.at(
         level,
         f"rank-{each.rank}",
         "rank-behind",
-        f"rank {each.rank} (pid {each.pid}) has not called {target}: {where}",
-        why=_describe_waiting(waiting) + history + (f"; stack from {each.stack.source}" if each.stack.source else ""),
-        fix=_advice(each, missed),
+        f"rank {each.rank} (pid {each.pid}) has not called {missed.call} at {missed.site}: {where}",
+        why=_describe_waiting(waiting) + history,
+        fix=fix,
         commands=() if each.stack.frames else (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack"),
-        details=_details(each, waiting, host, line.partition(": ")[0] or site, doing)
-        | {
-            "misses_at": missed.site if missed is not None else "",
-            "since_s": round(max((one.age_s for one in waiting.values()), default=0.0), 1),
+        details={
+            **_details(each, waiting, host, line.partition(": ")[0] or site, doing),
+            "misses_at": missed.site,
+            "since_s": round(max(one.age_s for one in waiting.values()), 1),
             "stack": [str(frame) for frame in each.stack.frames[:20]],
         },
     )
@@ -291,28 +281,9 @@ def _details(each: RankState, waiting: Mapping[int, Entry], host: str, line: str
     }
 
 
-def _advice(each: RankState, missed: Entry | None) -> str:
-    if each.call is not None:
-        return (
-            f"every rank must make the same calls in the same order: find out why rank {each.rank} does not call "
-            f"{missed.site if missed is not None else 'that line'} before {each.call.site}"
-        )
-    line, activity = each.line, each.activity
-    start = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
-    if not line:
-        start = "find out where it is (py-spy dump)"
-    if activity.startswith("computing"):
-        return f"{start}: that call does not return, or the rank has more work than the others (uneven data)"
-    if activity == "waiting for a lock":
-        return f"{start}: the owner of the lock does not release it"
-    if activity.startswith("waiting for a disk"):
-        return f"{start}: a file system does not answer"
-    return f"{start}, and whether it took another branch than the ranks that wait"
-
-
 def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
     waiting = {rank: entry for rank, entry in calls.items() if rank != each.rank}
-    last = each.last
+    last = each.recorder.last
     return _JOB.red(
         f"rank-{each.rank}",
         "peer-silent",
@@ -345,10 +316,10 @@ def _no_calls(states: Sequence[RankState], who: str, world_size: int) -> Finding
             details={"waiting": [each.rank for each in forming], "missing": absent},
         )
     places = [str(each) for each in states]
-    if all(each.recorder is None or not each.recorder.entries for each in states):
+    if not any(each.recorder.entries for each in states):
         # A group of torch's own, or none: its calls are not recorded.
         return _JOB.green("unknown", f"{who} without a recorded call; {join(places[:4])}", places=places)
-    busy = sum(1 for each in states if each.busy >= _BUSY)
+    busy = sum(each.busy >= _BUSY for each in states)
     what = f"{who}, none waits in a collective; {busy or 'none'} of them computing"
     return _JOB.green("moving", what, join(places[:4]), places=places)
 

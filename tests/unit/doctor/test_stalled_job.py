@@ -91,8 +91,8 @@ def test_progress_is_green() -> None:
     """Calls that began or ended between two looks are enough, whatever anyone waits in."""
     (found,) = diagnose([state_of(0, entry(5, "running")), state_of(1)], 2, 3, host="here")
     assert found.level == "green"
-    before = {1: FlightRecorder(1, 0, 2, (entry(1, "running"),)), 2: None}
-    after = {1: FlightRecorder(1, 0, 2, (entry(1, "done"), entry(2, "running"))), 2: None}
+    before = {1: FlightRecorder(1, 0, 2, (entry(1, "running"),))}
+    after = {1: FlightRecorder(1, 0, 2, (entry(1, "done"), entry(2, "running")))}
     assert (count_progress(before, after), count_progress(after, after)) == (2, 0)
 
 
