@@ -92,48 +92,43 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return int(any(found.level == "red" for found in findings))
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings as plain lines, for the screen of another machine."""
-    return _body(findings, {}, 100, colour=False, verbose=False)
-
-
-def render(
-    findings: Sequence[Finding],
-    heading: str,
-    *,
-    width: int = 100,
-    colour: bool = False,
-    verbose: bool = False,
-    done: dict[str, str] | None = None,
-) -> str:
-    """Return the whole screen. ``done`` maps checks to the changes that --fix made."""
+def render(findings: Sequence[Finding], heading: str, done: dict[str, str] | None = None, **style: Any) -> str:
+    """Return the whole screen. ``done`` maps checks to the changes that --fix made; ``style`` is that of `lines`."""
     counts = _counts(findings)
     if counts["red"] or counts["yellow"]:
         numbers = [f"{counts[level]} {level}" for level in ("red", "yellow", "green") if counts[level]]
         summary = ", ".join(numbers) + "; `allhands explain NAME` prints the page of a name in brackets"
     else:
         summary = "all is green" if counts["green"] == 1 else f"all {counts['green']} checks are green"
-    return "\n".join([heading, *_body(findings, done or {}, width, colour=colour, verbose=verbose), summary])
+    return "\n".join([heading, *lines(findings, done, **style), summary])
 
 
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:
-    return {level: sum(1 for each in findings if each.level == level) for level in ("green", "yellow", "red")}
+    return {level: sum(each.level == level for each in findings) for level in ("green", "yellow", "red")}
 
 
-def _body(findings: Sequence[Finding], done: dict[str, str], width: int, *, colour: bool, verbose: bool) -> list[str]:
+def lines(
+    findings: Sequence[Finding],
+    done: dict[str, str] | None = None,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    verbose: bool = False,
+) -> list[str]:
+    """Return the findings as lines, by section; green ones without their evidence share a paragraph."""
     shown: list[str] = []
     for section in SECTIONS:
         mine = [each for each in findings if each.section == section]
-        good = [each for each in mine if each.level == "green"]
-        if verbose:
-            texts = [f"{each.what} ({each.why})" if each.why else each.what for each in good]
-        else:
-            texts = ["; ".join(each.what for each in good)] if good else []
-        paragraphs = [_paragraph("green", text, width, colour=colour) for text in texts]
+        good = [
+            each.what + (f" ({each.why})" if verbose and each.why else "") for each in mine if each.level == "green"
+        ]
+        texts = good if verbose or not good else ["; ".join(good)]
+        own = [line for text in texts for line in _paragraph("green", text, width, colour=colour)]
         # Problems follow, the worst first.
-        bad = sorted((each for each in mine if each.level != "green"), key=lambda each: each.level != "red")
-        paragraphs += [block(each, done.get(each.check, ""), width, colour=colour) for each in bad]
-        own = [line for paragraph in paragraphs for line in paragraph]
+        for level in ("red", "yellow"):
+            for each in mine:
+                if each.level == level:
+                    own += block(each, (done or {}).get(each.check, ""), width, colour=colour)
         shown += [f"  {section:<11} {line.removeprefix(_MARGIN)}" for line in own[:1]] + own[1:]
     return shown
 

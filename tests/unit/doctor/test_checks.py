@@ -230,9 +230,9 @@ TWO = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2
 
 def test_contradictions_are_red() -> None:
     """Environments that whoami refuses are red, with its slug: half an environment, a RANK that counts nodes."""
-    half = environment.check(make_request(env={"RANK": "0"}))
+    half = list(environment.check(make_request(env={"RANK": "0"})))
     assert (half[0].level, half[0].slug) == ("red", "incomplete-environment")
-    node = environment.check(make_request(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}))
+    node = list(environment.check(make_request(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"})))
     assert (node[0].level, node[0].slug) == ("red", "node-not-process")
 
 
@@ -251,9 +251,9 @@ def test_localhost_on_one_machine() -> None:
 
 def test_debugging_variables() -> None:
     """Those that make a job slow are named; other values of them are not."""
-    found = environment.check(make_request(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
-    assert found[-1].slug == "debugging-left"
-    assert found[-1].commands == ("unset CUDA_LAUNCH_BLOCKING",)
+    *_, found = environment.check(make_request(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
+    assert found.slug == "debugging-left"
+    assert found.commands == ("unset CUDA_LAUNCH_BLOCKING",)
 
 
 def test_target_of_a_request() -> None:
