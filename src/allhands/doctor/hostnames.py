@@ -23,7 +23,7 @@ from .concurrent import run_concurrently
 from .finding import Finding, Section
 from .request import Request, look_up
 
-__all__ = ["Answer", "Resolver", "check", "hosts_file_entries", "query", "read_resolver"]
+__all__ = ["Answer", "check", "hosts_file_entries", "query", "read_resolver"]
 
 _NAMES = Section("names")
 _HOSTS, _RESOLVER = Path("/etc/hosts"), Path("/etc/resolv.conf")
@@ -37,21 +37,6 @@ _CODES = {1: "did not understand the question", 2: "failed", 4: "cannot answer t
 
 # A name server that does not answer within this counts as silent. Queries are repeated, so one lost packet is harmless.
 _SERVER_S = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Resolver:
-    """The content of /etc/resolv.conf."""
-
-    servers: tuple[str, ...]
-    search: tuple[str, ...]
-
-    def candidates(self, name: str) -> list[str]:
-        """Return the names to query for ``name``: itself, and with the search domains if it has no dot."""
-        bare = name.rstrip(".")
-        if "." in bare or name.endswith("."):
-            return [bare]
-        return [*(f"{bare}.{domain}" for domain in self.search[:6]), bare]
 
 
 @dataclass(slots=True)
@@ -73,8 +58,8 @@ def _words(path: Path) -> Iterator[list[str]]:
             yield re.split("[#;]", line)[0].split()
 
 
-def read_resolver(path: Path) -> Resolver:
-    """Read ``path``; without servers in it the system queries this machine."""
+def read_resolver(path: Path, name: str) -> tuple[list[str], list[str]]:
+    """Return the name servers in ``path``, this machine without any, and the names to query for ``name``."""
     servers: list[str] = []
     search: list[str] = []
     for words in _words(path):
@@ -82,9 +67,12 @@ def read_resolver(path: Path) -> Resolver:
             case ["nameserver", server, *_]:
                 servers.append(server)
             case ["search" | "domain", *domains]:
-                search = [domain.strip(".") for domain in domains]
+                search = [domain.strip(".") for domain in domains if domain.strip(".")]
+    bare = name.rstrip(".")
+    # Search domains are for names without a dot.
+    search = [] if "." in name else search[:6]
     # glibc queries no more than three servers.
-    return Resolver(tuple(servers[:3]) or ("127.0.0.1",), tuple(each for each in search if each))
+    return servers[:3] or ["127.0.0.1"], [*(f"{bare}.{domain}" for domain in search), bare]
 
 
 def hosts_file_entries(path: Path, name: str) -> list[str]:
@@ -164,8 +152,8 @@ def _question(number: int, name: str, kind: int) -> bytes:
 
 def _query_servers(name: str, timeout_s: float = _SERVER_S) -> list[Answer]:
     """Query every name server concurrently."""
-    known = read_resolver(_RESOLVER)
-    return run_concurrently(lambda server: query(server, known.candidates(name), timeout_s), known.servers)
+    servers, names = read_resolver(_RESOLVER, name)
+    return run_concurrently(lambda server: query(server, names, timeout_s), servers)
 
 
 def _describe_silent(answers: list[Answer]) -> str:

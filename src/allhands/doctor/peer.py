@@ -43,7 +43,7 @@ from .finding import Finding, Section, lines
 from .request import interfaces
 from .routes import firewall_rules
 
-__all__ = ["JOB", "LISTENER", "OnReport", "PeerConnection", "PeerServer", "Report", "check_peer", "connect_all"]
+__all__ = ["JOB", "LISTENER", "PeerConnection", "PeerServer", "Report", "check_peer", "connect_all"]
 
 _NETWORK, _RESOURCES, _STACK = Section("network"), Section("resources"), Section("stack")
 
@@ -71,12 +71,6 @@ _CHUNK = 1 << 20
 
 # Of so many round trips, the fastest is a good estimate.
 _ROUND_TRIPS = 20
-
-# The MTU that every network of IPv6, and so nearly every tunnel, passes.
-_LEAST_MTU = 1280
-
-# Called with a client's address and its report, None if it disconnected before.
-OnReport = Callable[[str, "Report | None"], None]
 
 
 # Messages -----------------------------------------------------------------------------------------------------
@@ -145,28 +139,21 @@ class ConnectionFailed(Exception):
 
 
 class PeerConnection:
-    """A connection between two doctors; `frame` also serves the handshake."""
+    """A connection between two doctors; `frame` also serves the handshake.
+
+    ``own`` and ``peer`` are the addresses of both ends as seen from here.
+    """
 
     def __init__(self, link: socket.socket, splitter: Splitter, rest: list[bytes]) -> None:
         self.link = link
         self.splitter = splitter
+        self.own, self.peer = _plain(link.getsockname()[0]), _plain(link.getpeername()[0])
         self._frames = rest
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    @property
-    def own(self) -> str:
-        """The address of this end."""
-        return _plain(self.link.getsockname()[0])
-
-    @property
-    def peer(self) -> str:
-        """The address of the other end, as seen from here."""
-        return _plain(self.link.getpeername()[0])
-
     def interface(self) -> tuple[str, int]:
         """Return name and MTU of the interface of this end, ("", 0) if there is none with its address."""
-        own = self.own
-        return next(((each.name, each.mtu) for each in interfaces() if own in each.addresses), ("", 0))
+        return next(((each.name, each.mtu) for each in interfaces() if self.own in each.addresses), ("", 0))
 
     def send(self, message: Any) -> None:
         """Send one message. Raises ConnectionFailed."""
@@ -404,6 +391,7 @@ def _filtered(
 
 
 def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]:
+    # Every network of IPv6, and so nearly every tunnel, passes an MTU of 1280.
     interface, mtu = connection.interface()
     mtus = f"{interface} here has MTU {mtu}, {peer.interface} on {peer.host} {peer.mtu}"
     details = {"here": mtu, "there": peer.mtu}
@@ -421,9 +409,8 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]
             f"small packets arrive, large ones {direction} are lost",
             why=f"{problem} after small messages were answered at once (observed); {mtus}: probably a device "
             "between the machines passes only smaller packets and does not report it",
-            fix="give the interfaces of both machines the smallest MTU on the way; "
-            f"{_LEAST_MTU} passes nearly everywhere",
-            commands=(f"ip link set dev {interface or 'eth0'} mtu {_LEAST_MTU}   # as root, on both machines",),
+            fix="give the interfaces of both machines the smallest MTU on the way; 1280 passes nearly everywhere",
+            commands=(f"ip link set dev {interface or 'eth0'} mtu 1280   # as root, on both machines",),
             certain=False,
             details=details,
         )
@@ -470,10 +457,17 @@ def _rate(bytes_per_s: float) -> str:
 
 
 class PeerServer:
-    """Accepts clients at one address, serves each in its own thread, and calls ``on_report`` with their reports."""
+    """Accepts clients at one address, and serves each in its own thread.
+
+    ``on_report`` is called with a client's address and its report, None if it disconnected before.
+    """
 
     def __init__(
-        self, address: Address, token: bytes, on_report: OnReport, clock: Callable[[], float] = time.time
+        self,
+        address: Address,
+        token: bytes,
+        on_report: Callable[[str, Report | None], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.address = address
         self._token = token
@@ -481,7 +475,6 @@ class PeerServer:
         self._clock = clock
         self._torch = package_version("torch")
         self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
-        self._over = threading.Event()
         self._listener = self._listen()
 
     def _listen(self) -> socket.socket:
@@ -518,24 +511,21 @@ class PeerServer:
 
     def serve(self, *, once: bool = False) -> None:
         """Serve clients until `stop` is called, or with ``once`` until one has sent its report."""
-        self._listener.settimeout(0.2)
-        while not self._over.is_set():
-            try:
+        # The listener raises after `stop`.
+        with contextlib.suppress(OSError):
+            while True:
                 link, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-            if not self._places.acquire(blocking=False):
-                link.close()
-            elif not once:
-                threading.Thread(target=self._serve_one, args=(link,), name="allhands-peer", daemon=True).start()
-            elif self._serve_one(link):
-                break
+                if not self._places.acquire(blocking=False):
+                    link.close()
+                elif not once:
+                    threading.Thread(target=self._serve_one, args=(link,), name="allhands-peer", daemon=True).start()
+                elif self._serve_one(link):
+                    break
 
     def stop(self) -> None:
         """End `serve`; safe in a signal handler."""
-        self._over.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Release the port."""

@@ -60,11 +60,11 @@ def test_this_machines_interfaces() -> None:
 def test_resolver_and_hosts_files(tmp_path: Path) -> None:
     """Comments, search domains and several servers are read as the system reads them; no file means this machine."""
     (tmp_path / "resolv").write_text("# x\nnameserver 10.0.0.1\nsearch a.example b.example\nnameserver 10.0.0.2 ; y\n")
-    found = hostnames.read_resolver(tmp_path / "resolv")
-    assert found.servers == ("10.0.0.1", "10.0.0.2")
-    assert found.candidates("node") == ["node.a.example", "node.b.example", "node"]
-    assert found.candidates("node.c") == ["node.c"]
-    assert hostnames.read_resolver(tmp_path / "none").servers == ("127.0.0.1",)
+    servers, names = hostnames.read_resolver(tmp_path / "resolv", "node")
+    assert servers == ["10.0.0.1", "10.0.0.2"]
+    assert names == ["node.a.example", "node.b.example", "node"]
+    assert hostnames.read_resolver(tmp_path / "resolv", "node.c") == (servers, ["node.c"])
+    assert hostnames.read_resolver(tmp_path / "none", "node.") == (["127.0.0.1"], ["node"])
     (tmp_path / "hosts").write_text("10.0.0.3 Node-A node # here\n#10.0.0.4 node\n\n::1 node\n")
     assert hostnames.hosts_file_entries(tmp_path / "hosts", "node") == ["10.0.0.3", "::1"]
     assert hostnames.hosts_file_entries(tmp_path / "hosts", "node-a") == ["10.0.0.3"]
