@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..errors import AllhandsError
-from . import environment, hostnames, jobs, ports, resources, routes, stack_check
+from . import engines, environment, hostnames, jobs, ports, resources, routes
 from .concurrent import run_concurrently
 from .finding import SECTIONS, Finding, Section
 from .proc_status import check_leftovers
@@ -28,7 +28,7 @@ def run_checks(request: Request) -> list[Finding]:
         "resources": resources.check,
         "cores": resources.check_cores,
         "leftovers": check_leftovers,
-        "stack": stack_check.check,
+        "stack": engines.check,
         "environment": environment.check,
         "jobs": lambda _: jobs.list_jobs(),
     }

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from allhands.doctor import engines, environment, hostnames, request, resources, routes, stack_check
-from allhands.doctor.engines import Installed, installed
+from allhands.doctor import engines, environment, hostnames, request, resources, routes
+from allhands.doctor.engines import Gpu, GpuUser, Installed, installed
 from allhands.doctor.request import Interface, Request, make_request
 from allhands.doctor.routes import select_interfaces
-from allhands.doctor.stack_check import Gpu, GpuUser
 from allhands.environments.world import Address
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, up=True)
@@ -194,7 +193,7 @@ NVIDIA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1")
 )
 def test_driver_and_torch(found: Installed, level: str) -> None:
     """A driver runs the CUDA of its own major version and older ones; no driver, or a torch for CPUs, is reported."""
-    first = next(stack_check._gpus(Request({}), found, [GPU], "", hardware=True))
+    first = next(engines._gpus(Request({}), found, [GPU], "", hardware=True))
     assert first.level == level
     assert not first.slug or first.slug == "driver-mismatch"
 
@@ -202,25 +201,23 @@ def test_driver_and_torch(found: Installed, level: str) -> None:
 def test_gpus_and_their_users() -> None:
     """Processes on a GPU are named by pid; more ranks than GPUs, and a variable that hides them all, are reported."""
     used = Gpu("1", "GPU-2", "H200", "141 GiB", [GpuUser(4711, "python train.py", "100 MiB", mine=True)])
-    found = {
-        each.slug: each for each in stack_check._gpus(Request({}, ranks=3), NVIDIA, [GPU, used], "", hardware=True)
-    }
+    found = {each.slug: each for each in engines._gpus(Request({}, ranks=3), NVIDIA, [GPU, used], "", hardware=True)}
     assert found["gpu-busy"].details["pids"] == [4711]
     assert "pid 4711 (python train.py" in found["gpu-busy"].why
     assert found["gpu-shared"].level == "yellow"
-    _, hidden = stack_check._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
+    _, hidden = engines._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
     assert hidden.slug == "gpu-missing"
-    assert list(stack_check._gpus(Request({}), NVIDIA, [], "", hardware=False)) == []
+    assert list(engines._gpus(Request({}), NVIDIA, [], "", hardware=False)) == []
 
 
 def test_torch_missing_or_too_old() -> None:
     """Both are red, with the command that installs one."""
     for found in (Installed(), Installed(torch="2.4.1")):
-        assert stack_check._torch(found).level == "red"
-        assert "pip install" in stack_check._torch(found).commands[0]
-    assert stack_check._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
+        assert engines._torch(found).level == "red"
+        assert "pip install" in engines._torch(found).commands[0]
+    assert engines._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
     broken = Installed(torch="2.13", core=False)
-    assert stack_check._engines(broken, engines.offers(broken, engines.Probe())).level == "red"
+    assert engines._engines(broken, engines.offers(broken, engines.Probe())).level == "red"
 
 
 # The environment ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import allhands
 from allhands import cli
 from allhands.diagnosis import CATALOGUE
 from allhands.diagnosis.explain import render as page
-from allhands.doctor import stack_check
+from allhands.doctor import engines
 from allhands.doctor.engines import Installed, Offer, Probe, installed, offers, probe, render, report
 from allhands.doctor.request import Request
 from allhands.engines.mpi import library
@@ -157,7 +157,7 @@ def test_no_room_as_ranks_report_it() -> None:
 def test_doctor_reports_the_same() -> None:
     """The stack section names the engines that the command offers, and the reasons for the others."""
     found = {each["name"]: each for each in report()["engines"]}
-    answer = next(each for each in stack_check.check(Request({})) if each.check == "engines")
+    answer = next(each for each in engines.check(Request({})) if each.check == "engines")
     assert answer.details["engines"] == [name for name, each in found.items() if each["available"]]
     assert answer.details["missing"] == {name: each["why"] for name, each in found.items() if not each["available"]}
 
