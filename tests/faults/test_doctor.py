@@ -22,8 +22,7 @@ from click.testing import CliRunner
 
 from allhands import cli
 from allhands.doctor import Finding, make_request, ports, run_checks
-from allhands.doctor.peer_protocol import Report
-from allhands.doctor.peer_server import PeerServer
+from allhands.doctor.peer import PeerServer, Report
 from allhands.environments.world import Address
 from ranks import harness
 
@@ -100,10 +99,7 @@ def test_usage_errors(words: list[str], code: int, said: str) -> None:
 
 def check_port(port: int, **env: str) -> Finding:
     """Return the finding of the check of a port of this machine."""
-    found, service = ports.check(make_request(Address("127.0.0.1", port), env=env))
-    if service is not None and service.link is not None:
-        service.link.close()
-    return found[0]
+    return next(ports.check(make_request(Address("127.0.0.1", port), env=env)))
 
 
 @contextlib.contextmanager

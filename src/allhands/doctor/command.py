@@ -16,21 +16,12 @@ from ..environments.base import parse_address
 from ..environments.world import Address
 from .finding import exit_code, render, report
 from .jobs import examine_job
-from .peer_protocol import Report
-from .peer_server import PeerServer
+from .peer import PeerServer, Report
 from .request import make_request
 from .resources import apply_fixes
 from .run_checks import run_checks
 
 __all__ = ["command"]
-
-# The default port of torch's jobs, which a firewall is most likely to have open.
-_PORT = 29500
-
-# Wider lines are hard to read.
-_WIDEST = 120
-
-_ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104  # to listen on all addresses is the user's choice
 
 
 @click.command("doctor", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -78,7 +69,11 @@ def command(
         raise click.UsageError("--pid and --job check a job; HOST:PORT and --listen check the network. Use one.")
     if pid is not None and job is not None:
         raise click.UsageError("--pid and --job each name a job. Use one.")
-    address = _address(target, listen=listen) if target is not None else None
+    address = None
+    if target is not None:
+        # With --listen a port alone is for all addresses of this machine.
+        text = f"0.0.0.0:{target}" if listen and target.isdecimal() else target
+        address = parse_address(text, f"HOST:PORT {target!r}")
     if listen:
         ctx.exit(_listen(address, once=once, as_json=as_json))
     started, place = time.monotonic(), ""
@@ -95,21 +90,16 @@ def command(
     else:
         heading = f"allhands doctor on {host}" + (f", for {place}" if place else "")
         terminal = sys.stdout.isatty()
-        width = min(shutil.get_terminal_size().columns, _WIDEST) if terminal else 100
+        # Wider lines are hard to read.
+        width = min(shutil.get_terminal_size().columns, 120) if terminal else 100
         click.echo(render(found, heading, width=width, colour=terminal, verbose=verbose, done=done))
     ctx.exit(exit_code(found))
 
 
-def _address(text: str, *, listen: bool) -> Address:
-    """Parse HOST:PORT; with --listen also a port alone, for all addresses of this machine."""
-    if listen and text.isdecimal():
-        text = f"0.0.0.0:{text}"
-    return parse_address(f"tcp://{text.removeprefix('tcp://')}", f"HOST:PORT {text!r}")
-
-
 def _listen(address: Address | None, *, once: bool, as_json: bool) -> int:
     token = settings.read().secret()
-    place = address if address is not None else Address("0.0.0.0", _PORT)  # noqa: S104  # the user's choice
+    # The default port of torch's jobs, which a firewall is most likely to have open.
+    place = address if address is not None else Address("0.0.0.0", 29500)  # noqa: S104  # the user's choice
     red: list[bool] = []
 
     def print_report(client: str, result: Report | None) -> None:
@@ -127,7 +117,8 @@ def _listen(address: Address | None, *, once: bool, as_json: bool) -> int:
             signal.signal(number, lambda *_: server.stop())
         if not as_json:
             access = "" if token else ", open to anyone (set ALLHANDS_TOKEN on both machines to restrict it)"
-            name = socket.gethostname() if place.host in _ANY_ADDRESS else place.host
+            everywhere = {"0.0.0.0", "::"}  # noqa: S104  # as above
+            name = socket.gethostname() if place.host in everywhere else place.host
             click.echo(
                 f"listening on {Address(place.host, server.port)}{access}; on the other machine type "
                 f"`allhands doctor {Address(name, server.port)}`, here Ctrl-C to end",

@@ -1,7 +1,7 @@
-"""The engines that can run on this machine, and what is missing for the others: `allhands engines`.
+"""The installed software, the GPUs and the engines that can run here: `allhands engines`, and the stack section.
 
-The doctor's check of the software uses it too. Reasons and fixes are those that ranks would report. Nothing is
-imported: versions are read from package metadata, torch's files and the driver's library.
+Reasons and fixes are those that ranks would report. Nothing is imported: versions are read from package metadata,
+torch's files and the driver's library.
 """
 
 from __future__ import annotations
@@ -12,22 +12,33 @@ import os
 import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from .._version import __version__
+from ..diagnosis import count, join
 from ..engines.mpi import library
+from .finding import Finding, Section, wrap
+from .proc_status import command_line, run_tool
+from .request import Request
 
-__all__ = ["Installed", "Offer", "Probe", "installed", "offers", "probe", "render", "report", "too_old"]
+__all__ = ["Gpu", "GpuUser", "Installed", "Offer", "Probe", "check", "installed", "offers", "probe", "render", "report"]
+
+_STACK = Section("stack")
+
+# The oldest torch that allhands supports; pyproject.toml has the same.
+_LEAST_TORCH = (2, 11)
 
 # Increased if the JSON changes incompatibly: a field is removed or changes its meaning.
 _SCHEMA = 1
+
+_REINSTALL = f"{sys.executable} -m pip install --force-reinstall torch"
 
 # The smallest group, with slots of the default size.
 _RANKS, _SLOT_BYTES = 2, 1 << 20
@@ -69,21 +80,26 @@ class Installed:
 
 def installed() -> Installed:
     """Read the versions from package metadata, torch's version file, and the driver's library."""
-    torch = _version("torch")
-    built = _torch_version_file() if torch else {}
+    folder, built = _torch_folder(), {}
+    if folder is not None:
+        # As text: importing it would import torch.
+        text = (folder / "version.py").read_text(encoding="utf-8")
+        built = dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
+    driver = _ask_driver("cuDriverGetVersion")
     return Installed(
-        torch=torch,
+        torch=package_version("torch"),
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
-        nccl=next((found for name in _NCCL_PACKAGES if (found := _version(name))), ""),
-        driver=_driver(),
+        nccl=next((found for name in _NCCL_PACKAGES if (found := package_version(name))), ""),
+        driver=f"{driver // 1000}.{driver % 1000 // 10}" if driver else "",
         mpi=shutil.which("mpirun") or shutil.which("mpirun.openmpi") or "",
-        mpi4py=_version("mpi4py"),
+        mpi4py=package_version("mpi4py"),
         core=util.find_spec("allhands._core") is not None,
     )
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
+    """Return the installed version of a package, "" if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -97,32 +113,15 @@ def _torch_folder() -> Path | None:
     return next((Path(place) for place in places if (Path(place) / "version.py").exists()), None)
 
 
-def _torch_version_file() -> dict[str, str]:
-    """Parse torch/version.py as text: importing it would import torch."""
-    folder = _torch_folder()
+def _ask_driver(function: str) -> int:
+    """Return the number that ``function`` of the driver's library yields; 0 if it fails or there is no driver."""
+    number = ctypes.c_int(0)
     try:
-        text = (folder / "version.py").read_text(encoding="utf-8") if folder is not None else ""
-    except OSError:
-        return {}
-    return dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
-
-
-def too_old(found: Installed) -> bool:
-    """Return whether the driver cannot run the CUDA that torch is built for."""
-    # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
-    return bool(found.cuda and found.driver) and int(found.cuda.partition(".")[0]) > int(found.driver.partition(".")[0])
-
-
-def _driver() -> str:
-    """Return the newest CUDA version that the driver supports, "" if there is no driver."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-        number = ctypes.c_int(0)
-        if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
-            return ""
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        return 0 if getattr(driver, function)(ctypes.byref(number)) else number.value
     except (OSError, AttributeError):
-        return ""
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+        return 0
 
 
 # Probes -------------------------------------------------------------------------------------------------------
@@ -146,36 +145,35 @@ class Probe:
 def probe(found: Installed) -> Probe:
     """Try what engines need: shared memory, torch's bindings, the driver's GPUs, an MPI library."""
     built = _torch_backends() if found.torch else set()
-    no_mpi, family, mpi = _mpi_library()
+    no_mpi, mpi = library.load_failure(), ""
+    if not no_mpi:
+        try:
+            mpi = library.library_name()
+        except (ImportError, OSError, RuntimeError) as problem:
+            no_mpi = f"mpi4py is installed, but cannot be imported: {problem}"
     return Probe(
         no_memory=_no_memory() if found.core else "",
         gloo="gloo" in built,
         nccl="nccl" in built,
-        gpus=_count_gpus(found),
+        # Of AMD's driver only the presence is checked.
+        gpus=int(Path("/dev/kfd").exists()) if found.hip else _ask_driver("cuDeviceGetCount"),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         no_mpi=no_mpi,
-        family=family,
+        family=("openmpi" if mpi.startswith("Open MPI") else "mpich") if mpi else "",
         mpi=mpi,
         launched=library.launched(),
     )
 
 
 def _no_memory() -> str:
-    """Allocate the shared memory of the smallest group, and release it."""
+    """Allocate the shared memory of the smallest group, and release it; return why that fails, or ""."""
     from .. import _core
 
-    if not hasattr(os, "memfd_create"):
-        return f"{sys.platform} has no memfd_create"
     try:
-        descriptor = os.memfd_create("allhands-trial", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as problem:
-        return f"the kernel refused memfd_create: {problem.strerror}"
-    try:
-        os.posix_fallocate(descriptor, 0, _core.segment_bytes(_RANKS, _SLOT_BYTES))
+        with os.fdopen(os.memfd_create("allhands-trial", os.MFD_CLOEXEC), "wb") as memory:
+            os.posix_fallocate(memory.fileno(), 0, _core.segment_bytes(_RANKS, _SLOT_BYTES))
     except OSError as problem:
         return f"the kernel refused the pages: {problem.strerror}"
-    finally:
-        os.close(descriptor)
     return ""
 
 
@@ -192,31 +190,6 @@ def _torch_backends() -> set[str]:
             return {name for name, symbol in _SYMBOLS.items() if bindings.find(symbol) >= 0}
     except (OSError, ValueError):
         return set()
-
-
-def _count_gpus(found: Installed) -> int:
-    """Return the number of GPUs that the driver shows this process; it obeys CUDA_VISIBLE_DEVICES."""
-    if found.hip:
-        return int(Path("/dev/kfd").exists())  # AMD's driver; only its presence is checked.
-    if not found.driver:
-        return 0
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
-    except (OSError, AttributeError):
-        return 0
-
-
-def _mpi_library() -> tuple[str, str, str]:
-    """Return the reason why there is no MPI, or "" with the library's family, and its name and version."""
-    if why := library.load_failure():
-        return why, "", ""
-    try:
-        name = library.library_name()
-    except (ImportError, OSError, RuntimeError) as problem:
-        return f"mpi4py is installed, but cannot be imported: {problem}", "", ""
-    return "", "openmpi" if name.startswith("Open MPI") else "mpich", name
 
 
 # Offers -------------------------------------------------------------------------------------------------------
@@ -238,41 +211,71 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 def offers(found: Installed, probed: Probe) -> list[Offer]:
     """Return for each engine whether it can run, and what is missing if it cannot. Pure."""
-    checks: dict[str, Callable[[], str | dict[str, Any]]] = {
-        "shm": lambda: _shm(probed),
-        "gloo": lambda: _gloo(found, probed),
-        "rails": lambda: f"allhands {__version__}",
-        "nccl": lambda: _nccl(found, probed),
-        "cuda_ipc": lambda: _cuda_ipc(found, probed),
-        "mpi": lambda: _mpi(found, probed),
+    core = _unless(
+        found.core,
+        "engine-failed",
+        "the C core of allhands is not built",
+        "there is no module allhands._core beside the package",
+        "install allhands again, or build it in place",
+        "python setup.py build_ext --inplace",
+    )
+    room = _unless(
+        not probed.no_memory,
+        "shm-too-small",
+        "there is no room for the shared memory of the smallest group",
+        probed.no_memory,
+        "free memory, or raise the memory limit of the container or cgroup",
+    )
+    gloo = _unless(
+        probed.gloo,
+        "backend-unknown",
+        "gloo was asked for, but this torch was built without it",
+        f"torch {found.torch} has no gloo in it",
+        "install torch's own wheel, or build it with USE_GLOO=1",
+        _REINSTALL,
+    )
+    nccl = _unless(
+        probed.nccl,
+        "nccl-missing",
+        "nccl was asked for, but this torch was built without NCCL",
+        f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
+        "install a CUDA build of torch, or use backend='gloo'",
+        _REINSTALL,
+    )
+    no_mpi = probed.no_mpi
+    if not no_mpi and not found.mpi and not probed.launched:
+        no_mpi = f"the library of {probed.mpi} is installed, but no mpirun, which has to start the ranks"
+    mpi = _unless(not no_mpi, "mpi-missing", "mpi was asked for, but no MPI can be used here", no_mpi, library.INSTALL)
+    torch, driver = _no_torch(found), _driver_too_old(found)
+    own, gpus = f"allhands {__version__}", count(probed.gpus, "GPU")
+    nccl_version = f"NCCL {found.nccl}" if found.nccl else f"torch {found.torch}"
+    mpirun = f", mpirun at {found.mpi}" if found.mpi else ""
+    # For each engine its version, and what it lacks; what it needs first is reported first.
+    table = {
+        "shm": (own, core or torch or room),
+        "gloo": (f"torch {found.torch}", torch or gloo),
+        "rails": (own, core or torch),
+        "nccl": (f"{gpus}, {nccl_version}", torch or nccl or driver or _no_gpu("nccl", found, probed)),
+        "cuda_ipc": (
+            f"{gpus}, driver for CUDA {found.driver}",
+            torch or driver or _no_gpu("cuda_ipc", found, probed) or _torch_for_cpus(found),
+        ),
+        "mpi": (f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}", torch or mpi),
     }
-    return [_offer(name, _without_base(name, found) or check()) for name, check in checks.items()]
+    return [
+        Offer(name=name, moves=_MOVES[name], available=not lacks, **(lacks or {"version": version}))
+        for name, (version, lacks) in table.items()
+    ]
 
 
-def _offer(name: str, result: str | dict[str, Any]) -> Offer:
-    """Return the offer of a version, or of the parts that say what is missing."""
-    if isinstance(result, str):
-        return Offer(name=name, moves=_MOVES[name], version=result)
-    return Offer(name=name, moves=_MOVES[name], available=False, **result)
+def _unless(available: object, slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
+    """Return the parts of a finding about something that is missing, {} if it is ``available``."""
+    return {} if available else {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
 
 
-def _missing(slug: str, what: str, why: str, fix: str, *commands: str) -> dict[str, Any]:
-    return {"slug": slug, "what": what, "why": why, "fix": fix, "commands": commands}
-
-
-def _without_base(name: str, found: Installed) -> dict[str, Any] | None:
-    """Return what is missing if there is no torch, or no C core for an engine that needs it."""
-    if name in {"shm", "rails"} and not found.core:
-        return _missing(
-            "engine-failed",
-            "the C core of allhands is not built",
-            "there is no module allhands._core beside the package",
-            "install allhands again, or build it in place",
-            "python setup.py build_ext --inplace",
-        )
-    if found.torch:
-        return None
-    return _missing(
+def _no_torch(found: Installed) -> dict[str, Any]:
+    return _unless(
+        found.torch,
         "version-mismatch",
         "torch is not installed in this Python",
         f"{sys.executable} has no package torch",
@@ -281,83 +284,196 @@ def _without_base(name: str, found: Installed) -> dict[str, Any] | None:
     )
 
 
-def _shm(probed: Probe) -> str | dict[str, Any]:
-    if not probed.no_memory:
-        return f"allhands {__version__}"
-    return _missing(
-        "shm-too-small",
-        "there is no room for the shared memory of the smallest group",
-        probed.no_memory,
-        "free memory, or raise the memory limit of the container or cgroup",
+def _driver_too_old(found: Installed) -> dict[str, Any]:
+    needed, runs = (int(version.partition(".")[0] or 0) for version in (found.cuda, found.driver))
+    return _unless(
+        # Within one major version of CUDA, older drivers run newer builds (minor version compatibility).
+        not runs or needed <= runs,
+        "driver-mismatch",
+        f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
+        "from cuDriverGetVersion and torch/version.py (observed)",
+        "install a newer driver, or a torch that is built for an older CUDA",
+        "nvidia-smi",
     )
 
 
-def _gloo(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    if probed.gloo:
-        return f"torch {found.torch}"
-    return _missing(
-        "backend-unknown",
-        "gloo was asked for, but this torch was built without it",
-        f"torch {found.torch} has no gloo in it",
-        "install torch's own wheel, or build it with USE_GLOO=1",
-        f"{sys.executable} -m pip install --force-reinstall torch",
-    )
-
-
-def _nccl(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    if probed.nccl:
-        return _on_gpus("nccl", found, probed, f"NCCL {found.nccl}" if found.nccl else f"torch {found.torch}")
-    return _missing(
-        "nccl-missing",
-        "nccl was asked for, but this torch was built without NCCL",
-        f"torch {found.torch} has no NCCL in it (CPU and macOS builds do not)",
-        "install a CUDA build of torch, or use backend='gloo'",
-        f"{sys.executable} -m pip install --force-reinstall torch",
-    )
-
-
-def _cuda_ipc(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    result = _on_gpus("cuda_ipc", found, probed, f"driver for CUDA {found.driver}")
-    if found.cuda or not isinstance(result, str):
-        return result
-    return _missing(
+def _torch_for_cpus(found: Installed) -> dict[str, Any]:
+    return _unless(
+        found.cuda,
         "driver-mismatch",
         f"there are GPUs, but torch {found.torch} is not built for CUDA",
         "torch/version.py names no CUDA",
         "install a CUDA build of torch to use them",
-        f"{sys.executable} -m pip install --force-reinstall torch",
+        _REINSTALL,
     )
 
 
-def _on_gpus(name: str, found: Installed, probed: Probe, version: str) -> str | dict[str, Any]:
-    if too_old(found):
-        return _missing(
+def _no_gpu(name: str, found: Installed, probed: Probe) -> dict[str, Any]:
+    nothing = "the driver counts no GPU" if found.driver else "there is no driver: libcuda.so.1 cannot be loaded"
+    return _unless(
+        probed.gpus,
+        "gpu-missing",
+        f"{name} was asked for, but this process sees no GPU",
+        f"CUDA_VISIBLE_DEVICES={probed.visible}" if probed.visible is not None else nothing,
+        "run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
+        "nvidia-smi -L",
+    )
+
+
+# The doctor's checks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUser:
+    """A process that has memory on a GPU."""
+
+    pid: int
+    command: str
+    memory: str
+    mine: bool
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.command[:40]}, {self.memory})"
+
+
+@dataclass(slots=True)
+class Gpu:
+    """One GPU."""
+
+    index: str
+    uuid: str
+    name: str
+    memory: str
+    users: list[GpuUser] = field(default_factory=list)
+
+
+def _find_gpus() -> tuple[list[Gpu], str]:
+    """Return the GPUs with their users, and the error of nvidia-smi, "" if it has none."""
+    rows, problem = _nvidia_smi("--query-gpu=index,uuid,name,memory.total")
+    found = {row[1]: Gpu(row[0], row[1], row[2], row[3]) for row in rows if len(row) == 4}
+    if found and not problem:
+        users, _ = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory")
+        for uuid, pid, memory in (row for row in users if len(row) == 3):
+            if uuid in found and pid.isdecimal():
+                try:
+                    process = psutil.Process(int(pid))
+                    command, mine = command_line(process), process.uids().effective == os.getuid()
+                except psutil.Error:
+                    command, mine = "of another container", False
+                found[uuid].users.append(GpuUser(int(pid), command, memory, mine))
+    return list(found.values()), problem
+
+
+def _nvidia_smi(query: str) -> tuple[list[list[str]], str]:
+    # It answers in a quarter of a second, or in one second if the driver has to initialise.
+    output, problem = run_tool("nvidia-smi", query, "--format=csv,noheader", timeout_s=1.6)
+    return [[part.strip() for part in line.split(",")] for line in output.splitlines()], problem
+
+
+def check(request: Request) -> list[Finding]:
+    """Report the installed software, whether torch and the driver fit, and the GPUs with their users."""
+    found = installed()
+    hardware = any(Path("/dev").glob("nvidia[0-9]*"))
+    gpus, problem = _find_gpus()
+    about_gpus = _gpus(request, found, gpus, problem, hardware=hardware)
+    return [_torch(found), *about_gpus, _engines(found, offers(found, probe(found)))]
+
+
+def _torch(found: Installed) -> Finding:
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    if missing := _no_torch(found):
+        return _STACK.red("torch", **missing)
+    least = ".".join(map(str, _LEAST_TORCH))
+    if tuple(int(part) for part in re.findall(r"\d+", found.torch)[:2]) < _LEAST_TORCH:
+        return _STACK.red(
+            "torch",
+            "version-mismatch",
+            f"torch {found.torch} is too old for allhands {__version__}",
+            why=f"allhands needs torch {least} or later",
+            fix="install a newer torch",
+            commands=(f"{sys.executable} -m pip install 'torch>={least}'",),
+        )
+    built = f", CUDA {found.cuda}" if found.cuda else f", ROCm {found.hip}" if found.hip else ", for CPUs"
+    # The version itself may contain it: 2.13.0+cpu.
+    shown = found.torch if "+" in found.torch else f"{found.torch}{built}"
+    why = f"allhands {__version__}, {python}"
+    return _STACK.green("torch", f"torch {shown}", why, torch=found.torch, cuda=found.cuda)
+
+
+def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, hardware: bool) -> Iterator[Finding]:
+    visible = request.env.get("CUDA_VISIBLE_DEVICES")
+    if not hardware and not gpus:
+        if found.cuda and visible:
+            yield _STACK.yellow(
+                "gpus",
+                "gpu-missing",
+                f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU",
+                why="there is no device of NVIDIA's in /dev",
+                fix="start the container with --gpus all, or unset the variable",
+                commands=("unset CUDA_VISIBLE_DEVICES",),
+            )
+        return
+    if not found.driver:
+        yield _STACK.red(
+            "driver",
             "driver-mismatch",
-            f"the driver runs CUDA up to {found.driver}, torch {found.torch} is built for CUDA {found.cuda}",
-            "from cuDriverGetVersion and torch/version.py (observed)",
-            "install a newer driver, or a torch that is built for an older CUDA",
-            "nvidia-smi",
+            "there are GPUs, but no driver library",
+            why=f"libcuda.so.1 cannot be loaded{f'; nvidia-smi: {problem}' if problem else ''}",
+            fix="install the driver; start a container with --gpus all (the NVIDIA runtime brings the library)",
+            commands=("nvidia-smi",),
         )
-    if not probed.gpus:
-        nothing = "the driver counts no GPU" if found.driver else "there is no driver: libcuda.so.1 cannot be loaded"
-        return _missing(
+        return
+    names = join(sorted({gpu.name for gpu in gpus}))
+    shown = f"{count(len(gpus), 'GPU')} ({names})" if gpus else "GPUs"
+    if found.torch and not found.hip and (missing := _torch_for_cpus(found)):
+        yield _STACK.yellow("driver", **missing)
+    elif missing := _driver_too_old(found):
+        yield _STACK.red("driver", **missing)
+    else:
+        what = f"{shown}, driver for CUDA {found.driver}" + (f", NCCL {found.nccl}" if found.nccl else "")
+        why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
+        yield _STACK.green("driver", what, why, driver=found.driver, nccl=found.nccl)
+    if visible is not None and not [part for part in visible.split(",") if part.strip() not in {"", "-1"}]:
+        yield _STACK.yellow(
+            "gpus",
             "gpu-missing",
-            f"{name} was asked for, but this process sees no GPU",
-            f"CUDA_VISIBLE_DEVICES={probed.visible}" if probed.visible is not None else nothing,
-            "run where nvidia-smi shows a GPU (in a container: --gpus all), or use backend='gloo'",
-            "nvidia-smi -L",
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
+            why=f"the machine has {len(gpus)}",
+            fix="unset it, or list some",
+            commands=("unset CUDA_VISIBLE_DEVICES",),
         )
-    return f"{probed.gpus} GPU{'s' * (probed.gpus > 1)}, {version}"
+    ranks = request.local_ranks
+    if gpus and ranks is not None and ranks > len(gpus):
+        yield _STACK.yellow(
+            "gpus",
+            "gpu-shared",
+            f"{ranks} ranks on {count(len(gpus), 'GPU')}",
+            why="NCCL refuses two ranks on one GPU; backend='allhands' and Gloo do not",
+            fix="start as many ranks as there are GPUs, or use backend='allhands'",
+        )
+    busy = [gpu for gpu in gpus if gpu.users]
+    if busy:
+        mine = any(user.mine for gpu in busy for user in gpu.users)
+        yield _STACK.yellow(
+            "gpu-users",
+            "gpu-busy",
+            f"{len(busy)} of {len(gpus)} GPUs {'is' if len(busy) == 1 else 'are'} in use",
+            why=join([f"GPU {gpu.index}: {join([str(user) for user in gpu.users[:4]])}" for gpu in busy]),
+            fix="wait for them, choose others with CUDA_VISIBLE_DEVICES" + (", or end your own" if mine else ""),
+            commands=("nvidia-smi",),
+            details={"pids": [user.pid for gpu in busy for user in gpu.users]},
+        )
 
 
-def _mpi(found: Installed, probed: Probe) -> str | dict[str, Any]:
-    why = probed.no_mpi
-    if not why and not found.mpi and not probed.launched:
-        why = f"the library of {probed.mpi} is installed, but no mpirun, which has to start the ranks"
-    if why:
-        return _missing("mpi-missing", "mpi was asked for, but no MPI can be used here", why, library.INSTALL)
-    mpirun = f", mpirun at {found.mpi}" if found.mpi else ""
-    return f"{probed.mpi} with mpi4py {found.mpi4py}{mpirun}"
+def _engines(found: Installed, offered: list[Offer]) -> Finding:
+    if not found.core:
+        shm = next(each for each in offered if each.name == "shm")
+        return _STACK.red("engines", shm.slug, shm.what, why=shm.why, fix=shm.fix, commands=shm.commands)
+    here = [each.name for each in offered if each.available]
+    mpi = next(each for each in offered if each.name == "mpi")
+    shown = f"engines {join(here)}; {mpi.version if mpi.available else 'no MPI'}"
+    missing = {each.name: each.why for each in offered if not each.available}
+    return _STACK.green("engines", shown, engines=here, mpi=found.mpi, missing=missing)
 
 
 # Report -------------------------------------------------------------------------------------------------------
@@ -385,23 +501,10 @@ def render(report: dict[str, Any]) -> str:
     shown: list[str] = []
     for each in report["engines"]:
         shown.append(f"{each['name']:{width}}  {'yes' if each['available'] else 'no '}  {each['moves']}")
-        for key, text in _rows(each):
-            shown += textwrap.wrap(
-                text,
-                columns,
-                initial_indent=f"{'':{width}}       {key:5} ",
-                subsequent_indent=" " * (width + 13),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        rows = [("with", each["version"])]
+        if not each["available"]:
+            rows = [("why", each["why"]), ("fix", each["fix"]), *(("type", command) for command in each["commands"])]
+            rows.append(("more", f"allhands explain {each['slug']}"))
+        for label, text in rows:
+            shown += wrap(f"{'':{width}}       {label:5} ", text, columns)
     return "\n".join(shown)
-
-
-def _rows(each: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if each["available"]:
-        yield "with", each["version"]
-        return
-    yield "why", each["why"]
-    yield "fix", each["fix"]
-    yield from (("type", command) for command in each["commands"])
-    yield "more", f"allhands explain {each['slug']}"

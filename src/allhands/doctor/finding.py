@@ -10,7 +10,19 @@ import msgspec
 
 from ..diagnosis import Diagnosis
 
-__all__ = ["SCHEMA", "SECTIONS", "Finding", "Level", "Section", "block", "exit_code", "lines", "render", "report"]
+__all__ = [
+    "SCHEMA",
+    "SECTIONS",
+    "Finding",
+    "Level",
+    "Section",
+    "block",
+    "exit_code",
+    "lines",
+    "render",
+    "report",
+    "wrap",
+]
 
 Level = Literal["green", "yellow", "red"]
 
@@ -24,10 +36,8 @@ _MARKS = {"green": "ok", "yellow": "!", "red": "X"}
 _COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 _PLAIN = "\x1b[0m"
 
-# The column of the text: the longest name of a section, and a blank on each side.
-_MARGIN = 17
-
-_LABELS = ("why", "fix", "type", "did")
+# The columns of a section's name and of the evidence below a finding.
+_MARGIN, _INDENT = " " * 14, " " * 19
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -59,13 +69,17 @@ class Section(NamedTuple):
         """Return a finding that needs no action."""
         return Finding(self.name, check, "green", what, why, details=details)
 
+    def at(self, level: Level, check: str, slug: str, what: str, **parts: Any) -> Finding:
+        """Return a finding of this ``level``."""
+        return Finding(self.name, check, level, what, slug=slug, **parts)
+
     def yellow(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
         """Return a finding that may stall a job, or slows it down."""
-        return Finding(self.name, check, "yellow", what, slug=slug, **parts)
+        return self.at("yellow", check, slug, what, **parts)
 
     def red(self, check: str, slug: str, what: str, **parts: Any) -> Finding:
         """Return a finding with which a job cannot run."""
-        return Finding(self.name, check, "red", what, slug=slug, **parts)
+        return self.at("red", check, slug, what, **parts)
 
     def of(self, check: str, level: Level, diagnosis: Diagnosis, **parts: Any) -> Finding:
         """Return a finding with the text of ``diagnosis``."""
@@ -78,78 +92,74 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return int(any(found.level == "red" for found in findings))
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings as plain lines, for the screen of another machine."""
-    return _body(findings, {}, 100, colour=False, verbose=False)
-
-
-def render(
-    findings: Sequence[Finding],
-    heading: str,
-    *,
-    width: int = 100,
-    colour: bool = False,
-    verbose: bool = False,
-    done: dict[str, str] | None = None,
-) -> str:
-    """Return the whole screen. ``done`` maps checks to the changes that --fix made."""
+def render(findings: Sequence[Finding], heading: str, done: dict[str, str] | None = None, **style: Any) -> str:
+    """Return the whole screen. ``done`` maps checks to the changes that --fix made; ``style`` is that of `lines`."""
     counts = _counts(findings)
     if counts["red"] or counts["yellow"]:
         numbers = [f"{counts[level]} {level}" for level in ("red", "yellow", "green") if counts[level]]
         summary = ", ".join(numbers) + "; `allhands explain NAME` prints the page of a name in brackets"
     else:
         summary = "all is green" if counts["green"] == 1 else f"all {counts['green']} checks are green"
-    return "\n".join([heading, *_body(findings, done or {}, width, colour=colour, verbose=verbose), summary])
+    return "\n".join([heading, *lines(findings, done, **style), summary])
 
 
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:
-    return {level: sum(1 for each in findings if each.level == level) for level in ("green", "yellow", "red")}
+    return {level: sum(each.level == level for each in findings) for level in ("green", "yellow", "red")}
 
 
-def _body(findings: Sequence[Finding], done: dict[str, str], width: int, *, colour: bool, verbose: bool) -> list[str]:
+def lines(
+    findings: Sequence[Finding],
+    done: dict[str, str] | None = None,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    verbose: bool = False,
+) -> list[str]:
+    """Return the findings as lines, by section; green ones without their evidence share a paragraph."""
     shown: list[str] = []
     for section in SECTIONS:
         mine = [each for each in findings if each.section == section]
-        good = [each for each in mine if each.level == "green"]
-        if verbose:
-            texts = [f"{each.what} ({each.why})" if each.why else each.what for each in good]
-        else:
-            texts = ["; ".join(each.what for each in good)] if good else []
-        name = section
-        for text in texts:
-            shown += _paragraph(name, "green", text, width, colour=colour)
-            name = ""
+        good = [
+            each.what + (f" ({each.why})" if verbose and each.why else "") for each in mine if each.level == "green"
+        ]
+        texts = good if verbose or not good else ["; ".join(good)]
+        own = [line for text in texts for line in _paragraph("green", text, width, colour=colour)]
         # Problems follow, the worst first.
-        for each in sorted((each for each in mine if each.level != "green"), key=lambda each: each.level != "red"):
-            shown += block(name, each, done.get(each.check, ""), width, colour=colour)
-            name = ""
+        for level in ("red", "yellow"):
+            for each in mine:
+                if each.level == level:
+                    own += block(each, (done or {}).get(each.check, ""), width, colour=colour)
+        shown += [f"  {section:<11} {line.removeprefix(_MARGIN)}" for line in own[:1]] + own[1:]
     return shown
 
 
-def _paragraph(name: str, level: str, text: str, width: int, *, colour: bool) -> list[str]:
-    head = f"  {name:<{_MARGIN - 6}} {_MARKS[level]:>2} "
-    wrapped = _wrap(text, width - _MARGIN)
-    first = head if not colour else f"  {name:<{_MARGIN - 6}} {_COLOURS[level]}{_MARKS[level]:>2}{_PLAIN} "
-    return [first + wrapped[0], *(" " * len(head) + line for line in wrapped[1:])]
+def _paragraph(level: str, text: str, width: int, *, colour: bool) -> list[str]:
+    mark = f"{_MARKS[level]:>2}"
+    first, *rest = wrap(f"{_MARGIN}{mark} ", text, width)
+    return [first.replace(mark, f"{_COLOURS[level]}{mark}{_PLAIN}", 1) if colour else first, *rest]
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(40, width), break_long_words=False, break_on_hyphens=False) or [""]
+def wrap(head: str, text: str, width: int) -> list[str]:
+    """Return ``head`` and ``text`` as lines of ``width``, all but the first indented."""
+    return textwrap.wrap(
+        text,
+        max(len(head) + 40, width),
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def block(name: str, found: Finding, did: str, width: int, *, colour: bool) -> list[str]:
-    """Return the lines of a yellow or red finding; ``name`` of its section, ``did`` the change that --fix made."""
+def block(found: Finding, did: str, width: int, *, colour: bool) -> list[str]:
+    """Return the lines of a yellow or red finding; ``did`` is the change that --fix made."""
     slug = f"   [{found.slug}]" if found.slug else ""
-    shown = _paragraph(name, found.level, found.what + slug, width, colour=colour)
-    indent = " " * (_MARGIN + 2)
-    for label, text in zip(_LABELS, (found.why, found.fix, "", did), strict=True):
-        if label == "type":
-            # Commands are not wrapped, so that they can be copied.
-            shown += [f"{indent}{label if number == 0 else '':<5} {each}" for number, each in enumerate(found.commands)]
-        elif text:
-            first, *rest = _wrap(text, width - len(indent) - 6)
-            shown += [f"{indent}{label:<5} {first}", *(f"{indent}      {line}" for line in rest)]
-    return shown
+    shown = _paragraph(found.level, found.what + slug, width, colour=colour)
+    for label, text in (("why", found.why), ("fix", found.fix)):
+        shown += wrap(f"{_INDENT}{label:<5} ", text, width)
+    # Commands are not wrapped, so that they can be copied.
+    shown += [f"{_INDENT}{'' if number else 'type':<5} {each}" for number, each in enumerate(found.commands)]
+    return shown + wrap(f"{_INDENT}did   ", did, width)
 
 
 def report(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import secrets
-import select
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from ..control.bind import is_loopback
 from ..diagnosis import duration, join
 from ..environments.world import Address
 from .concurrent import run_concurrently
-from .finding import Finding, Level, Section
-from .request import Lookup, Request, is_address
+from .finding import Finding, Section
+from .request import Request, look_up
 
-__all__ = ["Answer", "Resolver", "check", "hosts_file_entries", "query", "read_resolver"]
+__all__ = ["Answer", "check", "hosts_file_entries", "query", "read_resolver"]
 
 _NAMES = Section("names")
+_HOSTS, _RESOLVER = Path("/etc/hosts"), Path("/etc/resolv.conf")
 
 # RFC 1035 and 3596: types of records, the class of the Internet, "recursion desired".
 _A, _AAAA, _IN, _RECURSE = 1, 28, 1, 0x0100
@@ -33,41 +35,8 @@ _A, _AAAA, _IN, _RECURSE = 1, 28, 1, 0x0100
 _NO_SUCH_NAME = 3
 _CODES = {1: "did not understand the question", 2: "failed", 4: "cannot answer that", 5: "refuses to answer"}
 
-# A query is repeated after this; servers on a network answer in milliseconds.
-_REPEAT_S = 0.4
-
-# Large enough for an answer with addresses; servers truncate longer ones.
-_MOST_BYTES = 4096
-
-# glibc queries no more servers than these, and few search domains are longer.
-_MOST_SERVERS, _MOST_SEARCHED = 3, 6
-
 # A name server that does not answer within this counts as silent. Queries are repeated, so one lost packet is harmless.
 _SERVER_S = 1.5
-
-# Limit for a name that /etc/hosts has: the server's answer is only compared.
-_COMPARE_S = 0.6
-
-# A job resolves a name many times; from here on that is noticeable.
-_SLOW_S = 1.0
-
-
-# Name servers -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Resolver:
-    """The content of /etc/resolv.conf."""
-
-    servers: tuple[str, ...]
-    search: tuple[str, ...]
-
-    def candidates(self, name: str) -> list[str]:
-        """Return the names to query for ``name``: itself, and with the search domains if it has no dot."""
-        bare = name.rstrip(".")
-        if "." in bare or name.endswith("."):
-            return [bare]
-        return [*(f"{bare}.{domain}" for domain in self.search[:_MOST_SEARCHED]), bare]
 
 
 @dataclass(slots=True)
@@ -82,54 +51,55 @@ class Answer:
     exists: bool = False
 
 
-def read_resolver(path: Path) -> Resolver:
-    """Read ``path``; without servers in it the system queries this machine."""
-    servers: list[str] = []
-    search: list[str] = []
+def _words(path: Path) -> Iterator[list[str]]:
+    """Yield the words of each line of ``path``, without comments; none if it cannot be read."""
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            match line.split("#")[0].split(";")[0].split():
-                case ["nameserver", server, *_]:
-                    servers.append(server)
-                case ["search" | "domain", *domains]:
-                    search = [domain.strip(".") for domain in domains]
-    return Resolver(tuple(servers[:_MOST_SERVERS]) or ("127.0.0.1",), tuple(each for each in search if each))
+            yield re.split("[#;]", line)[0].split()
+
+
+def read_resolver(path: Path, name: str) -> tuple[list[str], list[str]]:
+    """Return the name servers in ``path``, this machine without any, and the names to query for ``name``."""
+    servers: list[str] = []
+    search: list[str] = []
+    for words in _words(path):
+        match words:
+            case ["nameserver", server, *_]:
+                servers.append(server)
+            case ["search" | "domain", *domains]:
+                search = [domain.strip(".") for domain in domains if domain.strip(".")]
+    bare = name.rstrip(".")
+    # Search domains are for names without a dot.
+    search = [] if "." in name else search[:6]
+    # glibc queries no more than three servers.
+    return servers[:3] or ["127.0.0.1"], [*(f"{bare}.{domain}" for domain in search), bare]
 
 
 def hosts_file_entries(path: Path, name: str) -> list[str]:
     """Return the addresses that the hosts file at ``path`` has for ``name``, in its order."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            address, *names = line.split("#")[0].split() or [""]
-            if name.lower() in (each.lower() for each in names):
-                found.append(address)
-    return found
+    return [words[0] for words in _words(path) if name.lower() in (each.lower() for each in words[1:])]
 
 
 def query(server: str, names: list[str], timeout_s: float) -> Answer:
     """Query ``server`` for the IPv4 and IPv6 addresses of ``names``; the first name that has any is used."""
     answer, started = Answer(server), time.monotonic()
-    questions = {secrets.randbelow(1 << 16): (name, kind) for name in names for kind in (_A, _AAAA) if _encodable(name)}
-    if not questions:
+    left = {secrets.randbelow(1 << 16): (name, kind) for name in names for kind in (_A, _AAAA) if _encodable(name)}
+    if not left:
         return Answer(server, answered=True, error="the name cannot be encoded")
     found: dict[str, list[str]] = {}
-    left = dict(questions)
     try:
-        family = socket.AF_INET6 if ":" in server else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((server, 53))
-            sock.setblocking(False)
-            sent = 0.0
-            while left and (now := time.monotonic()) < started + timeout_s:
-                if now - sent >= _REPEAT_S:
-                    sent = now
-                    for number, (name, kind) in left.items():
-                        sock.send(_question(number, name, kind))
-                readable, _, _ = select.select([sock], [], [], min(sent + _REPEAT_S, started + timeout_s) - now)
-                if readable:
-                    _parse(sock.recv(_MOST_BYTES), left, found, answer)
-                    answer.seconds = time.monotonic() - started
+            while left and time.monotonic() < started + timeout_s:
+                # Packets may be lost, and servers on a network answer in milliseconds.
+                for number, (name, kind) in left.items():
+                    sock.send(_question(number, name, kind))
+                again = min(time.monotonic() + 0.4, started + timeout_s)
+                while left and (wait_s := again - time.monotonic()) > 0:
+                    sock.settimeout(wait_s)
+                    with contextlib.suppress(TimeoutError):
+                        _parse(sock.recv(4096), left, found, answer)
+                        answer.seconds = time.monotonic() - started
     except OSError as problem:
         # An ICMP message: the host exists but no server listens, or there is no route.
         answer.error = answer.error or (problem.strerror or str(problem)).lower()
@@ -180,49 +150,46 @@ def _question(number: int, name: str, kind: int) -> bytes:
     return struct.pack("!6H", number, _RECURSE, 1, 0, 0, 0) + labels + b"\0" + struct.pack("!HH", kind, _IN)
 
 
-def _query_servers(request: Request, name: str, timeout_s: float = _SERVER_S) -> list[Answer]:
+def _query_servers(name: str, timeout_s: float = _SERVER_S) -> list[Answer]:
     """Query every name server concurrently."""
-    known = read_resolver(request.resolver_file)
-    return run_concurrently(lambda server: query(server, known.candidates(name), timeout_s), known.servers)
+    servers, names = read_resolver(_RESOLVER, name)
+    return run_concurrently(lambda server: query(server, names, timeout_s), servers)
 
 
-def _silent(answers: list[Answer]) -> list[Answer]:
-    return [each for each in answers if not each.answered]
-
-
-def _describe_silent(silent: list[Answer]) -> str:
+def _describe_silent(answers: list[Answer]) -> str:
+    """Return which of the servers did not answer, "" if all did."""
     quiet = f"did not answer within {duration(_SERVER_S)}"
+    silent = [each for each in answers if not each.answered]
     return join([f"{each.server} {f'does not answer: {each.error}' if each.error else quiet}" for each in silent])
-
-
-# Checks -------------------------------------------------------------------------------------------------------
 
 
 def check(request: Request) -> list[Finding]:
     """Check this machine's own name, and the coordinator's if it is a name."""
     found = [_own_name(request)]
     target = request.target
-    if target is not None and target.host != "localhost" and not is_address(target.host):
-        found += _target_name(request, target)
+    if target is not None and target.host != "localhost":
+        try:
+            ipaddress.ip_address(target.host.partition("%")[0])
+        except ValueError:
+            found += _target_name(request, target)
     return found
 
 
 def _own_name(request: Request) -> Finding:
     name = socket.gethostname()
-    lookup = Lookup(Address(name, 0)).wait()
+    lookup = look_up(Address(name, 0))
+    # IPv4 first: all software accepts it.
+    outer = sorted({host for each in request.interfaces if each.up for host in each.outer}, key=lambda a: (":" in a, a))
     if lookup.error is not None:
-        return _unknown_own_name(request, name, lookup)
+        return _unknown_own_name(name, outer[0] if outer else "127.0.1.1", lookup.error)
     addresses = [host for _, host in lookup.places]
-    source = "/etc/hosts" if hosts_file_entries(request.hosts_file, name) else "the name service"
-    outer = _outer(request)
-    if addresses and all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
-        level: Level = "red" if request.several_hosts else "yellow"
-        return Finding(
-            _NAMES.name,
+    source = "/etc/hosts" if hosts_file_entries(_HOSTS, name) else "the name service"
+    if all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
+        return _NAMES.at(
+            "red" if request.several_hosts else "yellow",
             "own-name",
-            level,
+            "address-not-local",
             f"this machine's own name {name} resolves to {join(addresses)}, which is not this machine",
-            slug="address-not-local",
             why=f"from {source}; its interfaces have {join(outer) or 'no outer address'}",
             fix=f"correct the line of {name} in /etc/hosts, or its record in DNS; until then set GLOO_SOCKET_IFNAME to "
             "the interface that leads to the other machines",
@@ -241,99 +208,82 @@ def _own_name(request: Request) -> Finding:
     return _NAMES.green("own-name", f"{name} is {join(addresses)}", f"from {source}", addresses=addresses)
 
 
-def _unknown_own_name(request: Request, name: str, lookup: Lookup) -> Finding:
-    line = f"{next(iter(_outer(request)), '127.0.1.1')} {name}"
-    commands = (f"echo '{line}' >> /etc/hosts",)
-    silent = _silent(_query_servers(request, name))
-    if silent:
+def _unknown_own_name(name: str, address: str, error: socket.gaierror) -> Finding:
+    fix, commands = f"put `{address} {name}` into /etc/hosts", (f"echo '{address} {name}' >> /etc/hosts",)
+    if silent := _describe_silent(_query_servers(name)):
         return _NAMES.yellow(
             "own-name",
             "name-server-silent",
             f"this machine's own name {name} is in no file, and the name server does not answer",
-            why=_describe_silent(silent),
-            fix=f"put `{line}` into /etc/hosts, or correct /etc/resolv.conf",
+            why=silent,
+            fix=f"{fix}, or correct /etc/resolv.conf",
             commands=commands,
         )
     return _NAMES.yellow(
         "own-name",
         "address-unresolvable",
         f"this machine's own name {name} has no address",
-        why=f"{lookup.error.strerror if lookup.error else ''}; torch's own Gloo resolves its host name at its start",
-        fix=f"put `{line}` into /etc/hosts",
+        why=f"{error.strerror}; torch's own Gloo resolves its host name at its start",
+        fix=fix,
         commands=commands,
     )
 
 
-def _outer(request: Request) -> list[str]:
-    # IPv4 first: all software accepts it.
-    found = {address for each in request.interfaces if each.up for address in each.outer}
-    return sorted(found, key=lambda address: (":" in address, address))
-
-
-def _target_name(request: Request, target: Address) -> list[Finding]:
+def _target_name(request: Request, target: Address) -> Iterator[Finding]:
     if request.lookup is None:
-        return []
-    lookup = request.lookup.wait()
-    listed = hosts_file_entries(request.hosts_file, target.host)
+        return
+    lookup = request.lookup
+    listed = hosts_file_entries(_HOSTS, target.host)
     if lookup.error is not None:
-        return [_unresolved(request, target, _query_servers(request, target.host))]
+        yield _unresolved(request, target, _query_servers(target.host))
+        return
     addresses = [host for _, host in lookup.places]
-    found = []
     # The system does not query a server for names in /etc/hosts, but other machines may.
     own = target.host == socket.gethostname()
-    answers = [] if own else _query_servers(request, target.host, _COMPARE_S if listed else _SERVER_S)
+    answers = [] if own else _query_servers(target.host, 0.6 if listed else _SERVER_S)
     other = next((each for each in answers if each.addresses), None)
-    if listed and other is not None and not set(other.addresses) & set(addresses):
-        found.append(
-            _NAMES.yellow(
-                "target-name",
-                "name-shadowed",
-                f"{target.host} is {join(listed)} in /etc/hosts, but {join(other.addresses)} on the name server",
-                why=f"this machine uses the first; machines without that line use the second ({other.server})",
-                fix=f"remove the line of {target.host} from /etc/hosts, or make all machines agree",
-                commands=(f"grep -n {target.host} /etc/hosts",),
-            )
+    shadowed = listed and other is not None and not set(other.addresses) & set(addresses)
+    if shadowed and other is not None:
+        yield _NAMES.yellow(
+            "target-name",
+            "name-shadowed",
+            f"{target.host} is {join(listed)} in /etc/hosts, but {join(other.addresses)} on the name server",
+            why=f"this machine uses the first; machines without that line use the second ({other.server})",
+            fix=f"remove the line of {target.host} from /etc/hosts, or make all machines agree",
+            commands=(f"grep -n {target.host} /etc/hosts",),
         )
-    if lookup.seconds > _SLOW_S:
-        silent = _silent(answers)
+    # A job resolves a name many times: a second is noticeable.
+    slow = lookup.seconds > 1.0
+    if slow:
+        silent = _describe_silent(answers)
         server = "remove the silent server from" if silent else "use a faster server in"
         speed = join([f"{each.server} answered after {duration(each.seconds)}" for each in answers if each.answered])
-        found.append(
-            _NAMES.yellow(
-                "name-time",
-                "name-server-silent",
-                f"{target.host} took {duration(lookup.seconds)} to resolve",
-                why=_describe_silent(silent) or speed,
-                fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
-                commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
-            )
+        yield _NAMES.yellow(
+            "name-time",
+            "name-server-silent",
+            f"{target.host} took {duration(lookup.seconds)} to resolve",
+            why=silent or speed,
+            fix=f"put the name into /etc/hosts, or {server} /etc/resolv.conf",
+            commands=(f"echo '{addresses[0]} {target.host}' >> /etc/hosts",),
         )
-    both = " (IPv4 and IPv6)" if len({family for family, _ in lookup.places}) > 1 else ""
-    source = "/etc/hosts" if listed else "the name service"
-    return found or [
-        _NAMES.green(
-            "target-name",
-            f"{target.host} is {join(addresses)}{both}",
-            f"from {source} in {duration(lookup.seconds)}",
-            addresses=addresses,
-        )
-    ]
+    if not shadowed and not slow:
+        both = " (IPv4 and IPv6)" if len({family for family, _ in lookup.places}) > 1 else ""
+        why = f"from {'/etc/hosts' if listed else 'the name service'} in {duration(lookup.seconds)}"
+        yield _NAMES.green("target-name", f"{target.host} is {join(addresses)}{both}", why, addresses=addresses)
 
 
 def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Finding:
-    late = request.world is not None and request.world.late_names
-    silent = _silent(answers)
-    failed = [each for each in answers if each.answered and each.error and not each.exists]
-    commands = (f"getent ahosts {target.host}",)
+    silent = _describe_silent(answers)
+    command = f"getent ahosts {target.host}"
     # One good answer is enough: the system tries the servers in turn.
-    if len(silent) + len(failed) == len(answers):
+    if not any(each.exists or (each.answered and not each.error) for each in answers):
         return _NAMES.red(
             "target-name",
             "name-server-silent",
             f"{target.host} cannot be resolved: the name server {'does not answer' if silent else 'fails'}",
-            why=_describe_silent(silent) or join([f"{each.server} {each.error}" for each in failed]),
+            why=silent or join([f"{each.server} {each.error}" for each in answers]),
             fix="use a server that answers in /etc/resolv.conf, open port 53 to it, or put the name into /etc/hosts",
-            commands=("cat /etc/resolv.conf", *commands),
+            commands=("cat /etc/resolv.conf", command),
         )
     if any(each.addresses for each in answers):
         return _NAMES.red(
@@ -344,15 +294,15 @@ def _unresolved(request: Request, target: Address, answers: list[Answer]) -> Fin
             fix="put dns on the hosts: line of /etc/nsswitch.conf, or the name into /etc/hosts",
             commands=("grep ^hosts: /etc/nsswitch.conf",),
         )
+    late = request.world is not None and request.world.late_names
     replies = join([f"{each.server} replied so after {duration(each.seconds)}" for each in answers])
-    return Finding(
-        _NAMES.name,
-        "target-name",
+    return _NAMES.at(
         "yellow" if late else "red",
+        "target-name",
+        "address-unresolvable",
         f"there is no such name as {target.host}",
-        slug="address-unresolvable",
-        why=(replies or "no name server") + ("; names may be registered late here" if late else ""),
+        why=replies + ("; names may be registered late here" if late else ""),
         fix="check MASTER_ADDR or HOST:PORT for a typing error; "
         f"`getent hosts {target.host}` must print an address on every machine",
-        commands=commands,
+        commands=(command,),
     )

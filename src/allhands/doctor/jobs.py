@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from ..diagnosis import count, duration, join
 from ..errors import fail
@@ -15,15 +19,12 @@ from ..launch.termination import descendants
 from ..observe.flight_recorder import FlightRecorder, read_owned
 from .concurrent import Concurrent
 from .finding import Finding, Section
-from .proc_status import ProcStatus, processes, read_status
+from .proc_status import command_line, environment, inner_pid, waiting_in
 from .stalled_job import RankState, count_progress, diagnose, main_stack
 
-__all__ = ["Job", "Rank", "examine_job", "find_jobs", "list_jobs"]
+__all__ = ["Job", "Rank", "examine_job", "list_jobs"]
 
 _JOB = Section("job")
-
-# Between two snapshots of a job: long enough for a training job to begin or end a call.
-_SNAPSHOT_S = 0.4
 
 # A user who only asked about the machine is shown jobs that have made no progress for this long.
 _STALLED_S = 30.0
@@ -34,15 +35,18 @@ _LAUNCH_IDS = ("ALLHANDS_COORDINATOR", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "
 # A group's shared memory in /proc/PID/maps; the processes that map the same one are in the same group.
 _SEGMENT = "/memfd:allhands (deleted)"
 
+_ENDED = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank. ``number`` is -1 if not known; ``recorder`` is None if the process has no flight recorder."""
+    """One rank. ``number`` is -1 if not known; ``parents`` are the pids of its ancestors, the nearest first."""
 
     pid: int
     number: int
     world_size: int
-    status: ProcStatus
+    parents: tuple[int, ...]
+    env: Mapping[str, str]
     recorder: FlightRecorder | None
 
 
@@ -50,9 +54,13 @@ class Rank:
 class Job:
     """The ranks of one job on this machine, in order."""
 
-    name: str
     ranks: tuple[Rank, ...]
-    world_size: int
+
+    @property
+    def name(self) -> str:
+        """The name that the launcher gave it, or ""."""
+        env = self.ranks[0].env
+        return env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
 
     @property
     def pids(self) -> list[int]:
@@ -60,73 +68,53 @@ class Job:
         return [rank.pid for rank in self.ranks]
 
 
-# Finding jobs -------------------------------------------------------------------------------------------------
-
-
 def find_jobs() -> list[Job]:
     """Return every job that has ranks on this machine, as far as this user may see."""
-    found = [rank for rank in map(_rank, processes()) if rank is not None]
-    return [_job(members) for members in _by_job(_without_descendants(found))]
+    found = []
+    for process in psutil.process_iter():
+        # A process that has ended meanwhile is skipped.
+        with contextlib.suppress(psutil.Error):
+            if (rank := _rank(process)) is not None:
+                found.append(rank)
+    return _by_job(_without_descendants(found))
 
 
-def _refresh(job: Job) -> Job:
-    """Return the same ranks as they are now, without those that have ended."""
-    now = [
-        replace(rank, status=status, recorder=read_owned(rank.pid, status.inner_pid))
-        for rank in job.ranks
-        if (status := read_status(rank.pid)) is not None and not status.zombie
-    ]
-    return replace(job, ranks=tuple(now))
-
-
-def _rank(pid: int) -> Rank | None:
-    status = read_status(pid)
-    if status is None or status.zombie or pid == os.getpid():
+def _rank(process: psutil.Process) -> Rank | None:
+    if process.status() in _ENDED or process.pid == os.getpid():
         return None
-    recorder = read_owned(pid, status.inner_pid)
-    known = (recorder.rank, recorder.world_size) if recorder is not None and recorder.rank >= 0 else None
-    known = known or _from_environment(status)
-    if recorder is None and known is None:
-        return None
-    return Rank(pid, *(known or (-1, 0)), status, recorder)
-
-
-def _from_environment(status: ProcStatus) -> tuple[int, int] | None:
-    """Return rank and world size from the environment that a process was started with."""
+    recorder, env = read_owned(process.pid, inner_pid(process.pid)), environment(process)
+    known = [(recorder.rank, recorder.world_size)] if recorder is not None and recorder.rank >= 0 else []
     # The shells around a rank have its variables too.
-    if not Path(status.command.partition(" ")[0]).name.startswith(("python", "pypy")):
+    if Path(command_line(process).partition(" ")[0]).name.startswith(("python", "pypy")):
+        for prefix in ("ALLHANDS_", ""):
+            number, world_size = env.get(f"{prefix}RANK", ""), env.get(f"{prefix}WORLD_SIZE", "")
+            if number.isdecimal() and world_size.isdecimal():
+                known.append((int(number), int(world_size)))
+    if recorder is None and not known:
         return None
-    for rank, size in (("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"), ("RANK", "WORLD_SIZE")):
-        number, world_size = status.environ.get(rank, ""), status.environ.get(size, "")
-        if number.isdecimal() and world_size.isdecimal():
-            return int(number), int(world_size)
-    return None
+    return Rank(process.pid, *(known or [(-1, 0)])[0], tuple(each.pid for each in process.parents()), env, recorder)
 
 
 def _without_descendants(found: list[Rank]) -> list[Rank]:
     """Remove processes that a rank started: they have its variables too, but no flight recorder of their own."""
-    by_pid = {rank.pid: rank for rank in found}
-
-    def started_by_a_rank(rank: Rank) -> bool:
-        pid = rank.status.parent
-        while pid > 1:
-            above = by_pid.get(pid)
-            # A rank may also start another job, with other variables.
-            if above is not None and (above.number, above.world_size) == (rank.number, rank.world_size):
-                return True
-            status = read_status(pid)
-            if status is None:
-                return False
-            pid = status.parent
-        return False
-
-    return [rank for rank in found if rank.recorder is not None or not started_by_a_rank(rank)]
+    # A rank may also start another job, with other variables.
+    identities = {(rank.pid, rank.number, rank.world_size) for rank in found}
+    return [
+        rank
+        for rank in found
+        if rank.recorder is not None
+        or not any((pid, rank.number, rank.world_size) in identities for pid in rank.parents)
+    ]
 
 
-def _by_job(found: list[Rank]) -> list[list[Rank]]:
+def _by_job(found: list[Rank]) -> list[Job]:
     """Group ranks by launch id, by address, by shared memory, or else by parent."""
     # Merge the segments of ranks that share any of them.
-    segments = {rank.pid: _segments(rank.pid) for rank in found}
+    segments: dict[int, set[int]] = defaultdict(set)
+    for rank in found:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{rank.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            segments[rank.pid] = {int(line.split()[4]) for line in maps if line.endswith(_SEGMENT)}
     merged: list[set[int]] = []
     for own in segments.values():
         touching = [each for each in merged if each & own]
@@ -135,11 +123,11 @@ def _by_job(found: list[Rank]) -> list[list[Rank]]:
     for rank in found:
         shared = next((number for number, each in enumerate(merged) if each & segments[rank.pid]), None)
         jobs[_job_key(rank, shared)].append(rank)
-    return list(jobs.values())
+    return [Job(tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))) for members in jobs.values()]
 
 
 def _job_key(rank: Rank, shared: int | None) -> str:
-    env = rank.status.environ
+    env = rank.env
     for name in _LAUNCH_IDS:
         if env.get(name):
             return f"{name}={env[name]} {env.get('MASTER_PORT', '')}"
@@ -147,26 +135,7 @@ def _job_key(rank: Rank, shared: int | None) -> str:
         return f"{env.get('MASTER_ADDR', '')}:{env['MASTER_PORT']}"
     if shared is not None:
         return f"memory {shared}"
-    return f"parent {rank.status.parent} of {rank.world_size}"
-
-
-def _segments(pid: int) -> set[int]:
-    """Return the inodes of the shared memory of groups that ``pid`` has mapped."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return {int(line.split()[4]) for line in lines if line.endswith(_SEGMENT)}
-
-
-def _job(members: list[Rank]) -> Job:
-    ranks = tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))
-    env = ranks[0].status.environ
-    name = env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
-    return Job(name, ranks, max(rank.world_size for rank in ranks))
-
-
-# Checks -------------------------------------------------------------------------------------------------------
+    return f"parent {rank.parents[:1]} of {rank.world_size}"
 
 
 def examine_job(pid: int | None, name: str | None) -> list[Finding]:
@@ -175,65 +144,70 @@ def examine_job(pid: int | None, name: str | None) -> list[Finding]:
     Raises invalid-argument if there is no such process or job.
     """
     found = find_jobs()
-    chosen = _with_pid(found, pid) if pid is not None else [each for each in found if name in {None, "", each.name}]
-    if not chosen and pid is None and not name:
+    if pid is None:
+        chosen = [each for each in found if name in {None, "", each.name}]
+    else:
+        below = set(descendants(pid))
+        exact = [each for each in found if pid in each.pids]
+        chosen = exact or [each for each in found if below & set(each.pids)]
+    if chosen:
+        return [finding for job in chosen for finding in _examine(job)]
+    if pid is None and not name:
         return [_JOB.green("none", "no ranks of this user run on this machine")]
-    if not chosen:
-        there = join([f"{each.name or 'without a name'} (pid {each.pids[0]})" for each in found[:8]])
-        raise fail(
-            "invalid-argument",
-            f"no job with {f'the process {pid}' if pid is not None else f'the name {name}'} runs on this machine",
-            who="the process or job given to doctor",
-            why=f"jobs here: {there}" if there else "no process here has a flight recorder, or the variables of a rank",
-            fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
-        )
-    return [finding for job in chosen for finding in _examine(job)]
-
-
-def _with_pid(found: list[Job], pid: int) -> list[Job]:
-    if read_status(pid) is None:
-        raise fail(
-            "invalid-argument",
-            f"there is no process {pid}",
-            who="the process given to doctor",
-            fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
-        )
-    exact = [each for each in found if pid in each.pids]
-    if exact:
-        return exact
-    below = set(descendants(pid))
-    return [each for each in found if below & set(each.pids)]
+    what = f"no job with {f'the process {pid}' if pid is not None else f'the name {name}'} runs on this machine"
+    there = join([f"{each.name or 'without a name'} (pid {each.pids[0]})" for each in found[:8]])
+    raise fail(
+        "invalid-argument",
+        what if pid is None or psutil.pid_exists(pid) else f"there is no process {pid}",
+        who="the process or job given to doctor",
+        why=f"jobs here: {there}" if there else "no process here has a flight recorder, or the variables of a rank",
+        fix="give the pid of a rank or of its launcher (`allhands doctor --job` shows all jobs)",
+    )
 
 
 def _examine(job: Job) -> list[Finding]:
-    first, started = _refresh(job), time.monotonic()
-    if not first.ranks:
+    """Take two snapshots of the ranks of ``job``, read their stacks in between, and compare them."""
+    before, started = _snapshots(job.pids), time.monotonic()
+    if not before:
         return [_JOB.green("over", "the job has just ended")]
-    stacks = Concurrent(main_stack, first.pids)
-    time.sleep(_SNAPSHOT_S)
-    second = _refresh(first)
-    stack_of = dict(zip(first.pids, stacks.results(), strict=True))
+    stacks = Concurrent(main_stack, list(before))
+    # Long enough for a training job to begin or end a call.
+    time.sleep(0.4)
+    after = _snapshots(before)
+    stack_of = dict(zip(before, stacks.results(), strict=True))
     passed_s = max(0.01, time.monotonic() - started)
-    cpu_before = {rank.pid: rank.status.cpu_s for rank in first.ranks}
     states = [
         RankState(
             rank.number,
             rank.pid,
-            rank.recorder,
-            rank.status,
+            *after[rank.pid][:2],
+            waiting_in(rank.pid),
             stack_of[rank.pid],
-            (rank.status.cpu_s - cpu_before[rank.pid]) / passed_s,
+            busy=(after[rank.pid][2] - before[rank.pid][2]) / passed_s,
         )
-        for rank in second.ranks
+        for rank in job.ranks
+        if rank.pid in after
     ]
-    before, after = ({rank.pid: rank.recorder for rank in each.ranks} for each in (first, second))
-    world_size = max(job.world_size, len(states))
-    return diagnose(states, world_size, count_progress(before, after), host=socket.gethostname())
+    progress = count_progress(*({pid: each[0] for pid, each in taken.items()} for taken in (before, after)))
+    world_size = max(len(states), *(rank.world_size for rank in job.ranks))
+    return diagnose(states, world_size, progress, host=socket.gethostname())
 
 
-def list_jobs() -> list[Finding]:
+def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder, str, float]]:
+    """Return flight recorder, state and CPU time of each of ``pids`` that still runs."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            state, used = process.status(), process.cpu_times()
+            if state not in _ENDED:
+                recorder = read_owned(pid, inner_pid(pid)) or FlightRecorder(pid, -1, 0, ())
+                found[pid] = recorder, state, used.user + used.system
+    return found
+
+
+def list_jobs() -> Iterator[Finding]:
     """List the jobs that run here, for a check of the machine; a job that makes no progress is yellow."""
-    results = []
     for job in find_jobs():
         name = f"{job.name}: " if job.name else ""
         shown = f"{name}{count(len(job.ranks), 'rank')} (pid {job.pids[0]}{' …' if len(job.pids) > 1 else ''})"
@@ -242,17 +216,14 @@ def list_jobs() -> list[Finding]:
         latest = [entry.age_s for recorder in recorders for entry in recorder.entries[-1:]]
         idle_s = min(latest, default=0.0) if waiting else 0.0
         if idle_s < _STALLED_S:
-            results.append(_JOB.green(f"job-{job.pids[0]}", f"runs here: {shown}"))
+            yield _JOB.green(f"job-{job.pids[0]}", f"runs here: {shown}")
             continue
-        results.append(
-            _JOB.yellow(
-                f"job-{job.pids[0]}",
-                "rank-behind",
-                f"a job has made no progress for {duration(idle_s)}: {shown}",
-                why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
-                fix="look into it",
-                commands=(f"allhands doctor --pid {job.pids[0]}",),
-                certain=False,
-            )
+        yield _JOB.yellow(
+            f"job-{job.pids[0]}",
+            "rank-behind",
+            f"a job has made no progress for {duration(idle_s)}: {shown}",
+            why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
+            fix="look into it",
+            commands=(f"allhands doctor --pid {job.pids[0]}",),
+            certain=False,
         )
-    return results

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import selectors
+import re
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +20,6 @@ from ..control.connect import Attempts, diagnose
 from ..control.handshake import receive, send, wrap_tls
 from ..control.messages import (
     GREETING,
-    MOST_BYTES,
     Challenge,
     Closing,
     FrameError,
@@ -37,93 +37,56 @@ from ..environments.world import Address
 from ..errors import AllhandsError, error, fail
 from ..settings import Settings
 from .finding import Finding, Section
+from .peer import JOB, LISTENER, PeerConnection, check_peer, connect_all
 from .request import Request
 
-__all__ = ["JOB", "LISTENER", "STORE", "Service", "check", "connect_all", "identify"]
+__all__ = ["check"]
 
 _NETWORK = Section("network")
 
-# A doctor's handshake has this job name, and a listening doctor's challenge this protocol number. No job and no
-# coordinator has either.
-JOB, LISTENER = "allhands doctor", -1
-
-# Longer than one retransmission of a lost first packet (after 1 s), so that one loss is not taken for a firewall.
-_CONNECT_S = 2.2
-
 # A coordinator answers in milliseconds; one that serves thousands of ranks on a busy machine within this.
 _ANSWER_S = 1.5
-
-# Services that send first (SSH, mail, databases) do so at once.
-_BANNER_S = 0.25
 
 # torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp in 2.13): a client first sends the query "validate"
 # with this number; then it may send "ping" with a number that is sent back. Other clients get no answer.
 _VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
 
-STORE = "torch's TCPStore"
+_STORE = "torch's TCPStore"
 
 _BANNERS = ((b"SSH-", "an SSH server"), (b"220 ", "a mail or FTP server"), (b"* OK", "a mail server"))
-
-# Of the bytes of an unknown service, this many are shown.
-_MOST_SHOWN = 60
 
 _OTHER_PORT = "choose another port (MASTER_PORT, tcp://HOST:PORT, --coordinator)"
 
 
-def connect_all(
-    places: list[tuple[int, str, int]], timeout_s: float = _CONNECT_S
-) -> dict[tuple[str, int], OSError | float]:
-    """Connect to every (family, address, port) concurrently; return the seconds that each took, or its error."""
-    found: dict[tuple[str, int], OSError | float] = {}
-    started = time.monotonic()
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
-        for family, host, port in places:
-            sock = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sock.setblocking(False)
-            code = sock.connect_ex((host, port))
-            if code in {0, errno.EINPROGRESS}:
-                selector.register(sock, selectors.EVENT_WRITE, (sock, (host, port)))
-            else:
-                found[host, port] = OSError(code, os.strerror(code))
-        while selector.get_map() and (left := started + timeout_s - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                sock, place = key.data
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                found[place] = OSError(code, os.strerror(code)) if code else time.monotonic() - started
-                selector.unregister(sock)
-        for key in selector.get_map().values():
-            found[key.data[1]] = TimeoutError(errno.ETIMEDOUT, "no answer")
-    return found
-
-
-def check(request: Request) -> tuple[list[Finding], Service | None]:
-    """Check the coordinator's port. Also return the service there; if it is a doctor, its connection is open."""
+def check(request: Request) -> Iterator[Finding]:
+    """Check the coordinator's port, and if a doctor listens there, the way to it and back."""
     target, places = request.target, request.places
     if target is None or not places:
-        return [], None
-    results = connect_all([(family, host, target.port) for family, host in places])
+        return
+    results = connect_all([(host, target.port) for _, host in places])
     errors = {host: result for (host, _), result in results.items() if isinstance(result, OSError)}
     seconds = {host: result for (host, _), result in results.items() if isinstance(result, float)}
     if not seconds:
-        return [_unreachable(request, target, errors)], None
-    family, host = next((family, host) for family, host in places if host in seconds)
-    service = identify(family, (host, target.port), target.host, settings.read(request.env))
-    found = [_reachable(request, target, host, seconds[host], service)]
+        yield _unreachable(request, target, errors)
+        return
+    host = next(host for _, host in places if host in seconds)
+    service = _identify((host, target.port), target.host, settings.read(request.env))
+    yield _reachable(request, target, host, seconds[host], service)
     # A service that listens on one kind of address only refuses connections to the other.
     dead = {each: problem for each, problem in errors.items() if problem.errno != errno.ECONNREFUSED}
     if dead and not request.target_is_here:
         reasons = join([f"{each}: {problem.strerror}" for each, problem in dead.items()])
-        found.append(
-            _NETWORK.yellow(
-                "families",
-                "no-route",
-                f"{target.host} has an address that cannot be reached: {join(list(dead))}",
-                why=f"{reasons}; {host} answers. A client that tries the other address first waits in vain",
-                fix=f"give ranks the address that works: MASTER_ADDR={host}",
-                commands=(f"export MASTER_ADDR={host}",),
-            )
+        yield _NETWORK.yellow(
+            "families",
+            "no-route",
+            f"{target.host} has an address that cannot be reached: {join(list(dead))}",
+            why=f"{reasons}; {host} answers. A client that tries the other address first waits in vain",
+            fix=f"give ranks the address that works: MASTER_ADDR={host}",
+            commands=(f"export MASTER_ADDR={host}",),
         )
-    return found, service
+    if service.connection is not None:
+        with service.connection.link:
+            yield from check_peer(service.connection)
 
 
 def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) -> Finding:
@@ -141,10 +104,9 @@ def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) 
         "no-route": (f"ip route get {next(iter(errors))}",),
         "connection-filtered": (f"nft list ruleset   # on {target.host}, as root",),
     }.get(diagnosis.slug, ())
-    if diagnosis.slug == "connection-refused" and not request.target_given:
-        # Before a job starts nothing listens; that is no fault if the address is only from the environment.
-        return _NETWORK.of("port", "yellow", diagnosis, commands=commands)
-    return _NETWORK.of("port", "red", diagnosis, commands=commands)
+    # Before a job starts nothing listens; that is no fault if the address is only from the environment.
+    expected = diagnosis.slug == "connection-refused" and not request.target_given
+    return _NETWORK.of("port", "yellow" if expected else "red", diagnosis, commands=commands)
 
 
 def _reachable(request: Request, target: Address, host: str, seconds: float, service: Service) -> Finding:
@@ -160,13 +122,13 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
         return _NETWORK.green("port", f"a doctor listens on {target}", connected)
     why = f"{connected}; {service.evidence}{by}"
     listing = f"ss -ltnp 'sport = :{target.port}'   # on {target.host}"
-    if service.kind == STORE:
+    if service.kind == _STORE:
         if request.world is not None and request.world.agent_store:
             return _NETWORK.green("port", f"torchrun's store listens on {target}", f"{connected}{by}")
         return _NETWORK.yellow(
             "port",
             "wrong-service",
-            f"{STORE} listens on {target}: a job of torch's own has this address",
+            f"{_STORE} listens on {target}: a job of torch's own has this address",
             why=f"{why}. This address is right for ranks of that job, and wrong for ranks of allhands",
             fix=f"for a job of allhands {_OTHER_PORT}",
             commands=(listing,),
@@ -192,131 +154,106 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
     )
 
 
-# Services -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Service:
     """A service on a port: ``kind`` is coordinator, doctor, silent, or the name of another service.
 
-    ``link`` is the open connection to a doctor, after the handshake; the caller closes it. ``splitter`` and ``rest``
-    hold the bytes and frames that arrived with it.
+    ``connection`` is open if it is a doctor that accepts this one; the caller closes it.
     """
 
     kind: str
     evidence: str = ""
     problem: AllhandsError | None = None
-    link: socket.socket | None = None
-    splitter: Splitter | None = None
-    rest: list[bytes] | None = None
+    proof: bytes = b""
+    connection: PeerConnection | None = None
 
 
-def identify(family: int, place: tuple[str, int], name: str, settings: Settings) -> Service:
+def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
     """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
-    try:
-        token = settings.secret()
-    except AllhandsError as problem:
-        return Service("unknown", problem=problem)
-    found = None
-    if settings.tls_ca:
-        found = _handshake(family, place, name, settings.tls_ca, token)
-    if found is None or found.kind == "unknown":
-        found = _handshake(family, place, name, "", token)
-    return found if found.kind != "unknown" else _identify_other(family, place, found.evidence)
-
-
-def _handshake(family: int, place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
-    """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
-    deadline = time.monotonic() + _ANSWER_S
-    link = socket.socket(family, socket.SOCK_STREAM)
-    kept = False
-    try:
-        link.settimeout(_ANSWER_S)
-        link.connect(place)
-        if authority:
-            link = wrap_tls(link, authority, name, deadline)
-        opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
-        send(link, GREETING + pack(encode(opening)), deadline)
-        splitter = Splitter(MOST_BYTES)
-        frames = receive(link, splitter, deadline)
-        if not frames:
-            return Service("unknown", _shown(splitter.held))
-        answer = decode_challenge(frames[0])
-        found = _answer(link, opening, answer, token, deadline)
-        if found.kind == "doctor" and found.problem is None:
-            kept, found.link, found.splitter, found.rest = True, link, splitter, frames[1:]
-    except FrameError:
-        return Service("unknown", _shown(splitter.held))
-    except msgspec.MsgspecError:
-        return Service("unknown", _shown(frames[0] if frames else b""))
-    except AllhandsError as problem:
-        return Service("unknown", problem.diagnosis.why)
-    except OSError as problem:
-        return Service("unknown", f"it broke the connection ({problem.strerror or problem})")
-    else:
-        return found
-    finally:
-        if not kept:
-            link.close()
-
-
-def _answer(
-    link: socket.socket, opening: Hello, answer: Challenge | Refused | Closing, token: bytes, deadline: float
-) -> Service:
-    if isinstance(answer, Closing):
-        return Service("coordinator", "a coordinator that is just ending")
-    if isinstance(answer, Refused):
-        return Service("coordinator", problem=error(answer.diagnosis))
-    kind = "doctor" if answer.protocol == LISTENER else "coordinator"
-    if not handshake.verify_coordinator(opening, answer, token):
-        theirs = "has a token" if answer.has_token else "has no token"
-        ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
-        problem = fail(
-            "not-authorised",
-            f"the {kind} there {theirs}, this process {ours}",
-            who="this process and the one that listens",
-            why="their proofs do not match (observed)",
-            fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
-        )
-        return Service(kind, problem=problem)
-    # Without this proof a coordinator would count this process as a rank without a token.
-    with contextlib.suppress(OSError):
-        send(link, pack(encode(Proof(handshake.member_proof(opening, answer, token)))), deadline)
-    return Service(kind)
-
-
-def _identify_other(family: int, place: tuple[str, int], evidence: str) -> Service:
-    """Identify a service that is not ours by a few harmless requests."""
-    banner = _exchange(family, place, b"", _BANNER_S)
+    token = settings.secret()
+    for authority in dict.fromkeys((settings.tls_ca, "")):
+        found = _handshake(place, name, authority, token)
+        if found.kind != "unknown":
+            return found
+    # It is not ours: identify it by a few harmless requests. SSH, mail and databases send first, and at once.
+    banner = _exchange(place, b"", 0.25)
     for text, kind in _BANNERS:
         if banner.startswith(text):
             return Service(kind, _shown(banner))
     number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
     ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
-    if _exchange(family, place, ping, _ANSWER_S / 2, most=4) == number:
-        return Service(STORE, "it answers torch's ping")
-    page = _exchange(family, place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
+    if _exchange(place, ping, _ANSWER_S / 2, most=4) == number:
+        return Service(_STORE, "it answers torch's ping")
+    page = _exchange(place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
     if page.startswith(b"HTTP/"):
-        headers = page.decode("latin-1").splitlines()
-        server = next((line[7:].strip() for line in headers if line.lower().startswith("server:")), "")
-        return Service("a web server" + (f" ({server[:40]})" if server else ""), _shown(page))
-    received = banner or page
-    if received or evidence:
-        return Service("another service", _shown(received) if received else evidence)
-    return Service("silent", "it accepts connections and sends nothing")
+        server = re.search(
+            r"^server:[ \t]*([\x20-\x7e]{1,40})", page.decode("latin-1"), flags=re.IGNORECASE | re.MULTILINE
+        )
+        return Service("a web server" + (f" ({server[1].strip()})" if server else ""), _shown(page))
+    evidence = _shown(banner or page) or found.evidence
+    return Service("another service" if evidence else "silent", evidence or "it accepts connections and sends nothing")
 
 
-def _exchange(family: int, place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
+def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
+    """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
+    deadline = time.monotonic() + _ANSWER_S
+    opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
+    splitter, frames, found = Splitter(), [b""], Service("unknown")
+    with contextlib.ExitStack() as sockets:
+        try:
+            link = sockets.enter_context(socket.create_connection(place, _ANSWER_S))
+            if authority:
+                link = sockets.enter_context(wrap_tls(link, authority, name, deadline))
+            send(link, GREETING + pack(encode(opening)), deadline)
+            frames = receive(link, splitter, deadline) or [splitter.held]
+            found = _answer(opening, decode_challenge(frames[0]), token)
+            if found.proof:
+                # Without this proof a coordinator would count this process as a rank without a token.
+                with contextlib.suppress(OSError):
+                    send(link, pack(encode(Proof(found.proof))), deadline)
+            if found.proof and found.kind == "doctor":
+                found.connection = PeerConnection(link, splitter, frames[1:])
+                sockets.pop_all()
+        except FrameError:
+            found.evidence = _shown(splitter.held)
+        except msgspec.MsgspecError:
+            found.evidence = _shown(frames[0])
+        except AllhandsError as problem:
+            found.evidence = problem.diagnosis.why
+        except OSError as problem:
+            found.evidence = f"it broke the connection ({problem.strerror or problem})"
+    return found
+
+
+def _answer(opening: Hello, answer: Challenge | Refused | Closing, token: bytes) -> Service:
+    """Return the service that sent ``answer``, with the proof that it expects."""
+    if isinstance(answer, Closing):
+        return Service("coordinator", "a coordinator that is just ending")
+    if isinstance(answer, Refused):
+        return Service("coordinator", problem=error(answer.diagnosis))
+    kind = "doctor" if answer.protocol == LISTENER else "coordinator"
+    if handshake.verify_coordinator(opening, answer, token):
+        return Service(kind, proof=handshake.member_proof(opening, answer, token))
+    theirs = "has a token" if answer.has_token else "has no token"
+    ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
+    problem = fail(
+        "not-authorised",
+        f"the {kind} there {theirs}, this process {ours}",
+        who="this process and the one that listens",
+        why="their proofs do not match (observed)",
+        fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
+    )
+    return Service(kind, problem=problem)
+
+
+def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
     """Send ``data`` and return the answer, b"" if there is none."""
-    with socket.socket(family, socket.SOCK_STREAM) as link, contextlib.suppress(OSError):
-        link.settimeout(timeout_s)
-        link.connect(place)
-        if data:
-            link.sendall(data)
+    with contextlib.suppress(OSError), socket.create_connection(place, timeout_s) as link:
+        link.sendall(data)
         return link.recv(most)
     return b""
 
 
 def _shown(data: bytes) -> str:
     # As a literal: control characters are escaped.
-    return f"it sent {data[:_MOST_SHOWN]!r}" if data else ""
+    return f"it sent {data[:60]!r}" if data else ""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from dataclasses import dataclass
-from functools import cached_property
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from ..diagnosis import count, duration, join
 from .finding import Finding, Section
+from .request import Request
 
-__all__ = ["Leftover", "ProcStatus", "check_leftovers", "find_leftovers", "processes", "read_status"]
+__all__ = ["check_leftovers", "command_line", "environment", "inner_pid", "listening_ports", "run_tool", "waiting_in"]
 
 _RESOURCES = Section("resources")
 _PROC = Path("/proc")
@@ -41,194 +45,102 @@ _YOUNG_S = 2.0
 _MOST_SHOWN = 6
 
 
-@dataclass(frozen=True)
-class ProcStatus:
-    """The state of a process at one moment."""
+def command_line(process: psutil.Process) -> str:
+    """Return the command line of ``process`` for people. Raises psutil.Error if it has ended."""
+    return " ".join(process.cmdline()) or str(process.name())
 
-    pid: int
-    name: str
-    state: str
-    parent: int
-    ticks: int
-    started_ticks: int
-    uid: int
-    status: str
 
-    @property
-    def zombie(self) -> bool:
-        """Whether it has ended and only waits to be reaped."""
-        return self.state in {"Z", "X"}
+def run_tool(*command: str, timeout_s: float) -> tuple[str, str]:
+    """Run ``command``; return (output, "") or ("", why it failed)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"it did not answer within {timeout_s:g} s"
+    except FileNotFoundError:
+        return "", f"{command[0]} is not installed"
+    except OSError as problem:
+        return "", problem.strerror or str(problem)
+    if done.returncode:
+        return "", next(iter((done.stdout + done.stderr).strip().splitlines()), "it failed")
+    return done.stdout, ""
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it is stopped by a signal or a debugger."""
-        return self.state in {"T", "t"}
 
-    @property
-    def age_s(self) -> float:
-        """The time since its start."""
-        uptime = float((_PROC / "uptime").read_text(encoding="ascii").split()[0])
-        return max(0.0, uptime - self.started_ticks / os.sysconf("SC_CLK_TCK"))
+def environment(process: psutil.Process) -> dict[str, str]:
+    """Return the environment that ``process`` was started with; {} if this user may not read it."""
+    try:
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
 
-    @property
-    def cpu_s(self) -> float:
-        """The CPU time of its threads."""
-        return self.ticks / os.sysconf("SC_CLK_TCK")
 
-    @cached_property
-    def environ(self) -> dict[str, str]:
-        """The environment that it was started with; {} if this user may not read it."""
-        try:
-            words = (_PROC / str(self.pid) / "environ").read_bytes().split(b"\0")
-        except OSError:
-            return {}
-        pairs = (word.decode(errors="replace").partition("=") for word in words if word)
-        return {name: value for name, _, value in pairs}
-
-    @cached_property
-    def command(self) -> str:
-        """Its command line, for people."""
-        try:
-            text = (_PROC / str(self.pid) / "cmdline").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return self.name
-        return text.replace("\0", " ").strip() or self.name
-
-    @property
-    def inner_pid(self) -> int:
-        """Its pid in its own pid namespace."""
-        for line in self.status.splitlines():
+def inner_pid(pid: int) -> int:
+    """Return the pid that ``pid`` has in its own pid namespace."""
+    with contextlib.suppress(OSError):
+        for line in (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("NSpid:"):
                 return int(line.split()[-1])
-        return self.pid
+    return pid
 
-    @property
-    def waiting_in(self) -> str:
-        """The system call in which its main thread waits; "" if it runs or the kernel does not show it."""
-        if self.state == "R":
+
+def waiting_in(pid: int) -> str:
+    """Return the system call in which the main thread of ``pid`` waits; "" if it runs or the kernel hides it."""
+    with contextlib.suppress(OSError):
+        number = (_PROC / str(pid) / "syscall").read_text(encoding="ascii").split()[0]
+        if number == "running":
             return ""
-        try:
-            number = (_PROC / str(self.pid) / "syscall").read_text(encoding="ascii").split()[0]
-        except (OSError, IndexError):
-            number = ""
         if number.isdecimal():
             return _CALLS.get(os.uname().machine, {}).get(int(number), f"system call {number}")
-        try:
-            return (_PROC / str(self.pid) / "wchan").read_text(encoding="ascii").strip("0\n")
-        except OSError:
-            return ""
+    with contextlib.suppress(OSError):
+        return (_PROC / str(pid) / "wchan").read_text(encoding="ascii").strip("0\n")
+    return ""
 
 
-def processes() -> list[int]:
-    """Return the pids of all processes."""
-    return [int(folder.name) for folder in _PROC.iterdir() if folder.name.isdecimal()]
+def _is_leftover(process: psutil.Process) -> bool:
+    """Return whether a launcher started ``process`` and an init process has adopted it."""
+    env, age_s = environment(process), time.time() - process.create_time()
+    if process.pid == os.getpid() or age_s < _YOUNG_S or not any(env.get(name) for name in _LAUNCHED):
+        return False
+    parent = process.parent()
+    if parent is None:
+        return bool(process.ppid() == 1)
+    # The first process of a container may be the launcher itself.
+    return parent.name() in _ADOPTERS or (parent.pid == 1 and not environment(parent).keys() & set(_LAUNCHED))
 
 
-def read_status(pid: int) -> ProcStatus | None:
-    """Return the state of ``pid``, None if there is no such process."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        status = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
-        uid = (_PROC / str(pid)).stat().st_uid
-    except OSError:
-        return None
-    # The name is in brackets, and may contain blanks and brackets.
-    before, _, after = stat.rpartition(")")
-    fields = after.split()
-    ticks = int(fields[11]) + int(fields[12])
-    return ProcStatus(pid, before.partition("(")[2], fields[0], int(fields[1]), ticks, int(fields[19]), uid, status)
-
-
-# Leftovers ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A worker whose launcher has ended."""
-
-    pid: int
-    command: str
-    age_s: float
-    mine: bool
-    ports: tuple[int, ...]
-
-    def __str__(self) -> str:
-        ports = f", listening on {join([str(port) for port in self.ports])}" if self.ports else ""
-        return f"pid {self.pid} ({self.command[:60]}), {duration(self.age_s)} old{ports}"
-
-
-def find_leftovers() -> list[Leftover]:
-    """Return the workers on this machine that an init process has adopted."""
-    found = []
-    for pid in processes():
-        status = read_status(pid)
-        if status is None or status.zombie or pid == os.getpid() or not _is_adopted(status):
-            continue
-        if any(status.environ.get(name) for name in _LAUNCHED) and status.age_s >= _YOUNG_S:
-            mine = status.uid == os.getuid()
-            found.append(Leftover(pid, status.command, status.age_s, mine, _listening_ports(pid)))
-    return found
-
-
-def _is_adopted(status: ProcStatus) -> bool:
-    parent = read_status(status.parent)
-    if status.parent == 1:
-        # The first process of a container may be the launcher itself.
-        return parent is None or parent.name in _ADOPTERS or not parent.environ.keys() & set(_LAUNCHED)
-    return parent is not None and parent.name in _ADOPTERS
-
-
-def _listening_ports(pid: int) -> tuple[int, ...]:
+def listening_ports(pid: int) -> tuple[int, ...]:
     """Return the TCP ports on which ``pid`` listens."""
-    inodes = _socket_inodes(pid)
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = (_PROC / str(pid) / "net" / table).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for columns in (line.split() for line in lines):
-            # 0A is LISTEN.
-            if columns[3] == "0A" and columns[9] in inodes:
-                ports.add(int(columns[1].rpartition(":")[2], 16))
-    return tuple(sorted(ports))
+    connections = psutil.net_connections(kind="tcp")
+    return tuple(
+        sorted({each.laddr.port for each in connections if (each.pid, each.status) == (pid, psutil.CONN_LISTEN)})
+    )
 
 
-def _socket_inodes(pid: int) -> set[str]:
-    try:
-        entries = list((_PROC / str(pid) / "fd").iterdir())
-    except OSError:
-        return set()
-    found = set()
-    for entry in entries:
-        # A descriptor that is closed meanwhile is skipped.
-        with contextlib.suppress(OSError):
-            target = str(entry.readlink())
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    return found
-
-
-def check_leftovers(port: int | None) -> list[Finding]:
-    """Report the workers that were left behind; red if one holds ``port``, that of this job's coordinator."""
-    found = find_leftovers()
+def check_leftovers(request: Request) -> Iterator[Finding]:
+    """Report the workers that were left behind; red if one holds the port of this job's coordinator."""
+    local = request.target is not None and (not request.target_given or request.target_is_here)
+    port = request.target.port if request.target is not None and local else None
+    found, mine, holding = {}, [], ""
+    for process in psutil.process_iter():
+        # A process that has ended meanwhile is skipped.
+        with contextlib.suppress(psutil.Error):
+            if _is_leftover(process):
+                pid, ports, age = process.pid, listening_ports(process.pid), time.time() - process.create_time()
+                listening = f", listening on {join([str(each) for each in ports])}" if ports else ""
+                found[pid] = f"pid {pid} ({command_line(process)[:60]}), {duration(age)} old{listening}"
+                mine += [str(pid)] if process.uids().effective == os.getuid() else []
+                holding = f"; pid {pid} holds port {port}" if port in ports else holding
     if not found:
-        return [_RESOURCES.green("leftovers", "no workers left of earlier jobs")]
-    holding = next((each for each in found if port is not None and port in each.ports), None)
-    shown = join([str(each) for each in found[:_MOST_SHOWN]])
+        yield _RESOURCES.green("leftovers", "no workers left of earlier jobs")
+        return
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
-    mine = [each.pid for each in found if each.mine]
-    return [
-        Finding(
-            _RESOURCES.name,
-            "leftovers",
-            "red" if holding else "yellow",
-            f"{count(len(found), 'worker')} of an earlier job whose launcher has ended"
-            + (f"; pid {holding.pid} holds port {port}" if holding else ""),
-            slug="stale-worker",
-            why=f"{shown}{more}: adopted by process 1 of {socket.gethostname()} (observed)",
-            fix="end them, if that job is over (--fix does not end them, because that cannot be undone)",
-            commands=(f"kill {' '.join(map(str, mine))}",) if mine else (),
-            details={"pids": [each.pid for each in found]},
-        )
-    ]
+    yield _RESOURCES.at(
+        "red" if holding else "yellow",
+        "leftovers",
+        "stale-worker",
+        f"{count(len(found), 'worker')} of an earlier job whose launcher has ended{holding}",
+        why=f"{join(list(found.values())[:_MOST_SHOWN])}{more}: adopted by process 1 of {socket.gethostname()} "
+        "(observed)",
+        fix="end them, if that job is over (--fix does not end them, because that cannot be undone)",
+        commands=(f"kill {' '.join(mine)}",) if mine else (),
+        details={"pids": list(found)},
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
@@ -11,19 +10,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from ..control.bind import is_loopback
 from ..control.connect import resolve
 from ..environments.identify import identify
 from ..environments.world import Address, World
 from ..errors import AllhandsError
-from .concurrent import Concurrent
 
-__all__ = ["Interface", "Lookup", "Request", "interfaces", "is_address", "make_request"]
-
-# Limit on resolving a name. glibc repeats a query only after 5 s, so waiting a little longer finds out no more.
-_NAME_S = 2.2
+__all__ = ["Interface", "Lookup", "Request", "interfaces", "look_up", "make_request"]
 
 # Variables in which schedulers give the number of nodes.
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "NNODES", "PET_NNODES")
@@ -57,8 +54,6 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """Return every network interface of this machine."""
-    import psutil  # here, because its import takes a tenth of the time of the whole command
-
     addresses = psutil.net_if_addrs()
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -83,28 +78,23 @@ def _ioctl(sock: socket.socket, name: str, request: int, kind: str) -> int:
     return int(struct.unpack_from(kind, answer, 16)[0])
 
 
-class Lookup:
-    """A name that is being resolved in the background; several checks use its result."""
+class Lookup(NamedTuple):
+    """The result of resolving a name: its (family, address) pairs or the error, and the seconds that it took."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self.places: list[tuple[int, str]] = []
-        self.error: socket.gaierror | None = None
-        self.seconds = 0.0
-        self._answer = Concurrent(lambda _: self._run(), [None])
+    places: list[tuple[int, str]]
+    error: socket.gaierror | None
+    seconds: float
 
-    def _run(self) -> None:
-        started = time.monotonic()
-        try:
-            self.places = resolve(self.address.host, self.address.port, started + _NAME_S)
-        except socket.gaierror as problem:
-            self.error = problem
-        self.seconds = time.monotonic() - started
 
-    def wait(self) -> Lookup:
-        """Return when there is an answer or the time is over."""
-        self._answer.results()
-        return self
+def look_up(address: Address) -> Lookup:
+    """Resolve the name of ``address`` within a time limit."""
+    started = time.monotonic()
+    try:
+        # glibc repeats a query only after 5 s, so waiting a little longer finds out no more.
+        places = resolve(address.host, address.port, started + 2.2)
+    except socket.gaierror as problem:
+        return Lookup([], problem, time.monotonic() - started)
+    return Lookup(places, None, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -117,8 +107,6 @@ class Request:
     ranks: int | None = None
     world: World | None = None
     world_error: AllhandsError | None = None
-    hosts_file: Path = Path("/etc/hosts")
-    resolver_file: Path = Path("/etc/resolv.conf")
 
     @cached_property
     def interfaces(self) -> list[Interface]:
@@ -127,8 +115,8 @@ class Request:
 
     @cached_property
     def lookup(self) -> Lookup | None:
-        """The target's name, which is being resolved; None without a target."""
-        return Lookup(self.target) if self.target is not None else None
+        """The target's name as resolved; None without a target."""
+        return look_up(self.target) if self.target is not None else None
 
     @property
     def local_addresses(self) -> set[str]:
@@ -137,8 +125,8 @@ class Request:
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """Family and address of the target, [] if not known. Waits for the name."""
-        return self.lookup.wait().places if self.lookup is not None else []
+        """Family and address of the target, [] if not known."""
+        return self.lookup.places if self.lookup is not None else []
 
     @property
     def target_is_here(self) -> bool:
@@ -149,11 +137,9 @@ class Request:
     @property
     def local_ranks(self) -> int | None:
         """The number of ranks on this machine, None if not known."""
-        if self.ranks is not None:
-            return self.ranks
-        return self.world.local_world_size if self.world is not None else None
+        return self.ranks or (self.world.local_world_size if self.world is not None else None)
 
-    @cached_property
+    @property
     def nodes(self) -> str:
         """The evidence that the job has several machines, "" if there is none."""
         for name in _NODES:
@@ -175,24 +161,14 @@ class Request:
         return bool(self.nodes) or (bool(self.places) and not self.target_is_here)
 
 
-def is_address(host: str) -> bool:
-    """Return whether ``host`` is an IP address and not a name."""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
 def make_request(
     target: Address | None = None, *, env: Mapping[str, str] | None = None, ranks: int | None = None
 ) -> Request:
     """Identify this process, and use its coordinator if no ``target`` is given."""
     source = dict(os.environ if env is None else env)
-    world, world_error = None, None
     try:
-        world = identify(source)
+        world, world_error = identify(source), None
     except AllhandsError as problem:
-        world_error = problem
+        world, world_error = None, problem
     place = target if target is not None or world is None else world.coordinator
     return Request(source, place, target is not None, ranks, world, world_error)

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from ..diagnosis import count
 from .finding import Finding, Section
-from .proc_status import read_status
 from .request import Request
 
 __all__ = ["apply_fixes", "available_cores", "check", "check_cores", "memory_limits"]
 
 _RESOURCES = Section("resources")
 _MIB, _GIB = 1 << 20, 1 << 30
-
-# Shared memory that NCCL's transport needs for a rank (engines/needs.py has the same number and its reason).
-_SHM_PER_RANK = 8 * _MIB
-
-# The default of Docker and Kubernetes: enough for NCCL, too little for the batches of DataLoader workers.
-_SMALL_SHM = 64 * _MIB
-
-# Below this, hardly one batch fits.
-_FULL_SHM = 16 * _MIB
-
-# Descriptors of a Python process with torch besides its connections; each rank has one connection to every other.
-_SPARE_DESCRIPTORS = 64
-
-# torch does not raise the soft limit, and DataLoader workers soon use up this many.
-_FEW_DESCRIPTORS = 256
-
-# A rank with torch has some tens of threads, and its DataLoader workers as many again.
-_THREADS_PER_RANK, _FEW_THREADS = 32, 128
-
-# A rank that has imported torch and formed a group needs about 300 MiB, besides its part of the shared memory.
-_LEAST_PER_RANK, _EASY_PER_RANK = 256 * _MIB, 512 * _MIB
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -46,9 +27,6 @@ def check(request: Request) -> list[Finding]:
     ranks = request.local_ranks or 1
     size = request.world.world_size if request.world is not None else ranks
     return [_shm(ranks), _descriptors(max(size, ranks)), _processes(ranks), _memory(ranks)]
-
-
-# Shared memory ------------------------------------------------------------------------------------------------
 
 
 def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the path that NCCL and torch use
@@ -64,17 +42,17 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the pa
             commands=(f"mount -t tmpfs -o size=1g tmpfs {path}",),
         )
     total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-    need = max(ranks * _SHM_PER_RANK, _FULL_SHM)
+    # NCCL's transport needs 8 MiB for a rank; in less than 16 MiB there is hardly room for one batch.
+    need = max(ranks * 8, 16) * _MIB
     shown = f"{path} {_size(free)} free of {_size(total)}"
-    if free >= need and total > _SMALL_SHM:
+    # The default of Docker and Kubernetes is enough for NCCL, too little for the batches of DataLoader workers.
+    if free >= need and total > 64 * _MIB:
         return _RESOURCES.green("shm", shown, total=total, free=free)
-    default = "" if free < need else ": the default of containers"
-    return Finding(
-        _RESOURCES.name,
-        "shm",
+    return _RESOURCES.at(
         "red" if free < need else "yellow",
-        f"{shown}{default}",
-        slug="shm-too-small",
+        "shm",
+        "shm-too-small",
+        shown if free < need else f"{shown}: the default of containers",
         why=f"NCCL passes data between ranks of one machine there ({count(ranks, 'rank')}: {_size(need)}), DataLoader "
         "workers their batches",
         fix=f"start the container with --shm-size=1g (Kubernetes: an emptyDir with medium Memory on {path}), or remove "
@@ -83,12 +61,10 @@ def _shm(ranks: int, path: str = "/dev/shm") -> Finding:  # noqa: S108  # the pa
     )
 
 
-# Descriptors and processes ------------------------------------------------------------------------------------
-
-
 def _descriptors(size: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = size + _SPARE_DESCRIPTORS
+    # Each rank has one connection to every other; a Python process with torch has some tens of other descriptors.
+    need = size + 64
     details = {"soft": soft, "hard": hard, "need": need}
     if hard != resource.RLIM_INFINITY and need > hard:
         return _RESOURCES.red(
@@ -100,7 +76,8 @@ def _descriptors(size: int) -> Finding:
             commands=("ulimit -n 65536",),
             details=details,
         )
-    if soft != resource.RLIM_INFINITY and soft < max(need, _FEW_DESCRIPTORS):
+    # DataLoader workers soon use up 256.
+    if soft != resource.RLIM_INFINITY and soft < max(need, 256):
         return _RESOURCES.yellow(
             "descriptors",
             "fd-limit",
@@ -121,48 +98,51 @@ def apply_fixes(findings: Sequence[Finding]) -> dict[str, str]:
     """
     if not any(found.check == "descriptors" and found.level == "yellow" for found in findings):
         return {}
-    return {"descriptors": _raise_descriptors(os.getppid())}
-
-
-def _raise_descriptors(shell: int) -> str:
-    status = read_status(shell)
-    if status is None or status.uid != os.getuid() or shell == 1:
-        return "nothing: the process that called this one is not yours"
-    soft, hard = resource.prlimit(shell, resource.RLIMIT_NOFILE)
-    if hard == soft:
-        return f"nothing: {status.name} (pid {shell}) has all {soft} that are allowed"
     try:
-        resource.prlimit(shell, resource.RLIMIT_NOFILE, (hard, hard))
-    except OSError as problem:
-        return f"nothing: {problem.strerror or problem}"
-    return f"raised the limit of {status.name} (pid {shell}) from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
+        shell = psutil.Process(os.getppid())
+        name = f"{shell.name()} (pid {shell.pid})"
+        soft, hard = shell.rlimit(psutil.RLIMIT_NOFILE)
+        if shell.uids().effective != os.getuid() or shell.pid == 1:
+            done = "nothing: the process that called this one is not yours"
+        elif hard == soft:
+            done = f"nothing: {name} has all {soft} that are allowed"
+        else:
+            shell.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+            done = f"raised the limit of {name} from {soft} to {hard}; `ulimit -Sn {soft}` there undoes it"
+    except psutil.Error as problem:
+        done = f"nothing: {problem}"
+    return {"descriptors": done}
 
 
 def _processes(ranks: int) -> Finding:
-    need = ranks * _THREADS_PER_RANK
+    # A rank with torch has some tens of threads, and its DataLoader workers as many again.
+    need = ranks * 32
     room: list[tuple[int, str]] = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        room.append((soft - _own_threads(), f"ulimit -u is {soft}"))
+        seen = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
+        own = sum(each["num_threads"] or 0 for each in seen if each["uids"] and each["uids"].real == os.getuid())
+        room.append((soft - own, f"ulimit -u is {soft}"))
     for folder in _cgroups("pids"):
         most, now = _number(folder / "pids.max"), _number(folder / "pids.current")
         if most is not None and now is not None:
             room.append((most - now, f"the control group {folder} may have {most} and has {now}"))
     threads = _number(Path("/proc/sys/kernel/threads-max"))
     if threads is not None:
-        room.append((threads - _all_threads(), f"the kernel allows {threads}"))
+        # "0.1 0.2 0.3 running/all last-pid"
+        running = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
+        room.append((threads - running, f"the kernel allows {threads}"))
     left, why = min(room, default=(need * 10, "no limit"))
     # The doctor's own threads end before the job starts.
-    left += len(list(Path("/proc/self/task").iterdir()))
+    left += psutil.Process().num_threads()
     details = {"left": left, "need": need}
-    if left >= max(need, _FEW_THREADS):
+    if left >= max(need, 128):
         return _RESOURCES.green("processes", f"room for {left} more processes", why, **details)
-    return Finding(
-        _RESOURCES.name,
-        "processes",
+    return _RESOURCES.at(
         "red" if left < ranks else "yellow",
+        "processes",
+        "process-limit",
         f"room for only {max(left, 0)} more {'process or thread' if left == 1 else 'processes and threads'}",
-        slug="process-limit",
         why=f"{why}; {count(ranks, 'rank')} need about {need} with their threads",
         fix="raise the limit (ulimit -u, TasksMax= in a service, --pids-limit of a container), or end the processes of "
         "earlier jobs",
@@ -171,38 +151,23 @@ def _processes(ranks: int) -> Finding:
     )
 
 
-def _own_threads() -> int:
-    uid, found = os.getuid(), 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                if folder.stat().st_uid == uid:
-                    found += len(list((folder / "task").iterdir()))
-            except OSError:
-                continue  # It ended meanwhile.
-    return found
-
-
-def _all_threads() -> int:
-    # "0.1 0.2 0.3 running/all last-pid"
-    return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
-
-
-# Memory -------------------------------------------------------------------------------------------------------
-
-
 def memory_limits() -> list[tuple[int, int, str]]:
     """Return (bytes in total, bytes left, name) of the machine and of each control group with a limit."""
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    kib = {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
-    found = [(kib["MemTotal"], kib.get("MemAvailable", kib["MemFree"]), "the machine")]
+    machine = psutil.virtual_memory()
+    found = [(int(machine.total), int(machine.available), "the machine")]
     for folder in _cgroups("memory"):
-        most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
-        now = _first_number(folder, "memory.current", "memory.usage_in_bytes")
-        if most is not None and now is not None and most < kib["MemTotal"]:
-            # The page cache counts as used, and is freed before any process is killed.
-            found.append((most, most - now + _page_cache(folder), f"the control group {folder}"))
+        most = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        now = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if most is not None and now is not None and most < machine.total:
+            # The page cache counts as used, and is freed before any process is killed. In version 1 the lines that
+            # begin with total_ count the groups below, too.
+            cache = {}
+            with contextlib.suppress(OSError):
+                for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
+                    name, _, size = line.partition(" ")
+                    if name.endswith("active_file"):
+                        cache[name.removeprefix("total_")] = int(size)
+            found.append((most, most - now + sum(cache.values()), f"the control group {folder}"))
     return found
 
 
@@ -210,14 +175,14 @@ def _memory(ranks: int) -> Finding:
     total, left, where = min(memory_limits(), key=lambda each: each[1])
     shown = f"{_size(left)} of {_size(total)} memory left"
     details = {"total": total, "left": left, "where": where}
-    if left >= ranks * _EASY_PER_RANK:
+    # A rank that has imported torch and formed a group needs about 300 MiB, besides its part of the shared memory.
+    if left >= ranks * 512 * _MIB:
         return _RESOURCES.green("memory", shown, where, **details)
-    return Finding(
-        _RESOURCES.name,
+    return _RESOURCES.at(
+        "red" if left < ranks * 256 * _MIB else "yellow",
         "memory",
-        "red" if left < ranks * _LEAST_PER_RANK else "yellow",
+        "memory-low",
         f"{shown}, for {count(ranks, 'rank')}",
-        slug="memory-low",
         why=f"of {where} (observed); a rank that has imported torch needs about 300 MiB, and the kernel kills "
         "processes without a message if memory runs out",
         fix="end the processes that use it, start fewer ranks, or raise the limit of the container or control group",
@@ -226,67 +191,35 @@ def _memory(ranks: int) -> Finding:
     )
 
 
-def _page_cache(folder: Path) -> int:
-    try:
-        text = (folder / "memory.stat").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    table = dict(line.split() for line in text.splitlines() if line.count(" ") == 1)
-    prefix = "total_" if "total_inactive_file" in table else ""
-    return sum(int(table.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
-
-
-# Control groups -----------------------------------------------------------------------------------------------
-
-
 def _cgroups(controller: str) -> list[Path]:
     """Return the folders of this process's control group for ``controller``, from its own to the outermost."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
     found: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            base = _CGROUPS / controllers
-            base = base if base.is_dir() else _CGROUPS / controller
-        elif not controllers:
-            base = _CGROUPS
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        # In a container the path may be the host's; then the mounted folder is the container's own group.
-        folder = folder if folder.is_dir() else base
-        while True:
-            if folder not in found and folder.is_dir():
-                found.append(folder)
-            if folder == base:
-                break
-            folder = folder.parent
-    return found
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            # Version 2 has one hierarchy for all controllers and names none.
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            base = _CGROUPS / controllers if (_CGROUPS / controllers).is_dir() else _CGROUPS / controller
+            folder = base / path.lstrip("/")
+            # In a container the path may be the host's; then the mounted folder is the container's own group.
+            folder = folder if folder.is_dir() else base
+            found += [each for each in (folder, *folder.parents) if each.is_relative_to(base)]
+    return list(dict.fromkeys(found))
 
 
-def _first_number(folder: Path, *names: str) -> int | None:
-    return next((number for name in names if (number := _number(folder / name)) is not None), None)
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file of the kernel; None if there is none, or "max"."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isdecimal() else None
+def _number(*paths: Path) -> int | None:
+    """Return the number in the first of these files of the kernel that has one; "max" is none."""
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text(encoding="ascii"))
+    return None
 
 
 def _size(number: int) -> str:
     if number >= _GIB:
         return f"{number / _GIB:.1f}".removesuffix(".0") + " GiB"
     return f"{number / _MIB:.0f} MiB"
-
-
-# Cores --------------------------------------------------------------------------------------------------------
 
 
 def available_cores() -> tuple[int, str]:
@@ -302,17 +235,13 @@ def available_cores() -> tuple[int, str]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    try:
-        quota, _, period = (folder / "cpu.max").read_text(encoding="ascii").partition(" ")
-    except OSError:
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
-        except OSError:
-            return None
-    if not quota.strip().isdecimal() or not period.strip().isdecimal():
-        return None  # "max", or -1: no limit.
-    return int(quota) / int(period)
+    """Return the number of cores that a control group may use, None if it has no limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError):
+            quota, period = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
+            # "max" and -1 are no limit.
+            return int(quota) / int(period) if quota.isdecimal() else None
+    return None
 
 
 def check_cores(request: Request) -> list[Finding]:

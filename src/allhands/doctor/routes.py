@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
+from collections.abc import Iterator
+from typing import Any
 
 from ..diagnosis import join
 from .finding import Finding, Section
+from .proc_status import run_tool
 from .request import Interface, Request
 
 __all__ = ["check", "check_firewall", "firewall_rules", "route_to", "select_interfaces"]
 
 _NETWORK = Section("network")
-
-# Connecting a datagram socket looks up the route and sends nothing, so any port will do.
-_ANY_PORT = 9
-
-# Variable, and whether it accepts prefixes of names as NCCL does.
-_VARIABLES = (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True), ("TP_SOCKET_IFNAME", False))
-
-# nft and iptables-save answer in milliseconds.
-_TOOL_S = 1.0
-
-_DROPPED = {"drop", "reject"}
 
 
 def route_to(places: list[tuple[int, str]], present: list[Interface]) -> tuple[str, Interface | None]:
@@ -32,7 +22,8 @@ def route_to(places: list[tuple[int, str]], present: list[Interface]) -> tuple[s
     for family, host in places:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
             try:
-                sock.connect((host, _ANY_PORT))
+                # Connecting a datagram socket looks up the route and sends nothing, so any port will do.
+                sock.connect((host, 9))
             except OSError:
                 continue
             own = str(sock.getsockname()[0]).partition("%")[0]
@@ -52,19 +43,17 @@ def select_interfaces(value: str, present: list[Interface], *, prefixes: bool) -
     def matches(word: str, name: str) -> bool:
         return name.startswith(word) if prefixes and not exact else name == word
 
-    if exclude:
-        return [each for each in present if not any(matches(word, each.name) for word in words)], []
-    found = [each for each in present if any(matches(word, each.name) for word in words)]
-    return found, [word for word in words if not any(matches(word, each.name) for each in present)]
+    found = [each for each in present if any(matches(word, each.name) for word in words) != exclude]
+    return found, [] if exclude else [word for word in words if not any(matches(word, each.name) for each in present)]
 
 
 def check(request: Request) -> list[Finding]:
     """Check the interfaces, the route, and the interfaces that variables select."""
     own, route = route_to(request.places, request.interfaces)
     found = [_interfaces(request, own, route)]
-    for name, prefixes in _VARIABLES:
-        value = request.env.get(name, "").strip()
-        if value:
+    # NCCL accepts prefixes of names.
+    for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True), ("TP_SOCKET_IFNAME", False)):
+        if value := request.env.get(name, "").strip():
             found.append(_variable(name, value, route, request, prefixes=prefixes))
     return found
 
@@ -73,7 +62,6 @@ def _interfaces(request: Request, own: str, route: Interface | None) -> Finding:
     present, places = request.interfaces, request.places
     usable = [each for each in present if each.up and each.outer]
     shown = join([f"{each.name} {each.outer[0]} (MTU {each.mtu})" for each in usable]) or "no outer interface"
-    details = {each.name: {"addresses": list(each.addresses), "mtu": each.mtu, "up": each.up} for each in present}
     loopback = next((each for each in present if "127.0.0.1" in each.addresses), None)
     if loopback is None or not loopback.up:
         return _NETWORK.red(
@@ -84,16 +72,18 @@ def _interfaces(request: Request, own: str, route: Interface | None) -> Finding:
             fix="bring it up",
             commands=("ip link set lo up",),
         )
-    if not places:
-        return _NETWORK.green("interfaces", shown, interfaces=details)
-    if route is None and not own:
+    known = {each.name: {"addresses": list(each.addresses), "mtu": each.mtu, "up": each.up} for each in present}
+    details: dict[str, Any] = {"interfaces": known}
+    what, why = shown, ""
+    if places and route is None and not own:
         # The check of the port reports this with its diagnosis.
-        return _NETWORK.green("interfaces", f"{shown}; none leads to {places[0][1]}", interfaces=details)
-    if route is not None and route.loopback and request.target_is_here:
-        return _NETWORK.green("interfaces", shown, f"{places[0][1]} is this machine", interfaces=details)
-    name = route.name if route is not None else "an interface without that address"
-    what = f"{name} ({own}) leads to {places[0][1]}"
-    return _NETWORK.green("interfaces", what, f"all: {shown}", interfaces=details, route=name)
+        what = f"{shown}; none leads to {places[0][1]}"
+    elif places and route is not None and route.loopback and request.target_is_here:
+        why = f"{places[0][1]} is this machine"
+    elif places:
+        details["route"] = route.name if route is not None else "an interface without that address"
+        what, why = f"{details['route']} ({own}) leads to {places[0][1]}", f"all: {shown}"
+    return _NETWORK.green("interfaces", what, why, **details)
 
 
 def _variable(name: str, value: str, route: Interface | None, request: Request, *, prefixes: bool) -> Finding:
@@ -133,9 +123,6 @@ def _variable(name: str, value: str, route: Interface | None, request: Request, 
     return _NETWORK.green(name, f"{name}={value} is there" + (" and leads there" if best else ""))
 
 
-# Firewall -----------------------------------------------------------------------------------------------------
-
-
 def firewall_rules() -> list[str] | None:
     """Return the rules by which this machine drops or rejects incoming packets; None if they cannot be read."""
     if os.geteuid() != 0:
@@ -143,15 +130,9 @@ def firewall_rules() -> list[str] | None:
     readable = False
     found: list[str] = []
     for command, parse in ((["nft", "list", "ruleset"], _parse_nft), (["iptables-save"], _parse_iptables)):
-        if shutil.which(command[0]) is None:
-            continue
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0:
-            readable = True
-            found += parse(done.stdout)
+        output, problem = run_tool(*command, timeout_s=1.0)
+        readable = readable or not problem
+        found += parse(output)
     return found if readable else None
 
 
@@ -165,7 +146,7 @@ def _parse_nft(text: str) -> list[str]:
             incoming = "hook input" in line or "hook prerouting" in line
             if incoming and "policy drop" in line:
                 found.append(f"chain {chain}: policy drop")
-        elif incoming and _DROPPED & set(line.split()):
+        elif incoming and {"drop", "reject"} & set(line.split()):
             found.append(f"chain {chain}: {line}")
     return found
 
@@ -178,25 +159,23 @@ def _parse_iptables(text: str) -> list[str]:
     ]
 
 
-def check_firewall(request: Request) -> list[Finding]:
+def check_firewall(request: Request) -> Iterator[Finding]:
     """Report the rules that drop incoming packets; yellow only if other machines have to connect."""
     found = firewall_rules()
     if found is None:
-        return []
-    if not found:
-        return [_NETWORK.green("firewall", "no firewall of its own")]
+        return
     shown = join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    if not request.several_hosts:
-        return [_NETWORK.green("firewall", f"a firewall with {len(found)} rules that drop packets", shown)]
-    return [
-        _NETWORK.yellow(
-            "firewall",
-            "ports-filtered",
-            "this machine's own firewall drops some packets",
-            why=f"{shown} (observed); Gloo and NCCL listen on ports that the kernel chooses",
-            fix="accept connections from the other machines of the job on all ports above 1023; `allhands doctor "
-            "--listen` here and `allhands doctor HOST:PORT` there shows whether they arrive",
-            commands=("nft list ruleset",),
-            certain=False,
-        )
-    ]
+    if not found or not request.several_hosts:
+        what = f"a firewall with {len(found)} rules that drop packets" if found else "no firewall of its own"
+        yield _NETWORK.green("firewall", what, shown)
+        return
+    yield _NETWORK.yellow(
+        "firewall",
+        "ports-filtered",
+        "this machine's own firewall drops some packets",
+        why=f"{shown} (observed); Gloo and NCCL listen on ports that the kernel chooses",
+        fix="accept connections from the other machines of the job on all ports above 1023; `allhands doctor "
+        "--listen` here and `allhands doctor HOST:PORT` there shows whether they arrive",
+        commands=("nft list ruleset",),
+        certain=False,
+    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import AllhandsError
-from . import environment, hostnames, jobs, ports, resources, routes, stack_check
+from . import engines, environment, hostnames, jobs, ports, resources, routes
 from .concurrent import run_concurrently
 from .finding import SECTIONS, Finding, Section
-from .peer_client import check_peer
-from .peer_protocol import PeerConnection
 from .proc_status import check_leftovers
 from .request import Request
 
@@ -17,7 +15,7 @@ __all__ = ["run_checks"]
 
 _ENVIRONMENT = Section("environment")
 
-_Check = Callable[[Request], list[Finding]]
+_Check = Callable[[Request], Iterable[Finding]]
 
 
 def run_checks(request: Request) -> list[Finding]:
@@ -25,17 +23,15 @@ def run_checks(request: Request) -> list[Finding]:
     checks: dict[str, _Check] = {
         "names": hostnames.check,
         "routes": routes.check,
-        "ports": _ports,
+        "ports": ports.check,
         "firewall": routes.check_firewall,
         "resources": resources.check,
         "cores": resources.check_cores,
-        "leftovers": _leftovers,
-        "stack": stack_check.check,
+        "leftovers": check_leftovers,
+        "stack": engines.check,
         "environment": environment.check,
         "jobs": lambda _: jobs.list_jobs(),
     }
-    # Computed once, before there are several threads.
-    _ = request.interfaces, request.lookup, request.nodes
     results = run_concurrently(lambda name: _guarded(name, checks[name], request), list(checks))
     found = _without_disproved([each for result in results for each in result])
     return sorted(found, key=lambda each: SECTIONS.index(each.section))
@@ -50,7 +46,7 @@ def _without_disproved(found: list[Finding]) -> list[Finding]:
 def _guarded(name: str, check: _Check, request: Request) -> list[Finding]:
     """Run one check; if it fails, the others still run."""
     try:
-        return check(request)
+        return list(check(request))
     except AllhandsError as problem:
         # Invalid settings, such as a token file that others can read.
         return [_ENVIRONMENT.of(f"settings-{name}", "red", problem.diagnosis)]
@@ -63,16 +59,3 @@ def _guarded(name: str, check: _Check, request: Request) -> list[Finding]:
                 fix="this is a fault of allhands, not of the machine: please report it",
             )
         ]
-
-
-def _leftovers(request: Request) -> list[Finding]:
-    local = request.target is not None and (not request.target_given or request.target_is_here)
-    return check_leftovers(request.target.port if request.target is not None and local else None)
-
-
-def _ports(request: Request) -> list[Finding]:
-    found, service = ports.check(request)
-    if service is not None and service.link is not None and service.splitter is not None:
-        with service.link:
-            found += check_peer(PeerConnection(service.link, service.splitter, service.rest or []))
-    return found

@@ -8,65 +8,53 @@ from __future__ import annotations
 import json
 import linecache
 import re
-import shutil
-import subprocess
 import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from ..diagnosis import count, duration, join, ranks
 from ..launch.verdict import lagging_ranks
 from ..observe import stacks
 from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, Level, Section
-from .proc_status import ProcStatus
+from .proc_status import run_tool
 
-__all__ = [
-    "STALLED_S",
-    "Frame",
-    "RankState",
-    "Stack",
-    "count_progress",
-    "diagnose",
-    "main_stack",
-    "parse_frames",
-    "user_frame",
-]
+__all__ = ["Frame", "RankState", "Stack", "count_progress", "diagnose", "main_stack", "parse_frames", "user_frame"]
 
 _JOB = Section("job")
 
 # A collective that has waited this long is red for a user who asked about the job. Between machines, or beside a long
 # checkpoint, it may still end; the finding shows the time.
-STALLED_S = 5.0
+_STALLED_S = 5.0
 
 # Between two snapshots, a thread that computes uses most of a core.
 _BUSY = 0.5
 
 _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
-_SOCKET = "waiting for a file or a socket"
-_CHILD = "waiting for a process that it started"
 _WAITS = {
     "futex": "waiting for a lock",
-    "clock_nanosleep": "sleeping",
-    "nanosleep": "sleeping",
     "read": "waiting for something to read",
-    "recvfrom": "waiting for a socket",
-    "recvmsg": "waiting for a socket",
-    **dict.fromkeys(("poll", "select", "ppoll", "pselect6", "epoll_wait", "epoll_pwait"), _SOCKET),
-    **dict.fromkeys(("wait4", "waitid"), _CHILD),
+    **dict.fromkeys(("nanosleep", "clock_nanosleep"), "sleeping"),
+    **dict.fromkeys(("recvfrom", "recvmsg"), "waiting for a socket"),
+    **dict.fromkeys(
+        ("poll", "select", "ppoll", "pselect6", "epoll_wait", "epoll_pwait"), "waiting for a file or a socket"
+    ),
+    **dict.fromkeys(("wait4", "waitid"), "waiting for a process that it started"),
 }
 
-# A frame in the output of faulthandler.
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-
-# Limit for the answer of a rank's own handler, also if it has to wait for a core.
-_ANSWER_S = 1.0
-
-# py-spy stops the process, reads it and continues it, within tenths of a second.
-_PY_SPY_S = 3.0
+# What may keep a rank at its line, by the beginning of its activity.
+_REASONS = {
+    "computing": ": that call does not return, or the rank has more work than the others (uneven data)",
+    "waiting for a lock": ": the owner of the lock does not release it",
+    "waiting for a disk": ": a file system does not answer",
+    "": ", and whether it took another branch than the ranks that wait",
+}
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen |^<string>$")
@@ -99,11 +87,16 @@ class Stack:
 
 def main_stack(pid: int) -> Stack:
     """Read the stack of the main thread of ``pid``: by its own handler, or else by py-spy if that is installed."""
-    text = stacks.request(pid, _ANSWER_S)
-    if text:
+    # A rank may have to wait for a core before it answers.
+    if text := stacks.request(pid, 1.0):
         return Stack(parse_frames(text), "its own handler")
-    py_spy = shutil.which("py-spy")
-    return _py_spy(py_spy, pid) if py_spy is not None else Stack()
+    # py-spy stops the process, reads it and continues it, within tenths of a second.
+    output, problem = run_tool("py-spy", "dump", "--json", "--pid", str(pid), timeout_s=3.0)
+    if problem:
+        return Stack()
+    threads = json.loads(output)
+    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
+    return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
 
 
 def parse_frames(text: str) -> tuple[Frame, ...]:
@@ -116,7 +109,7 @@ def parse_frames(text: str) -> tuple[Frame, ...]:
     for line in text.splitlines():
         if line.startswith(("Thread 0x", "Current thread 0x")):
             threads.append((line, []))
-        elif threads and (match := _FRAME.match(line)):
+        elif threads and (match := re.match(r'  File "(.*)", line (\d+) in (.*)$', line)):
             threads[-1][1].append(Frame(match[1], int(match[2]), match[3]))
     current = [each for head, each in threads if head.startswith("Current") and each]
     return tuple(current[0] if current else threads[-1][1] if threads else ())
@@ -131,43 +124,33 @@ def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
     return frames[0] if frames else None
 
 
-def _py_spy(py_spy: str, pid: int) -> Stack:
-    command = [py_spy, "dump", "--json", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
-        threads = json.loads(done.stdout) if done.returncode == 0 else []
-    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
-        return Stack()
-    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0] if threads else None)
-    if main is None:
-        return Stack()
-    return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
-
-
 # Ranks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank at one moment. ``busy`` is the part of a core that it used between two snapshots."""
+    """One rank at one moment: the state of its process as psutil names it, and its main thread.
+
+    ``waiting_in`` is the system call, ``busy`` the part of a core that it used between two snapshots.
+    """
 
     rank: int
     pid: int
-    recorder: FlightRecorder | None
-    status: ProcStatus
+    recorder: FlightRecorder
+    state: str
+    waiting_in: str = ""
     stack: Stack = field(default_factory=Stack)
     busy: float = 0.0
 
     @property
-    def call(self) -> Entry | None:
-        """The oldest call that is under way, or None."""
-        under_way = self.recorder.under_way if self.recorder is not None else ()
-        return under_way[0] if under_way else None
+    def stopped(self) -> bool:
+        """Whether it is stopped by a signal or a debugger."""
+        return self.state in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
     @property
-    def last(self) -> Entry | None:
-        """The call that runs, or else the last one."""
-        return self.recorder.last if self.recorder is not None else None
+    def call(self) -> Entry | None:
+        """The oldest call that is under way, or None."""
+        return next(iter(self.recorder.under_way), None)
 
     @property
     def line(self) -> str:
@@ -178,14 +161,14 @@ class RankState:
     @property
     def activity(self) -> str:
         """The state of the main thread according to the kernel, in words."""
-        if self.status.stopped:
+        if self.stopped:
             return "stopped by a signal"
-        call = self.status.waiting_in
-        if self.status.state == "D":
+        call = self.waiting_in
+        if self.state == psutil.STATUS_DISK_SLEEP:
             return f"waiting for a disk or a network file system{f' ({call})' if call else ''}"
         if self.busy >= _BUSY:
             return "computing without a pause"
-        if self.status.state == "R":
+        if self.state == psutil.STATUS_RUNNING:
             return "running"
         return _WAITS.get(call, f"waiting ({call})" if call else "sleeping")
 
@@ -193,15 +176,10 @@ class RankState:
         return f"rank {self.rank} (pid {self.pid}) is at {self.line or 'a line not known'}, {self.activity}"
 
 
-def count_progress(before: Mapping[int, FlightRecorder | None], after: Mapping[int, FlightRecorder | None]) -> int:
+def count_progress(before: Mapping[int, FlightRecorder], after: Mapping[int, FlightRecorder]) -> int:
     """Return the number of calls that began or ended between two snapshots."""
-    steps = 0
-    for pid, now in after.items():
-        then = before.get(pid)
-        if now is not None:
-            old = {entry.number: entry.state for entry in then.entries} if then is not None else {}
-            steps += sum(1 for entry in now.entries if old.get(entry.number) != entry.state)
-    return steps
+    old = {(pid, entry.number): entry.state for pid, taken in before.items() for entry in taken.entries}
+    return sum(old.get((pid, entry.number)) != entry.state for pid, taken in after.items() for entry in taken.entries)
 
 
 # Diagnosis ----------------------------------------------------------------------------------------------------
@@ -212,23 +190,22 @@ def diagnose(states: Sequence[RankState], world_size: int, progress: int, *, hos
     by_rank = {each.rank: each for each in states}
     who = count(len(states), "rank") + (f" of {world_size}" if world_size > len(states) else "")
     calls = {rank: entry for rank, each in by_rank.items() if (entry := each.call) is not None}
-    stopped = [each for each in states if each.status.stopped]
+    stopped = [each for each in states if each.stopped]
     if stopped:
         return [_stopped(each, calls, host) for each in stopped]
     if progress:
-        what = f"{who} at work: {count(progress, 'call')} began or ended while we looked"
-        return [_JOB.green("moving", what)]
+        return [_JOB.green("moving", f"{who} at work: {count(progress, 'call')} began or ended while we looked")]
     if not calls:
         return [_no_calls(states, who, world_size)]
     longest = max(entry.age_s for entry in calls.values())
     late = lagging_ranks({rank: each.recorder for rank, each in by_rank.items()})
-    if longest < STALLED_S and not late:
+    if longest < _STALLED_S and not late:
         return [_JOB.green("moving", f"{who} in a collective since {duration(longest)}")]
-    level: Level = "red" if longest >= STALLED_S else "yellow"
+    level: Level = "red" if longest >= _STALLED_S else "yellow"
     if not late:
         return [_all_in_one_call(states, calls, world_size, level, who)]
     waiting = {rank: entry for rank, entry in calls.items() if rank not in late}
-    return [_behind(by_rank[rank], waiting, level, host) for rank in late if rank in by_rank]
+    return [_behind(by_rank[rank], waiting, level, host) for rank in late]
 
 
 def _describe_waiting(waiting: Mapping[int, Entry]) -> str:
@@ -255,66 +232,58 @@ def _describe_waiting(waiting: Mapping[int, Entry]) -> str:
 
 def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: str) -> Finding:
     """Report a rank that others wait for: the call that it misses, and where it is instead."""
-    missed = next(iter(waiting.values()), None)
-    entry, last, line = each.call, each.last, each.line
+    missed = next(iter(waiting.values()))
+    entry, last, line, activity = each.call, each.recorder.last, each.line, each.activity
+    history = f"; stack from {each.stack.source}" if each.stack.source else ""
     if entry is not None:
         # It is in another call, whose line is more useful than a line inside the library.
         peer = f" with rank {entry.root}" if entry.operation in _MESSAGES and entry.root >= 0 else ""
         where = f"it is in {entry.operation}{peer} at {entry.site} since {duration(entry.age_s)}"
-        history = ""
+        fix = f"every rank must make the same calls in the same order: find out why rank {each.rank} does not call "
+        fix += f"{missed.site} before {entry.site}"
     else:
-        where = f"it is at {line}, {each.activity}" if line else f"it is {each.activity}; its line is not known"
-        history = "; it has made no call yet"
+        where = f"it is at {line}, {activity}" if line else f"it is {activity}; its line is not known"
+        called = "it has made no call yet"
         if last is not None:
-            history = f"; its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
-    target = f"{missed.call} at {missed.site}" if missed is not None else "the call"
-    return Finding(
-        _JOB.name,
-        f"rank-{each.rank}",
+            called = f"its last call was {last.call} at {last.site}, {last.state} {duration(last.age_s)} ago"
+        history = f"; {called}{history}"
+        fix = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
+        fix = fix if line else "find out where it is (py-spy dump)"
+        fix += next(reason for start, reason in _REASONS.items() if activity.startswith(start))
+    site, doing = (entry.site, entry.operation) if entry is not None else ("", activity)
+    return _JOB.at(
         level,
-        f"rank {each.rank} (pid {each.pid}) has not called {target}: {where}",
-        slug="rank-behind",
-        why=_describe_waiting(waiting) + history + (f"; stack from {each.stack.source}" if each.stack.source else ""),
-        fix=_advice(each, missed),
+        f"rank-{each.rank}",
+        "rank-behind",
+        f"rank {each.rank} (pid {each.pid}) has not called {missed.call} at {missed.site}: {where}",
+        why=_describe_waiting(waiting) + history,
+        fix=fix,
         commands=() if each.stack.frames else (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack"),
         details={
-            "rank": each.rank,
-            "pid": each.pid,
-            "host": host,
-            "line": line.partition(": ")[0] or (entry.site if entry is not None else ""),
-            "misses": missed.call if missed is not None else "",
-            "misses_at": missed.site if missed is not None else "",
-            "waiting": sorted(waiting),
-            "since_s": round(max((one.age_s for one in waiting.values()), default=0.0), 1),
-            "doing": entry.operation if entry is not None else each.activity,
+            **_details(each, waiting, host, line.partition(": ")[0] or site, doing),
+            "misses_at": missed.site,
+            "since_s": round(max(one.age_s for one in waiting.values()), 1),
             "stack": [str(frame) for frame in each.stack.frames[:20]],
         },
     )
 
 
-def _advice(each: RankState, missed: Entry | None) -> str:
-    if each.call is not None:
-        return (
-            f"every rank must make the same calls in the same order: find out why rank {each.rank} does not call "
-            f"{missed.site if missed is not None else 'that line'} before {each.call.site}"
-        )
-    line, activity = each.line, each.activity
-    start = "find out where it is (py-spy dump)"
-    if line:
-        start = f"find out why rank {each.rank} stays at {line.partition(' in ')[0]}"
-    if activity.startswith("computing"):
-        return f"{start}: that call does not return, or the rank has more work than the others (uneven data)"
-    if activity == "waiting for a lock":
-        return f"{start}: the owner of the lock does not release it"
-    if activity.startswith("waiting for a disk"):
-        return f"{start}: a file system does not answer"
-    return f"{start}, and whether it took another branch than the ranks that wait"
+def _details(each: RankState, waiting: Mapping[int, Entry], host: str, line: str, doing: str) -> dict[str, Any]:
+    missed = next(iter(waiting.values()), None)
+    return {
+        "rank": each.rank,
+        "pid": each.pid,
+        "host": host,
+        "line": line,
+        "misses": missed.call if missed is not None else "",
+        "waiting": sorted(waiting),
+        "doing": doing,
+    }
 
 
 def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
     waiting = {rank: entry for rank, entry in calls.items() if rank != each.rank}
-    missed = next(iter(waiting.values()), None)
-    last = each.last
+    last = each.recorder.last
     return _JOB.red(
         f"rank-{each.rank}",
         "peer-silent",
@@ -324,15 +293,7 @@ def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
         + (f"; its last call was {last.call} at {last.site}" if last is not None else ""),
         fix="continue it",
         commands=(f"kill -CONT {each.pid}",),
-        details={
-            "rank": each.rank,
-            "pid": each.pid,
-            "host": host,
-            "line": last.site if last is not None else "",
-            "misses": missed.call if missed is not None else "",
-            "waiting": sorted(waiting),
-            "doing": "stopped by a signal",
-        },
+        details=_details(each, waiting, host, last.site if last is not None else "", "stopped by a signal"),
     )
 
 
@@ -355,10 +316,10 @@ def _no_calls(states: Sequence[RankState], who: str, world_size: int) -> Finding
             details={"waiting": [each.rank for each in forming], "missing": absent},
         )
     places = [str(each) for each in states]
-    if all(each.recorder is None or not each.recorder.entries for each in states):
+    if not any(each.recorder.entries for each in states):
         # A group of torch's own, or none: its calls are not recorded.
         return _JOB.green("unknown", f"{who} without a recorded call; {join(places[:4])}", places=places)
-    busy = sum(1 for each in states if each.busy >= _BUSY)
+    busy = sum(each.busy >= _BUSY for each in states)
     what = f"{who}, none waits in a collective; {busy or 'none'} of them computing"
     return _JOB.green("moving", what, join(places[:4]), places=places)
 
@@ -371,12 +332,11 @@ def _all_in_one_call(
     details = {"waiting": sorted(calls), "since_s": round(max(entry.age_s for entry in calls.values()), 1)}
     why = _describe_waiting(calls)
     if elsewhere:
-        return Finding(
-            _JOB.name,
-            "elsewhere",
+        return _JOB.at(
             level,
+            "elsewhere",
+            "rank-behind",
             f"all ranks of this machine are in the same call; not here: {ranks(elsewhere)}",
-            slug="rank-behind",
             why=why,
             fix="run the same command on the other machines of the job; if a rank should be here, it has ended",
             commands=("allhands doctor --job",),
@@ -385,12 +345,11 @@ def _all_in_one_call(
         )
     if max(each.busy for each in states) >= _BUSY:
         return _JOB.green("moving", f"{who} in the same call, at work: {why}")
-    return Finding(
-        _JOB.name,
-        "together",
+    return _JOB.at(
         level,
+        "together",
+        "collective-timeout",
         f"{who} are in the same call, and it does not end",
-        slug="collective-timeout",
         why=why,
         fix="the engine stalls, not a rank: check the network between the machines, or the GPU (nvidia-smi)",
         certain=False,

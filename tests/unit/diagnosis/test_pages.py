@@ -94,7 +94,7 @@ def test_example_is_what_the_doctor_would_show(slug: str) -> None:
         commands=commands,
     )
     assert what.endswith(f"   [{slug}]")
-    shown = block("", found, "", width=10_000, colour=False)
+    shown = block(found, "", width=10_000, colour=False)
     assert [line[15:] for line in shown] == [first, *rest]
 
 

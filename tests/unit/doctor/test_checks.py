@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from allhands.doctor import engines, environment, hostnames, request, resources, routes, stack_check
-from allhands.doctor.engines import Installed, installed
+from allhands.doctor import engines, environment, hostnames, request, resources, routes
+from allhands.doctor.engines import Gpu, GpuUser, Installed, installed
 from allhands.doctor.request import Interface, Request, make_request
 from allhands.doctor.routes import select_interfaces
-from allhands.doctor.stack_check import Gpu, GpuUser
 from allhands.environments.world import Address
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, up=True)
@@ -60,11 +59,11 @@ def test_this_machines_interfaces() -> None:
 def test_resolver_and_hosts_files(tmp_path: Path) -> None:
     """Comments, search domains and several servers are read as the system reads them; no file means this machine."""
     (tmp_path / "resolv").write_text("# x\nnameserver 10.0.0.1\nsearch a.example b.example\nnameserver 10.0.0.2 ; y\n")
-    found = hostnames.read_resolver(tmp_path / "resolv")
-    assert found.servers == ("10.0.0.1", "10.0.0.2")
-    assert found.candidates("node") == ["node.a.example", "node.b.example", "node"]
-    assert found.candidates("node.c") == ["node.c"]
-    assert hostnames.read_resolver(tmp_path / "none").servers == ("127.0.0.1",)
+    servers, names = hostnames.read_resolver(tmp_path / "resolv", "node")
+    assert servers == ["10.0.0.1", "10.0.0.2"]
+    assert names == ["node.a.example", "node.b.example", "node"]
+    assert hostnames.read_resolver(tmp_path / "resolv", "node.c") == (servers, ["node.c"])
+    assert hostnames.read_resolver(tmp_path / "none", "node.") == (["127.0.0.1"], ["node"])
     (tmp_path / "hosts").write_text("10.0.0.3 Node-A node # here\n#10.0.0.4 node\n\n::1 node\n")
     assert hostnames.hosts_file_entries(tmp_path / "hosts", "node") == ["10.0.0.3", "::1"]
     assert hostnames.hosts_file_entries(tmp_path / "hosts", "node-a") == ["10.0.0.3"]
@@ -194,7 +193,7 @@ NVIDIA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1")
 )
 def test_driver_and_torch(found: Installed, level: str) -> None:
     """A driver runs the CUDA of its own major version and older ones; no driver, or a torch for CPUs, is reported."""
-    first = stack_check._gpus(Request({}), found, [GPU], "", hardware=True)[0]
+    first = next(engines._gpus(Request({}), found, [GPU], "", hardware=True))
     assert first.level == level
     assert not first.slug or first.slug == "driver-mismatch"
 
@@ -202,25 +201,23 @@ def test_driver_and_torch(found: Installed, level: str) -> None:
 def test_gpus_and_their_users() -> None:
     """Processes on a GPU are named by pid; more ranks than GPUs, and a variable that hides them all, are reported."""
     used = Gpu("1", "GPU-2", "H200", "141 GiB", [GpuUser(4711, "python train.py", "100 MiB", mine=True)])
-    found = {
-        each.slug: each for each in stack_check._gpus(Request({}, ranks=3), NVIDIA, [GPU, used], "", hardware=True)
-    }
+    found = {each.slug: each for each in engines._gpus(Request({}, ranks=3), NVIDIA, [GPU, used], "", hardware=True)}
     assert found["gpu-busy"].details["pids"] == [4711]
     assert "pid 4711 (python train.py" in found["gpu-busy"].why
     assert found["gpu-shared"].level == "yellow"
-    hidden = stack_check._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
-    assert hidden[1].slug == "gpu-missing"
-    assert stack_check._gpus(Request({}), NVIDIA, [], "", hardware=False) == []
+    _, hidden = engines._gpus(Request({"CUDA_VISIBLE_DEVICES": ""}), NVIDIA, [GPU], "", hardware=True)
+    assert hidden.slug == "gpu-missing"
+    assert list(engines._gpus(Request({}), NVIDIA, [], "", hardware=False)) == []
 
 
 def test_torch_missing_or_too_old() -> None:
     """Both are red, with the command that installs one."""
     for found in (Installed(), Installed(torch="2.4.1")):
-        assert stack_check._torch(found).level == "red"
-        assert "pip install" in stack_check._torch(found).commands[0]
-    assert stack_check._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
+        assert engines._torch(found).level == "red"
+        assert "pip install" in engines._torch(found).commands[0]
+    assert engines._torch(Installed(torch="2.11.0+cu128", cuda="12.8")).level == "green"
     broken = Installed(torch="2.13", core=False)
-    assert stack_check._engines(broken, engines.offers(broken, engines.Probe())).level == "red"
+    assert engines._engines(broken, engines.offers(broken, engines.Probe())).level == "red"
 
 
 # The environment ----------------------------------------------------------------------------------------------
@@ -230,9 +227,9 @@ TWO = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2
 
 def test_contradictions_are_red() -> None:
     """Environments that whoami refuses are red, with its slug: half an environment, a RANK that counts nodes."""
-    half = environment.check(make_request(env={"RANK": "0"}))
+    half = list(environment.check(make_request(env={"RANK": "0"})))
     assert (half[0].level, half[0].slug) == ("red", "incomplete-environment")
-    node = environment.check(make_request(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}))
+    node = list(environment.check(make_request(env={"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"})))
     assert (node[0].level, node[0].slug) == ("red", "node-not-process")
 
 
@@ -251,9 +248,9 @@ def test_localhost_on_one_machine() -> None:
 
 def test_debugging_variables() -> None:
     """Those that make a job slow are named; other values of them are not."""
-    found = environment.check(make_request(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
-    assert found[-1].slug == "debugging-left"
-    assert found[-1].commands == ("unset CUDA_LAUNCH_BLOCKING",)
+    *_, found = environment.check(make_request(env={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}))
+    assert found.slug == "debugging-left"
+    assert found.commands == ("unset CUDA_LAUNCH_BLOCKING",)
 
 
 def test_target_of_a_request() -> None:

@@ -19,7 +19,7 @@ import allhands
 from allhands import cli
 from allhands.diagnosis import CATALOGUE
 from allhands.diagnosis.explain import render as page
-from allhands.doctor import stack_check
+from allhands.doctor import engines
 from allhands.doctor.engines import Installed, Offer, Probe, installed, offers, probe, render, report
 from allhands.doctor.request import Request
 from allhands.engines.mpi import library
@@ -32,7 +32,7 @@ CUDA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1", mpi="/
 ALL = Probe(nccl=True, gpus=2, family="openmpi", mpi="Open MPI v4.1.4")
 
 # Of the packages that are installed here, what allhands' commands need.
-NEEDED = ("click", "msgspec")
+NEEDED = ("click", "msgspec", "psutil")
 
 
 def offer(name: str, found: Installed, probed: Probe) -> Offer:
@@ -157,7 +157,7 @@ def test_no_room_as_ranks_report_it() -> None:
 def test_doctor_reports_the_same() -> None:
     """The stack section names the engines that the command offers, and the reasons for the others."""
     found = {each["name"]: each for each in report()["engines"]}
-    answer = next(each for each in stack_check.check(Request({})) if each.check == "engines")
+    answer = next(each for each in engines.check(Request({})) if each.check == "engines")
     assert answer.details["engines"] == [name for name, each in found.items() if each["available"]]
     assert answer.details["missing"] == {name: each["why"] for name, each in found.items() if not each["available"]}
 

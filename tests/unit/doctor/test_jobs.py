@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 from allhands.doctor.jobs import Rank, _without_descendants
-from allhands.doctor.proc_status import read_status
 from allhands.observe.flight_recorder import FlightRecorder
 
 
 def rank(number: int, size: int, *, child: bool) -> Rank:
-    """Return this process as a rank with a flight recorder, or a child of it without one."""
-    status = read_status(os.getpid() if not child else 1)
-    assert status is not None
+    """Return process 7 as a rank with a flight recorder, or a grandchild of it without one."""
     if child:
-        return Rank(10**9 + number, number, size, type(status)(**{**vars(status), "parent": os.getpid()}), None)
-    return Rank(os.getpid(), number, size, status, FlightRecorder(os.getpid(), number, size, (), os.getpid()))
+        return Rank(1000 + number, number, size, (500, 7, 1), {}, None)
+    return Rank(7, number, size, (1,), {}, FlightRecorder(7, number, size, (), 7))
 
 
 def test_child_of_a_rank_is_no_rank() -> None:
