@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import fail
+from .tables import aligned
 
 __all__ = ["KINDS", "measure", "table", "write"]
 
@@ -170,19 +171,13 @@ def _trouble(kind: str, why: str) -> Exception:
 
 def table(found: dict[str, Any]) -> str:
     """Put what `measure` found into words and an aligned table."""
-    columns = (("to all_reduce", "total_s"), ("before", "before_s"), ("import torch", "import_s"), ("after", "after_s"))
-    headings = ["launch", *(heading for heading, _ in columns), "to the end"]
+    columns = {"to all_reduce": "total_s", "before": "before_s", "import torch": "import_s", "after": "after_s"}
     names = {"allhands": "allhands run, allhands", "torchrun": "torchrun, Gloo", "imports": "no launcher, import only"}
-    rows = [headings]
-    for kind, values in found["kinds"].items():
-        cells = [f"{values[key]:.3f}" for _, key in columns]
-        rows.append([names[kind], *cells, f"{values['total_s'] + values['end_s']:.3f}"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
-    lines = []
-    for row in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *aligned]))
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    rows = [
+        [names[kind], *(f"{values[key]:.3f}" for key in columns.values()), f"{values['total_s'] + values['end_s']:.3f}"]
+        for kind, values in found["kinds"].items()
+    ]
+    lines = aligned([("", ["launch", *columns, "to the end"])], rows)
     lines += ["", f"torchrun with Gloo takes {found['ratio']:.2f} times as long to the first all_reduce of all ranks"]
     path, difference = found["not_importing_s"], found["not_importing_by_difference_s"]
     lines.append(

@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 from .config import CollectiveConfig
 from .operations import LEAST_JUDGED, OPERATIONS
 
-__all__ = ["collective_table", "ddp_table", "legend", "plot", "rollcall_table", "size_text"]
+__all__ = ["aligned", "collective_table", "ddp_table", "legend", "plot", "rollcall_table", "size_text"]
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
+def aligned(groups: Sequence[tuple[str, Sequence[str]]], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table: its columns are right-aligned, in groups with a title and a rule each.
+
+    The line of titles is omitted where no group has one.
+    """
+    cells = [[heading for _, headings in groups for heading in headings], *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    blocks = []
+    for title, headings in groups:
+        count = len(headings)
+        texts = ["  ".join(map(str.rjust, line[:count], widths)) for line in cells]
+        cells, widths = [line[count:] for line in cells], widths[count:]
+        width = max(len(title), len(texts[0]))
+        heading, *body = [text.rjust(width) for text in texts]
+        blocks.append([title.center(width), heading, "-" * width, *body])
+    lines = ["   ".join(parts) for parts in zip(*blocks, strict=True)]
+    return lines if lines[0].strip() else lines[1:]
+
+
 def collective_table(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> str:
-    """Put ``rows`` of `collective.measure` into an aligned table with its legend."""
-    groups = [("", ["size"])]
-    groups += [(name, ["median", "least", "GB/s", *(["ratio"] if name in plan.peers else [])]) for name in _shown(plan)]
+    """Return the table of the rows of `collective.measure`, with its legend."""
+    groups = [("", ["size"]), ("allhands", ["median", "least", "GB/s"])]
+    groups += [(name, ["median", "least", "GB/s", "ratio"]) for name in plan.peers]
     if plan.floor:
         groups.append(("floor", ["memcpy", "stream", "time", "times"]))
-    cells = [[headings for _, headings in groups]]
-    cells += [[[size_text(row["bytes"])], *_engines(plan, row), *([_floor(row)] if plan.floor else [])] for row in rows]
-    widths = [
-        [max(len(line[group][column]) for line in cells) for column in range(len(headings))]
-        for group, (_, headings) in enumerate(groups)
-    ]
-    lines = [
-        " | ".join("  ".join(map(str.rjust, part, wide)) for part, wide in zip(line, widths, strict=True))
-        for line in cells
-    ]
-    top = " | ".join(
-        name.center(len("  ".join("x" * w for w in wide))) for (name, _), wide in zip(groups, widths, strict=True)
-    )
-    return "\n".join([top.rstrip(), lines[0], "-" * len(lines[0]), *lines[1:], "", *legend(plan, rows)])
-
-
-def _shown(plan: CollectiveConfig) -> tuple[str, ...]:
-    return ("allhands", *plan.peers)
-
-
-def _engines(plan: CollectiveConfig, row: dict[str, Any]) -> list[list[str]]:
-    found = []
-    for name in _shown(plan):
-        values = row["engines"][name]
-        cells = [_us(values["median_s"]), _us(values["least_s"]), _giga(values["bus_bytes_per_s"])]
-        found.append([*cells, _times(values["ratio"])] if name in plan.peers else cells)
-    return found
+    cells = []
+    for row in rows:
+        line = [size_text(row["bytes"])]
+        for name in ("allhands", *plan.peers):
+            values = row["engines"][name]
+            line += [_us(values["median_s"]), _us(values["least_s"]), _giga(values["bus_bytes_per_s"])]
+            line += [_times(values["ratio"])] if name in plan.peers else []
+        cells.append(line + (_floor(row) if plan.floor else []))
+    return "\n".join([*aligned(groups, cells), "", *legend(plan, rows)])
 
 
 def _floor(row: dict[str, Any]) -> list[str]:
@@ -169,68 +173,43 @@ def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
 
 # Training ---------------------------------------------------------------------------------------------------
 
-_DDP_HEADINGS = (
-    ("", "model"),
-    ("", "ranks"),
-    ("step (ms)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
-    ("communication (ms)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
-    ("", "ratio"),
-    ("core time (ms)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
-    ("", "ratio"),
-    ("bare step (ms)", "single"),
-    ("", "apart"),
-    ("", "lockstep"),
-    ("overhead", "single"),
-    ("", "apart"),
-    ("memory (MiB)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
+_CLASSES = ("allhands", "torch", "gloo")
+_DDP_GROUPS = (
+    ("", ("model", "ranks")),
+    ("step (ms)", _CLASSES),
+    ("communication (ms)", (*_CLASSES, "ratio")),
+    ("core time (ms)", (*_CLASSES, "ratio")),
+    ("bare step (ms)", ("single", "apart", "lockstep")),
+    ("overhead", ("single", "apart")),
+    ("memory (MiB)", _CLASSES),
 )
 
 
 def ddp_table(rows: list[dict[str, Any]]) -> str:
-    """Put ``rows`` of `training.race` into an aligned table with a legend."""
-    cells = [[top for top, _ in _DDP_HEADINGS], [low for _, low in _DDP_HEADINGS], *map(_ddp_cells, rows)]
-    widths = [max(len(line[column]) for line in cells[1:]) for column in range(len(_DDP_HEADINGS))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells[1:]]
-    top = ""
-    for column, text in enumerate(cells[0]):
-        if text:
-            top = top.ljust(sum(widths[:column]) + 2 * column) + text
-    lines.insert(0, top)
-    lines.insert(2, "-" * len(lines[1]))
-    return "\n".join([*lines, "", *_ddp_legend(rows[0])])
+    """Return the table of the rows of `training.measure`, with its legend."""
+    return "\n".join([*aligned(_DDP_GROUPS, [_ddp_cells(row) for row in rows]), "", *_ddp_legend(rows[0])])
 
 
 def _ddp_cells(row: dict[str, Any]) -> list[str]:
     who = row["contestants"]
-    order = ("allhands", "torch", "gloo")
     held = row.get("memory_bytes", {})
     return [
         row["model"],
         str(row["ranks"]),
-        *(f"{who[each]['step_s'] * 1e3:.2f}" for each in order),
+        *(f"{who[each]['step_s'] * 1e3:.2f}" for each in _CLASSES),
         *_compared(who, "communication"),
         *_compared(who, "core"),
-        f"{row['single_s'] * 1e3:.2f}",
-        f"{row['apart_s'] * 1e3:.2f}",
-        f"{row['lockstep_s'] * 1e3:.2f}",
+        *(f"{row[f'{bare}_s'] * 1e3:.2f}" for bare in ("single", "apart", "lockstep")),
         f"{row['overhead']:.1%}",
         f"{row['overhead_apart']:.1%}",
-        *(f"{held[each] / 2**20:.1f}" if each in held else "-" for each in order),
+        *(f"{held[each] / 2**20:.1f}" if each in held else "-" for each in _CLASSES),
     ]
 
 
 def _compared(who: dict[str, Any], name: str) -> list[str]:
     """Return what ``name`` takes of each contestant, and how many times ours Gloo's is."""
     ratio = who["gloo"][f"{name}_ratio"]
-    found = [_with_error(who[each], name) for each in ("allhands", "torch", "gloo")]
+    found = [_with_error(who[each], name) for each in _CLASSES]
     return [*found, "-" if ratio is None else f"{ratio:.1f}"]
 
 
@@ -260,11 +239,11 @@ def _ddp_legend(row: dict[str, Any]) -> list[str]:
 # What a ratio is taken against: past this size fixed costs no longer show in the time per member.
 _REFERENCE = 1024
 
-# heading, unit, key, decimals
+# title, unit, key, decimals
 _ROLLCALL_COLUMNS = (
-    ("members", "", "members", 0),
+    ("", "members", "members", 0),
     ("roll call", "s", "rollcall_s", 3),
-    ("", "us/member", "rollcall_us_per_member", 0),
+    ("roll call", "us/member", "rollcall_us_per_member", 0),
     ("coordinator", "CPU us/member", "coordinator_cpu_us_per_member", 0),
     ("memory", "KiB/member", "kib_per_member", 1),
     ("store", "us/member", "store_us_per_member", 0),
@@ -274,15 +253,15 @@ _ROLLCALL_COLUMNS = (
 
 
 def rollcall_table(rows: list[dict[str, Any]]) -> str:
-    """Put ``rows`` of `rollcall.run` into an aligned table, and say how the time per member grows."""
+    """Return the table of the rows of `rollcall.run`, and how the time per member grows."""
     if not rows:
         return "nothing was measured"
-    cells = [[heading for heading, _, _, _ in _ROLLCALL_COLUMNS], [unit for _, unit, _, _ in _ROLLCALL_COLUMNS]]
-    cells += [[f"{row[key]:,.{decimals}f}" for _, _, key, decimals in _ROLLCALL_COLUMNS] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_ROLLCALL_COLUMNS))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
-    lines.insert(2, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, "", *_growth(rows), _rollcall_legend(rows[0])])
+    groups = [
+        (title, [unit for _, unit, _, _ in columns])
+        for title, columns in itertools.groupby(_ROLLCALL_COLUMNS, key=operator.itemgetter(0))
+    ]
+    cells = [[f"{row[key]:,.{decimals}f}" for _, _, key, decimals in _ROLLCALL_COLUMNS] for row in rows]
+    return "\n".join([*aligned(groups, cells), "", *_growth(rows), _rollcall_legend(rows[0])])
 
 
 def _growth(rows: list[dict[str, Any]]) -> list[str]:
