@@ -74,7 +74,7 @@ def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about:
         found["floor"] = {
             "memcpy_bytes_per_s": copy_speed(size, memcpy),
             "stream_bytes_per_s": copy_speed(size, stream),
-            "moved_bytes": OPERATIONS[plan.operation].moved(size, plan.ranks),
+            "moved_bytes": OPERATIONS[plan.operation].staged.value(size, plan.ranks),
             "floor_s": least,
             "ratio": ours / least,
         }

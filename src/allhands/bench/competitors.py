@@ -1,8 +1,7 @@
 """The engines of one rank, all in one process: ours, Gloo, MPI, and plain copies for the floor.
 
-Each call is text that `timeit` compiles, so it is made as a user's script makes it: no function of ours around it,
-no frame of the package below it. Gloo is called through torch's own functions and MPI through mpi4py's buffer
-forms, on the same memory, with all that can be prepared prepared: both at their best.
+Each call is text that `timeit` compiles, as in a user's script: no function of this package is timed. Gloo is called
+through torch's own functions and MPI through mpi4py's buffer forms, on the same memory, with all arguments prepared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .operations import COPIES, OPERATIONS, copied_bytes
 
 __all__ = ["Buffers", "Call", "Engines", "start_mpi"]
 
-# Ranks come within seconds of each other, and a collective of the bench takes at most seconds: more is a hang.
+# Ranks start within seconds of each other, and a collective of the bench takes seconds at most: more is a hang.
 _TIMEOUT_S = 60.0
 
 
@@ -30,70 +29,45 @@ class Buffers:
     """One rank's tensors for one operation and size: float32, zero, so that summing them again changes nothing."""
 
     def __init__(self, operation: str, size: int, rank: int, ranks: int, device: str = "cpu") -> None:
-        self._operation = operation
+        self._operation = OPERATIONS[operation]
         self._rank = rank
         self._ranks = ranks
-        what = OPERATIONS[operation]
         self.tensors: dict[str, Any] = {"whole": None, "other": None, "part": None}
-        for name in what.buffers:
-            if name == "part":
-                self.tensors[name] = torch.zeros(size // 4 // ranks, device=device)
-            elif rank == 0 or not what.rooted:
-                self.tensors[name] = torch.zeros(size // 4, device=device)
-        self._parts = self._cut("whole")
-        self._others = self._cut("other")
+        for name in self._operation.buffers:
+            if name == "part" or rank == 0 or not self._operation.rooted:
+                self.tensors[name] = torch.zeros(size // 4 // (ranks if name == "part" else 1), device=device)
 
-    def _cut(self, name: str) -> list[torch.Tensor] | None:
-        whole = self.tensors[name]
-        if whole is None or not OPERATIONS[self._operation].divided:
-            return None
-        return list(whole.chunk(self._ranks))
+    def _parts(self, name: str) -> list[torch.Tensor]:
+        """Return a tensor in one part for each rank, or as its only part if the operation does not divide it."""
+        tensor = self.tensors[name]
+        if tensor is None:
+            return []
+        return [tensor] if name == "part" or not self._operation.divided else list(tensor.chunk(self._ranks))
 
     def names(self) -> dict[str, Any]:
-        """Return what the text of a call may name."""
-        return {**self.tensors, "parts": self._parts, "others": self._others}
+        """Return the names that the text of a call may use."""
+        return {**self.tensors, "parts": self._parts("whole") or None, "others": self._parts("other") or None}
+
+    def _given(self, rank: int, part: int) -> int:
+        """Return the value that `fill` writes into a part of the input of ``rank``; each is different."""
+        return rank * self._ranks + part + 1
 
     def fill(self) -> None:
-        """Write what each rank gives, so that `right` can tell whether the others got it."""
-        whole, part, parts = self.tensors["whole"], self.tensors["part"], self._parts or []
-        match self._operation:
-            case "all_reduce" | "reduce":
-                whole.fill_(self._rank + 1)
-            case "broadcast" | "send_recv":
-                whole.fill_(7 if self._rank == 0 else 0)
-            case "all_gather" | "all_gather_into_tensor" | "gather":
-                part.fill_(self._rank + 1)
-            case "scatter":
-                for number, each in enumerate(parts):
-                    each.fill_(number + 1)
-            case "reduce_scatter" | "reduce_scatter_tensor":
-                for number, each in enumerate(parts):
-                    each.fill_((self._rank + 1) * (number + 1))
-            case "all_to_all" | "all_to_all_single":
-                for number, each in enumerate(parts):
-                    each.fill_(self._rank * self._ranks + number + 1)
+        """Fill the input, so that `right` can check the output."""
+        for part, tensor in enumerate(self._parts(self._operation.buffers[0]) if self._operation.buffers else []):
+            tensor.fill_(self._given(self._rank, part))
 
     def right(self) -> bool:
-        """Tell whether this rank got what the others gave."""
-        whole, part, rank, ranks = self.tensors["whole"], self.tensors["part"], self._rank, self._ranks
-        total = ranks * (ranks + 1) // 2
-        match self._operation:
-            case "all_reduce":
-                return _is(whole, total)
-            case "reduce":
-                return rank != 0 or _is(whole, total)
-            case "broadcast":
-                return _is(whole, 7)
-            case "send_recv":
-                return rank > 1 or _is(whole, 7)
-            case "all_gather" | "all_gather_into_tensor" | "gather":
-                return all(_is(each, number + 1) for number, each in enumerate(self._parts or []))
-            case "scatter":
-                return _is(part, rank + 1)
-            case "reduce_scatter" | "reduce_scatter_tensor":
-                return _is(part, (rank + 1) * total)
-            case "all_to_all" | "all_to_all_single":
-                return all(_is(each, number * ranks + rank + 1) for number, each in enumerate(self._others or []))
+        """Return whether the output of this rank is right."""
+        what = self._operation
+        if not what.buffers or (what.receivers and self._rank >= what.receivers):
+            return True
+        mine = self._rank if what.divided and what.buffers[0] == "whole" else 0
+        for part, tensor in enumerate(self._parts(what.buffers[-1])):
+            givers = {"sum": range(self._ranks), "root": (0,), "each": (part,)}[what.result]
+            expected = sum(self._given(rank, mine) for rank in givers)
+            if not bool(torch.all(tensor == expected)):
+                return False
         return True
 
     def clear(self) -> None:
@@ -103,23 +77,18 @@ class Buffers:
                 tensor.zero_()
 
 
-def _is(tensor: torch.Tensor, value: float) -> bool:
-    least, greatest = torch.aminmax(tensor)
-    return bool(least == value and greatest == value)
-
-
 class Call:
-    """One operation by one engine, as this rank makes it; a rank that has no part in it has no text."""
+    """One operation by one engine, as this rank calls it. The text is "" on a rank that is idle."""
 
-    def __init__(self, text: str, names: dict[str, Any], trips: int = 1, *, device: str = "cpu") -> None:
+    def __init__(self, text: str, names: dict[str, Any], trips: int, device: str) -> None:
         if text and device != "cpu":
-            # Done when the GPU has done it.
+            # A call on a GPU only queues its work.
             text, names = f"{text}; finish()", {**names, "finish": torch.cuda.synchronize}
         self._timer = timeit.Timer(text, globals=names) if text else None
         self._trips = trips
 
     def run(self, times: int) -> float:
-        """Do it ``times`` times, and return the seconds that they took, by the way (half a round trip)."""
+        """Call it ``times`` times and return the seconds of all messages of one direction."""
         return 0.0 if self._timer is None else self._timer.timeit(times) / self._trips
 
 
@@ -127,8 +96,8 @@ def start_mpi(engine: str) -> Any:
     """Initialise MPI and return mpi4py's module of it."""
     import mpi4py
 
-    # One thread calls MPI here, and being told so spares it locks: mpi4py's default asks for more. Our own engine needs
-    # that, and both are measured in one process.
+    # mpi4py asks for MPI_THREAD_MULTIPLE, whose locks one thread does not need. Our own engine needs it, and both are
+    # measured in one process.
     mpi4py.rc.thread_level = "multiple" if engine == "mpi" else "funneled"
     from mpi4py import MPI
 
@@ -136,7 +105,7 @@ def start_mpi(engine: str) -> Any:
 
 
 class Engines:
-    """The groups that a rank is in. All ranks make it, and call its methods, at the same time."""
+    """The groups of a rank. All ranks construct it, and call its methods, at the same time."""
 
     def __init__(self, plan: CollectiveConfig, rank: int, mpi: Any) -> None:
         self._plan = plan
@@ -145,67 +114,53 @@ class Engines:
         if plan.device != "cpu":
             torch.cuda.set_device(0)
         allhands.init_process_group("allhands", rank=rank, world_size=plan.ranks, timeout=_TIMEOUT_S)
-        # Waiting for each other goes through shared memory, whatever is measured.
+        # `meet` and `slowest` use the default group, in shared memory, whichever engine is measured.
         self._ours: Any = allhands.group.WORLD if plan.engine == "shm" else self._other(plan.engine)
         self._gloo = torch_dist.new_group(backend="gloo") if "gloo" in plan.peers else None
         self._source, self._target = self._copies()
         self._slowest = torch.zeros((), dtype=torch.float64)
 
     def _other(self, engine: str) -> Any:
-        """Return a group of ours on another engine. The setting names it; a group takes it when it is made."""
-        before = os.environ.get("ALLHANDS_ENGINE")
+        """Return a group of ours on another engine: a group reads the setting when it is formed."""
         os.environ["ALLHANDS_ENGINE"] = engine
-        try:
-            return allhands.new_group(backend="allhands")
-        finally:
-            if before is None:
-                del os.environ["ALLHANDS_ENGINE"]
-            else:
-                os.environ["ALLHANDS_ENGINE"] = before
+        return allhands.new_group(backend="allhands")
 
     def _copies(self) -> tuple[Any, Any]:
         count = copied_bytes(max(self._plan.sizes)) // 4 if self._plan.floor else 0
-        # Written, not zeros as they come: pages that nobody wrote are all the same page, and that one is cached.
+        # Not zeros: pages that were never written are all the same page, which stays in the cache.
         return torch.ones(count, device=self._plan.device), torch.ones(count, device=self._plan.device)
 
     def calls(self, buffers: Buffers, size: int) -> dict[str, Call]:
-        """Return the calls to measure for ``buffers``: engines, and the floor's copies where it is wanted."""
-        what = OPERATIONS[self._plan.operation]
+        """Return the calls to measure for ``buffers``: the engines, and the copies where the floor is wanted."""
+        what, device = OPERATIONS[self._plan.operation], self._plan.device
+        text, mpi_text = what.calls(self._rank)
+        # barrier() has no argument before the group.
+        group = ", group=group" if what.buffers else "group=group"
+        ours = text.format(group="" if self._plan.engine == "shm" else group)
+        texts: dict[str, tuple[str, dict[str, Any]]] = {"allhands": (ours, {"dist": allhands, "group": self._ours})}
         names = buffers.names()
-        group = "" if self._plan.engine == "shm" else ", group=ours" if what.buffers else "group=ours"
-        made = {"allhands": self._call(what.torch, {**names, "dist": allhands, "ours": self._ours}, group)}
         if self._gloo is not None:
-            found = {**names, "dist": torch_dist, "gloo": self._gloo}
-            # A first argument stands before the group everywhere but in barrier().
-            made["gloo"] = self._call(what.torch, found, ", group=gloo" if what.buffers else "group=gloo")
+            texts["gloo"] = text.format(group=group), {"dist": torch_dist, "group": self._gloo}
         if "mpi" in self._plan.peers:
-            made["mpi"] = self._call(what.mpi, self._mpi_names(names), "")
+            texts["mpi"] = mpi_text, self._mpi_names(names)
+        made = {name: Call(call, {**names, **found}, what.trips, device) for name, (call, found) in texts.items()}
         if self._plan.floor and size:
-            text, found = self._copy(copied_bytes(size))
-            busy = bool(self._text(what.torch))
+            copy, found = self._copy(copied_bytes(size))
             for name, everyone in COPIES.items():
-                mine = busy if everyone else self._rank == 0
-                made[name] = Call(text if mine else "", found, device=self._plan.device)
+                takes_part = bool(text) if everyone else self._rank == 0
+                made[name] = Call(copy if takes_part else "", found, 1, device)
         return made
 
     def _copy(self, size: int) -> tuple[str, dict[str, Any]]:
-        """Return what copies ``size`` bytes on the device."""
+        """Return the text, and its names, of a copy of ``size`` bytes on the device."""
         if self._plan.device != "cpu":
             return "to.copy_(origin)", {"to": self._target[: size // 4], "origin": self._source[: size // 4]}
         places = {"to": self._target.data_ptr(), "origin": self._source.data_ptr()}
         return "move(to, origin, count)", {"move": ctypes.memmove, "count": size, **places}
 
-    def _call(self, texts: tuple[str, ...], names: dict[str, Any], group: str) -> Call:
-        trips, device = OPERATIONS[self._plan.operation].trips, self._plan.device
-        return Call(self._text(texts).format(group=group), names, trips, device=device)
-
-    def _text(self, texts: tuple[str, ...]) -> str:
-        """Return which of ``texts`` is this rank's; "" where it is idle."""
-        return texts[0] if len(texts) == 1 else (*texts, *[""] * self._plan.ranks)[self._rank]
-
     def _mpi_names(self, names: dict[str, Any]) -> dict[str, Any]:
         mpi = self._mpi
-        # A list of array and type is the form that mpi4py takes apart fastest.
+        # A list of array and type is the form that mpi4py parses fastest.
         found: dict[str, Any] = {
             name: [tensor.numpy(), mpi.FLOAT] for name, tensor in names.items() if isinstance(tensor, torch.Tensor)
         }
@@ -215,17 +170,17 @@ class Engines:
         return found
 
     def meet(self) -> None:
-        """Wait for all ranks. Ours for every engine: it sleeps, while MPI's would keep a core busy."""
+        """Wait for all ranks. Our barrier for every engine: it sleeps, while MPI's would keep a core busy."""
         allhands.barrier()
 
     def slowest(self, seconds: float) -> float:
-        """Return the longest of what the ranks measured; whoever has nothing to do waits here meanwhile."""
+        """Return the longest time of all ranks; idle ranks wait here."""
         self._slowest.fill_(seconds)
         allhands.all_reduce(self._slowest, op=allhands.ReduceOp.MAX)
         return float(self._slowest)
 
     def about(self) -> dict[str, str]:
-        """Return the versions of what is measured."""
+        """Return the versions of the engines that are measured."""
         if self._plan.engine == "shm":
             shared = getattr(self._ours.engine, "segment_nbytes", 0) / 2**20
             on_each = " on each host" if self._plan.hosts > 1 else ""

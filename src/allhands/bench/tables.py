@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .config import CollectiveConfig
-from .operations import LEAST_JUDGED, OPERATIONS
+from .operations import LEAST_JUDGED, OPERATIONS, bus_bandwidth
 
 __all__ = ["aligned", "collective_table", "ddp_table", "legend", "plot", "rollcall_table", "size_text"]
 
@@ -106,20 +106,22 @@ def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{plan.operation}{kind}, {ranks}, {first['cores']} cores ({crowded}), one thread per rank"
         + (", tensors of one GPU, which all ranks share" if plan.device != "cpu" else ""),
-        f"each call: {what.torch[0].format(group='')}{half}",
+        f"each call: {what.torch.format(group='')}{half}",
         f"median, least: us per call of {plan.rounds} rounds; the engines take turns in the same processes;",
         "  a round's time is that of the slowest rank",
     ]
     if what.buffers:
         whole = "all parts together" if what.divided else "one rank's tensor"
-        lines.append(f"GB/s: bus bandwidth as nccl-tests has it, {what.bus}; S is {whole}, n the ranks, t the median")
+        lines.append(
+            f"GB/s: bus bandwidth as nccl-tests has it, {what.bus.text}; S is {whole}, n the ranks, t the median"
+        )
     if plan.peers:
         lines.append("ratio: the peer's median over allhands' (above 1: allhands is faster)")
     if plan.floor and what.buffers:
         lines += [
             "memcpy: GB/s that rank 0 moves when it copies S bytes alone; stream: GB/s of each rank when all copy",
             "  (a copy of S bytes loads and stores 2 S; below 64 KiB it is one of 64 KiB, in the cache)",
-            f"time: the floor in us: {what.staged},",
+            f"time: the floor in us: {what.staged.text},",
             "  which is what the busiest rank loads and stores in the staged scheme, over stream",
             "times: allhands' median over the floor; not given below 64 KiB, where meetings cost more than bytes",
         ]
@@ -155,8 +157,9 @@ def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
     if floors:
         at = [row["bytes"] for row in floors]
         times.plot(at, [row["floor"]["floor_s"] * 1e6 for row in floors], "k--", label="floor")
-        factor = OPERATIONS[plan.operation].factor(plan.ranks)
-        limit = [factor * row["bytes"] / row["floor"]["floor_s"] / 1e9 for row in floors]
+        limit = [
+            bus_bandwidth(plan.operation, plan.ranks, row["bytes"], row["floor"]["floor_s"]) / 1e9 for row in floors
+        ]
         speeds.plot(at, limit, "k--", label="floor")
     step = -(-len(sizes) // _MOST_LABELS)
     for axes, words in ((times, "median, us"), (speeds, "bus bandwidth, GB/s")):
