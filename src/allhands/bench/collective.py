@@ -26,24 +26,21 @@ def measure(plan: CollectiveConfig, notify: _Notify = lambda _size, _round, _don
     while it runs. Raises engine-failed where a rank dies or hangs, with what it printed; no process is left behind.
     """
     rows: list[dict[str, Any]] = []
-    about: dict[str, str] = {}
     done = 0
-    # Whoever else works on this machine slows engines that spin most: a reader must know.
+    # Work of others slows engines that spin most, so the table shows it.
     load = os.getloadavg()[0]
-    with RankProcesses(plan) as crew:
-        for words in crew.words():
-            if "about" in words:
-                about = words["about"]
-            elif "times" in words:
-                found = row(plan, words["size"], words["times"], about)
+    with RankProcesses(plan) as processes:
+        for message in processes.words():
+            if "times" in message:
+                found = row(plan, message["size"], message["times"], message["versions"])
                 rows.append({**found, "load_before": load})
             else:
                 done += 1
-                notify(words["size"], words["round"], done)
+                notify(message["size"], message["round"], done)
     return rows
 
 
-def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about: dict[str, str]) -> dict[str, Any]:
+def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], versions: dict[str, str]) -> dict[str, Any]:
     """Return what was measured of one size: for each engine, and the floor where copies were timed.
 
     ``times`` holds the seconds of one call in each round, those of the slowest rank.
@@ -53,7 +50,7 @@ def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about:
     for name in ("allhands", *plan.peers):
         median, least = statistics.median(times[name]), min(times[name])
         engines[name] = {
-            "version": about.get(name, ""),
+            "version": versions.get(name, ""),
             "median_s": median,
             "least_s": least,
             "bus_bytes_per_s": bus_bandwidth(plan.operation, plan.ranks, size, median),

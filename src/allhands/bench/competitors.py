@@ -179,7 +179,7 @@ class Engines:
         allhands.all_reduce(self._slowest, op=allhands.ReduceOp.MAX)
         return float(self._slowest)
 
-    def about(self) -> dict[str, str]:
+    def versions(self) -> dict[str, str]:
         """Return the versions of the engines that are measured."""
         if self._plan.engine == "shm":
             shared = getattr(self._ours.engine, "segment_nbytes", 0) / 2**20

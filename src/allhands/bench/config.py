@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 from difflib import get_close_matches
@@ -170,16 +171,12 @@ def _available() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    # A container's own limit; what its page cache holds can be had back and is not known here, so only the limit
-    # itself counts, less what is in use by processes.
+    # The limit of a container, less what its processes hold; its page cache can be reclaimed.
     folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
+    with contextlib.suppress(OSError, KeyError, ValueError):  # no cgroup version 2 at its usual place, or no limit
         used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        if limit != "max":
-            free = min(free, int(limit) - int(used["anon"]) - int(used.get("shmem", 0)))
-    except (OSError, KeyError, ValueError):
-        return free  # no cgroup version 2 here, or not at its usual place
+        limit = int((folder / "memory.max").read_text())
+        free = min(free, limit - int(used["anon"]) - int(used.get("shmem", 0)))
     return max(0, free)
 
 
@@ -278,8 +275,9 @@ class DdpConfig(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     rounds: int
     who: tuple[str, ...] = CONTESTANTS
+    # For `RankProcesses`, which also runs a `CollectiveConfig`.
     operation: str = "ddp"
-    peers: tuple[str, ...] = ()
+    needs_mpirun: bool = False
 
 
 def ddp_config(ranks: int, models: str, rounds: int) -> DdpConfig:

@@ -98,8 +98,6 @@ def _learn(asked: DdpConfig, rank: int, _: Any, line: CommandConnection) -> None
     torch.set_num_threads(1)
     allhands.init_process_group("allhands", rank=rank, world_size=asked.ranks, timeout=_TIMEOUT_S)
     gloo = torch_dist.new_group(backend="gloo")
-    if rank == 0:
-        line.tell(about={"allhands": allhands.__version__, "torch": torch.__version__}, wait=True)
     for model in asked.models:
         if len(asked.who) == 1:
             _remember(model, asked, rank, gloo, line)

@@ -1,10 +1,9 @@
-"""The processes of a bench: started, by mpirun where MPI takes part, listened to, and ended in every case."""
+"""The rank processes of a bench: start (by mpirun where MPI takes part), messages, and their end in every case."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import secrets
@@ -17,51 +16,57 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
 from ..errors import AllhandsError, fail
+from ..settings import LAUNCHER_TABLE
 from .config import CollectiveConfig, DdpConfig, missing_mpi
 
-__all__ = ["Network", "RankProcesses", "cores", "short_path"]
+__all__ = ["RankProcesses", "cores", "network", "python_program", "short_path"]
 
-# Found where this process found the package, as for the coordinator's own process.
-_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
-
-# Rank 0 speaks after each round of a size, which takes seconds at most; importing torch on a busy machine, most.
+# Rank 0 sends a message after each round of a size, which takes seconds at most; the import of torch on a busy machine
+# takes longer.
 _SILENCE_S = 150.0
 
-# After the first rank has gone the others are given this long to say what they saw.
+# After the first rank has ended the others have this long to print what they saw.
 _LAST_WORDS_S = 1.5
 
-# How long ranks that are done, or mpirun that was asked to end them, may take on a busy machine before they are killed.
+# How long ranks that are done, or mpirun after SIGTERM, may take on a busy machine before they are killed.
 _END_S = 15.0
 
 _MEMORY = Path("/dev/shm")  # noqa: S108  # not for a file of a known name
 
-# How much of what each rank printed is shown when something went wrong.
+# How many lines of each rank's output are shown after a failure.
 _LINES = 15
 
-# Variables that say who a process is in some other job; Open MPI's settings (OMPI_MCA_*) and ours are kept.
-_STRANGERS = ("SLURM_", "PMI", "OMPI_COMM_", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_", "HYDRA_")
+# Variables of a rank of some other job; Open MPI's settings (OMPI_MCA_*) and ours are kept.
+_OTHER_LAUNCHERS = ("SLURM_", "PMI", "OMPI_COMM_", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_", "HYDRA_")
 _OTHER_JOB = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *(f"ALLHANDS_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")),
-    *("ALLHANDS_COORDINATOR", "ALLHANDS_ATTEMPT", "ALLHANDS_BIND"),
+    *LAUNCHER_TABLE,
+    *("ALLHANDS_ATTEMPT", "ALLHANDS_BIND"),
 }
 
 
 def cores() -> int:
-    """Return on how many cores this process, and so the ranks, may run."""
+    """Return the number of cores that this process, and so the ranks, may use."""
     return len(os.sched_getaffinity(0))
 
 
+def python_program(module: str) -> list[str]:
+    """Return the command line that runs ``main`` of a module of this package, found where this process found it."""
+    code = f"import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{module} import main; sys.exit(main())"
+    return [sys.executable, "-P", "-c", code, str(Path(__file__).resolve().parents[2])]
+
+
 class RankProcesses:
-    """The ranks of one plan while a block runs. Nothing of them is left when it ends."""
+    """The ranks of one plan while a block runs; nothing of them is left when it ends."""
 
     def __init__(
         self, plan: CollectiveConfig | DdpConfig, silence_s: float = _SILENCE_S, program: str = "rank"
@@ -70,8 +75,8 @@ class RankProcesses:
         # The module of this package whose `main` is a rank.
         self._program = program
         self._silence_s = silence_s
-        # MPI's shared memory goes into this folder too, so it must be memory: and goes with it, however mpirun ends.
-        memory = str(_MEMORY) if _needs_mpirun(plan) and os.access(_MEMORY, os.W_OK) else None
+        # MPI's shared memory is in this folder too, so that it is removed however mpirun ends.
+        memory = str(_MEMORY) if plan.needs_mpirun and os.access(_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pids: dict[int, int] = {}
@@ -80,11 +85,11 @@ class RankProcesses:
         self._unread: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._done: set[int] = set()
-        self._network: Network | None = None
+        self._network = contextlib.ExitStack()
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process of each rank that has come so far."""
+        """The pid of each rank that has connected."""
         return dict(self._pids)
 
     def __enter__(self) -> Self:
@@ -104,43 +109,35 @@ class RankProcesses:
     ) -> None:
         self._end()
 
-    # Starting ---------------------------------------------------------------------------------------------------
+    # Start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        order = msgspec.json.encode(self._plan).decode()
-        words = [
-            sys.executable,
-            "-P",
-            "-c",
-            _PROGRAM.format(self._program),
-            root,
-            str(self._folder / "socket"),
-            str(self._folder),
-            order,
-        ]
-        environment = _environment(self._folder.name)
-        if _needs_mpirun(self._plan):
-            # The folder of its session, and the memory that its ranks share (Open MPI 4 and 5 call it differently).
+        plan = msgspec.json.encode(self._plan).decode()
+        command = [*python_program(self._program), str(self._folder / "socket"), str(self._folder), plan]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_OTHER_LAUNCHERS) and name not in _OTHER_JOB
+        }
+        environment |= {"OMP_NUM_THREADS": "1", "ALLHANDS_JOB": self._folder.name}
+        if self._plan.needs_mpirun:
+            # The folder of its session, and the memory that its ranks share (vader in Open MPI 4, sm in 5).
             environment["TMPDIR"] = str(self._folder)
             if self._folder.is_relative_to(_MEMORY):
                 for engine in ("vader", "sm"):
                     environment.setdefault(f"OMPI_MCA_btl_{engine}_backing_directory", str(self._folder))
-            self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *words, "-1"], environment)
+            self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *command, "-1"], environment)
             return
+        calls = [(str(rank), [*command, str(rank)], environment) for rank in range(self._plan.ranks)]
         if isinstance(self._plan, CollectiveConfig) and self._plan.hosts > 1:
-            self._start_on_hosts(self._plan, words, environment)
-            return
-        for rank in range(self._plan.ranks):
-            self._spawn(str(rank), [*words, str(rank)], environment)
-
-    def _start_on_hosts(self, plan: CollectiveConfig, words: list[str], environment: dict[str, str]) -> None:
-        environment |= {"MASTER_ADDR": _address(0), "MASTER_PORT": str(_PORT)}
-        environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
-        self._network = Network(plan.hosts).__enter__()
-        for rank in range(plan.ranks):
-            start = functools.partial(self._spawn, str(rank), [*words, str(rank)], environment)
-            self._network.within(plan.host(rank), start)
+            environment |= {"MASTER_ADDR": _address(0), "MASTER_PORT": str(_PORT)}
+            environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
+            hosts = self._network.enter_context(network(self._plan.hosts))
+            for rank, call in enumerate(calls):
+                hosts[self._plan.host(rank)].submit(self._spawn, *call).result()
+        else:
+            for call in calls:
+                self._spawn(*call)
 
     def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         with (self._folder / name).open("wb") as printed:
@@ -156,114 +153,99 @@ class RankProcesses:
                 )
             )
 
-    # Listening --------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------
 
     def words(self) -> Iterator[dict[str, Any]]:
-        """Yield what rank 0 says until all ranks are done; raises engine-failed where a rank dies or all are silent.
+        """Yield the messages of rank 0 until all ranks are done; raise engine-failed if a rank dies or all are silent.
 
-        Rank 0 goes on measuring when the caller asks for the next.
+        Rank 0 continues when the caller asks for the next message.
         """
         heard = time.monotonic()
         while len(self._done) < self._plan.ranks:
             if time.monotonic() - heard > self._silence_s:
                 raise self._failed(f"nothing was heard for {self._silence_s:.0f} s", hung=True)
-            for connection, message in self._read(0.5):
-                heard = time.monotonic()
-                if "size" in message or "about" in message:
-                    yield message
-                    with contextlib.suppress(OSError):  # it died meanwhile, which shows at the next reading
-                        connection.sendall(b".")
-            self._look()
+            for key, _ in self._selector.select(0.5):
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._unread[connection] = b""
+                    self._selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = key.fileobj  # type: ignore[assignment]  # only sockets are registered
+                for message in self._receive(connection):
+                    heard = time.monotonic()
+                    if "size" in message:
+                        yield message
+                        with contextlib.suppress(OSError):  # It died; the next read reports that.
+                            connection.sendall(b".")
+            # A process that ends before its rank has connected closes no connection.
+            for process in self._processes:
+                if process.poll() is not None and len(self._ranks) < self._plan.ranks:
+                    raise self._failed(f"a process ended with status {process.returncode} before all ranks had begun")
 
-    def _read(self, patience_s: float) -> list[tuple[socket.socket, dict[str, Any]]]:
-        found = []
-        for key, _ in self._selector.select(patience_s):
-            if key.fileobj is self._listener:
-                connection, _ = self._listener.accept()
-                self._unread[connection] = b""
-                self._selector.register(connection, selectors.EVENT_READ)
-                continue
-            connection = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-            try:
-                data = connection.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                self._selector.unregister(connection)
-                connection.close()
-                rank = self._ranks.get(connection, -1)
-                if rank not in self._done:
-                    raise self._failed(f"rank {rank} ended" if rank >= 0 else "a rank ended before it began")
-                continue
-            *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
-            for text in lines:
-                message = json.loads(text)
-                self._note(connection, message)
-                found.append((connection, message))
-        return found
+    def _receive(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have arrived from one rank."""
+        try:
+            data = connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            rank = self._ranks.get(connection, -1)
+            if rank not in self._done:
+                raise self._failed(f"rank {rank} ended" if rank >= 0 else "a rank ended before it began")
+            return
+        *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
+        for message in map(json.loads, lines):
+            if "pid" in message:
+                self._ranks[connection] = message["rank"]
+                self._pids[message["rank"]] = message["pid"]
+            if "done" in message:
+                self._done.add(message["rank"])
+            if "failed" in message:
+                raise self._failed(f"rank {message['rank']} raised {message['failed'].splitlines()[0]}")
+            yield message
 
-    def _note(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        if "pid" in message:
-            self._ranks[connection] = message["rank"]
-            self._pids[message["rank"]] = message["pid"]
-        if "done" in message:
-            self._done.add(message["rank"])
-        if "failed" in message:
-            raise self._failed(f"rank {message['rank']} raised {message['failed'].splitlines()[0]}")
-
-    def _look(self) -> None:
-        """Raise where a process ended before its rank had connected: nothing else would tell of it."""
-        for process in self._processes:
-            if process.poll() is not None and len(self._ranks) < self._plan.ranks:
-                raise self._failed(f"a process ended with status {process.returncode} before all ranks had begun")
-
-    # Ending -----------------------------------------------------------------------------------------------------
+    # End --------------------------------------------------------------------------------------------------------
 
     def _failed(self, why: str, *, hung: bool = False) -> AllhandsError:
         if not hung:
-            # Whoever goes first tears the others along; what they print helps to tell who was first.
+            # The end of one rank makes the others fail; their output helps to tell which was first.
             deadline = time.monotonic() + _LAST_WORDS_S
             while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
                 time.sleep(0.02)
-        ends = [f"rank {number} {_ending(process)}" for number, process in enumerate(self._processes)]
-        if _needs_mpirun(self._plan):
-            ends = [f"mpirun {_ending(self._processes[0])}"]
-        printed = {path.name: path.read_text(errors="replace") for path in self._papers()}
-        if _needs_mpirun(self._plan) and not self._ranks and "mpi4py" in "".join(printed.values()):
-            return missing_mpi(_tail("".join(printed.values()), 1))
+        mpi = self._plan.needs_mpirun
+        names = ["mpirun"] if mpi else [f"rank {number}" for number in range(len(self._processes))]
+        files = sorted(path for path in self._folder.iterdir() if path.is_file())
+        printed = {path.name: path.read_text(errors="replace").strip() for path in files}
+        output = "".join(printed.values())
+        if mpi and not self._ranks and "mpi4py" in output:
+            return missing_mpi(_tail(output, 1))
         tails = [
             f"--- {name if name == 'mpirun' else f'rank {name}'} printed:\n{_tail(text, _LINES)}"
             for name, text in printed.items()
-            if text.strip()
+            if text
         ]
         return fail(
             "engine-failed",
             f"the bench of {self._plan.operation} did not come to its end: {why}",
-            who="; ".join(ends),
+            who="; ".join(f"{name} {_ending(process)}" for name, process in zip(names, self._processes, strict=True)),
             why="\n".join(tails) or "no rank printed anything",
             fix="mend what the ranks say above; or measure fewer --ranks, smaller --sizes, or --against fewer peers",
         )
 
-    def _papers(self) -> list[Path]:
-        return sorted(path for path in self._folder.iterdir() if path.is_file())
-
     def _end(self) -> None:
-        orderly = len(self._done) == self._plan.ranks
         deadline = time.monotonic() + _END_S
-        mpi = _needs_mpirun(self._plan)
-        for process in self._processes:
-            # mpirun ends its ranks; those that are done end by themselves.
-            if mpi and not orderly:
-                process.terminate()
-            elif not orderly:
-                process.kill()
+        mpi = self._plan.needs_mpirun
+        for process in self._processes if len(self._done) < self._plan.ranks else ():
+            # mpirun ends its ranks; ranks that are done end by themselves.
+            process.send_signal(signal.SIGTERM if mpi else signal.SIGKILL)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        # mpirun's ranks are not our children: those that it left would run on.
+            process.kill()
+            process.wait()
+        # mpirun's ranks are not our children: those that it left would continue.
         for pid in self._pids.values() if mpi else ():
             with contextlib.suppress(ProcessLookupError):  # it ended since it was looked at
                 if _ours(pid, str(self._folder)):
@@ -272,24 +254,12 @@ class RankProcesses:
             connection.close()
         self._listener.close()
         self._selector.close()
-        if self._network is not None:
-            self._network.__exit__(None, None, None)
+        self._network.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _environment(job: str) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(_STRANGERS) and name not in _OTHER_JOB
-    }
-    return {**kept, "OMP_NUM_THREADS": "1", "ALLHANDS_JOB": job}
-
-
-def _needs_mpirun(plan: CollectiveConfig | DdpConfig) -> bool:
-    return isinstance(plan, CollectiveConfig) and plan.needs_mpirun
-
-
 def _mpirun(ranks: int, environment: dict[str, str]) -> list[str]:
-    """Return the beginning of the command line, and put what Open MPI wants into ``environment``."""
+    """Return the start of the command line, and set the variables of Open MPI in ``environment``."""
     about = subprocess.run(
         ["mpirun", "--version"],  # noqa: S607  # whichever is on PATH
         capture_output=True,
@@ -300,10 +270,10 @@ def _mpirun(ranks: int, environment: dict[str, str]) -> list[str]:
     )
     if "Open MPI" not in about.stdout + about.stderr and "OpenRTE" not in about.stdout + about.stderr:
         return ["mpirun", "-n", str(ranks)]
-    # Containers have no other user; what runs is our own program.
+    # Containers often have no other user, and mpirun runs our own program only.
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # It counts hardware cores, which need not be those it may use; its best is to give cores away only if ranks
-    # outnumber them.
+    # Open MPI counts hardware cores, which need not be those that it may use; it is fastest if it yields only where
+    # there are more ranks than cores.
     environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1" if ranks > cores() else "0")
     return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
 
@@ -317,7 +287,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _ours(pid: int, folder: str) -> bool:
-    """Tell whether ``pid`` is a rank of the crew whose folder this is: numbers are given out again."""
+    """Return whether ``pid`` is still a rank of the bench that owns ``folder``: pids are reused."""
     try:
         return folder.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -325,7 +295,7 @@ def _ours(pid: int, folder: str) -> bool:
 
 
 def _tail(text: str, lines: int) -> str:
-    return "\n".join(text.strip().splitlines()[-lines:])
+    return "\n".join(text.splitlines()[-lines:])
 
 
 @contextlib.contextmanager
@@ -340,13 +310,11 @@ def short_path(folder: Path) -> Iterator[str]:
 
 # Network namespaces -----------------------------------------------------------------------------------------
 
-# <linux/sched.h>; the standard library has it from 3.12 on.
+# <linux/sched.h>; os.unshare is in the standard library from 3.12 on.
 _CLONE_NEWNET = 0x40000000
 
-# Any will do: nothing else listens in a namespace that was just made, and nobody outside sees its addresses.
+# Any port: nothing else listens in a new namespace, and its addresses cannot be reached from outside.
 _PORT = 29500
-
-_T = TypeVar("_T")
 
 
 def _address(host: int) -> str:
@@ -354,103 +322,45 @@ def _address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-class Network:
-    """Hosts while a block runs. Raises namespaces-refused where they cannot be made."""
+@contextlib.contextmanager
+def network(hosts: int) -> Iterator[list[ThreadPoolExecutor]]:
+    """Make hosts on one network for a block: threads, each in a network namespace of its own.
 
-    def __init__(self, hosts: int) -> None:
-        self._number = hosts
-        self._hosts: list[int] = []
-
-    def __enter__(self) -> Self:
-        try:
-            self._make()
-        except BaseException:
-            self._forget()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._forget()
-
-    def _make(self) -> None:
-        if shutil.which("ip") is None:
-            raise _refused("`ip` is not installed (apt-get install iproute2)")
-        switch = self._namespace()
-        self._hosts.append(switch)
-        self._ip(switch, "link add br0 type bridge", "link set br0 up")
-        for number in range(self._number):
-            host = self._namespace()
-            self._hosts.append(host)
-            self._ip(
-                switch,
-                f"link add port{number} type veth peer name eth0 netns /proc/self/fd/{host}",
-                f"link set port{number} master br0 up",
-            )
-            self._ip(host, "link set lo up", f"addr add {_address(number)}/24 dev eth0", "link set eth0 up")
-
-    def within(self, host: int, make: Callable[[], _T]) -> _T:
-        """Return what ``make`` returns on a host; a process that it starts stays there."""
-        return _within(self._hosts[1 + host], make)
-
-    def _namespace(self) -> int:
-        def make() -> int:
-            _check(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET))
-            return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-
-        return _aside(make)
-
-    def _ip(self, namespace: int, *lines: str) -> None:
-        for line in lines:
-            done = _within(
-                namespace,
-                lambda line=line: subprocess.run(  # type: ignore[misc]  # a default that mypy does not see through
-                    ["ip", *line.split()],  # noqa: S607  # whichever is on PATH
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    pass_fds=self._hosts,
-                ),
-            )
-            if done.returncode:
-                raise _refused(f"ip {line}: {done.stderr.strip()}")
-
-    def _forget(self) -> None:
-        while self._hosts:
-            os.close(self._hosts.pop())
+    A process that a thread starts is in that thread's namespace. Raises namespaces-refused where they cannot be made.
+    """
+    if shutil.which("ip") is None:
+        raise _refused("`ip` is not installed (apt-get install iproute2)")
+    with contextlib.ExitStack() as stack:
+        switch, *made = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(hosts + 1)]
+        switch.submit(_unshare).result()
+        switch.submit(_ip, "link add br0 type bridge", "link set br0 up").result()
+        for number, host in enumerate(made):
+            namespace = host.submit(_unshare).result()
+            peer = f"link add port{number} type veth peer name eth0 netns {namespace}"
+            switch.submit(_ip, peer, f"link set port{number} master br0 up").result()
+            address = f"addr add {_address(number)}/24 dev eth0"
+            host.submit(_ip, "link set lo up", address, "link set eth0 up").result()
+        yield made
 
 
-def _within(namespace: int, make: Callable[[], _T]) -> _T:
-    def enter() -> _T:
-        _check(ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET))
-        return make()
-
-    return _aside(enter)
-
-
-def _aside(make: Callable[[], _T]) -> _T:
-    """Return what ``make`` returns in a thread of its own, which is the only one that moves."""
-    made: list[_T] = []
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
-            problems.append(problem)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    for problem in problems:
-        raise problem
-    return made[0]
-
-
-def _check(code: int) -> None:
-    if code:
+def _unshare() -> str:
+    """Give this thread a network namespace of its own; return its path."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         raise _refused(f"the kernel says: {os.strerror(ctypes.get_errno())}")
+    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+
+
+def _ip(*lines: str) -> None:
+    """Run `ip` in the namespace of this thread."""
+    for line in lines:
+        done = subprocess.run(
+            ["ip", *line.split()],  # noqa: S607  # whichever is on PATH
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise _refused(f"ip {line}: {done.stderr.strip()}")
 
 
 def _refused(why: str) -> AllhandsError:

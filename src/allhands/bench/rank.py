@@ -130,8 +130,6 @@ def _measure(plan: CollectiveConfig, rank: int, mpi: Any, line: CommandConnectio
 
     torch.set_num_threads(1)
     engines = Engines(plan, rank, mpi)
-    if rank == 0:
-        line.tell(about=engines.about(), wait=True)
     for size in plan.sizes:
         buffers = Buffers(plan.operation, size, rank, plan.ranks, plan.device)
         calls = engines.calls(buffers, size)
@@ -147,7 +145,7 @@ def _measure(plan: CollectiveConfig, rank: int, mpi: Any, line: CommandConnectio
             if rank == 0:
                 line.tell(size=size, round=turn + 1, wait=True)
         if rank == 0:
-            line.tell(size=size, times=times, wait=True)
+            line.tell(size=size, times=times, versions=engines.versions(), wait=True)
     engines.end()
 
 

@@ -8,10 +8,8 @@ import resource
 import secrets
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +18,7 @@ from ..control.coordinator_process import Options, start
 from ..control.rendezvous import random_socket_name
 from ..control.waiting_line import WaitingLine
 from ..errors import fail
+from .processes import python_program
 from .simulated_members import SPARE_DESCRIPTORS, Simulation
 
 __all__ = ["run"]
@@ -29,11 +28,6 @@ _PER_MEMBER = 2
 
 # How long one phase may take. Milliseconds per thousand members are normal; this only ends a hang.
 _PHASE_S = 120.0
-
-# Found where this process found the package, as for the coordinator's own process.
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); from allhands.bench.simulated_members import main; sys.exit(main())"
-)
 
 _Notify = Callable[[str], None]
 
@@ -111,10 +105,7 @@ def _job(members: int, transport: str, end: Literal["death", "leave"], at: _Noti
 
 
 def _simulate(plan: Simulation, at: _Notify) -> dict[str, float]:
-    root = str(Path(__file__).resolve().parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen(python_program("simulated_members"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         if process.stdin is None or process.stdout is None:
             raise ValueError("the crowd's process needs pipes")
