@@ -8,6 +8,7 @@ import resource
 import secrets
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,10 +24,10 @@ from .simulated_members import SPARE_DESCRIPTORS, Simulation
 
 __all__ = ["run"]
 
-# Two for each member that comes over the Unix socket (socket and pidfd), as the coordinator counts them.
+# Two for each member that connects over the Unix socket (socket and pidfd), as the coordinator counts them.
 _PER_MEMBER = 2
 
-# How long one phase may take. Milliseconds per thousand members are normal; this only ends a hang.
+# The limit of one phase, which only ends a hang: milliseconds per thousand members are normal.
 _PHASE_S = 120.0
 
 _Notify = Callable[[str], None]
@@ -41,31 +42,25 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure a roll call for each number of ``members``, ``rounds`` times; return one row of medians for each.
 
-    Each round is two jobs, each with a fresh coordinator: one ends by the death of a member, the other by
-    everyone's leaving. ``notify`` gets a line of progress; by default it goes to standard error. Raises
-    fd-limit where this machine does not allow that many sockets, ArgumentError for senseless numbers.
+    Each round is two jobs, each with a new coordinator: one ends by the death of a member, the other by the leaving of
+    all. ``notify`` gets a line of progress; by default it is printed on standard error. Raises fd-limit where this
+    machine does not allow that many sockets, ArgumentError for senseless numbers.
     """
     for number in members:
         _check(number, rounds)
-    progress = WaitingLine("allhands bench rollcall") if notify is None else None
-    say = notify or progress
+    progress = WaitingLine("allhands bench rollcall")
     rows = []
     try:
         for number in members:
-            done: list[dict[str, float]] = []
+            samples: list[dict[str, float]] = []
             for turn in range(rounds):
-                sample: dict[str, float] = {}
-                for end in ("death", "leave"):
-                    place = f"{number} members over {transport}, round {turn + 1} of {rounds}"
-                    measured = _job(number, transport, end, lambda at, place=place: say(f"{place}: {at}"))  # type: ignore[misc]
-                    for name, value in measured.items():
-                        # Both jobs form: the slower one counts, so that luck cannot make a figure.
-                        sample[name] = max(value, sample.get(name, value))
-                done.append(sample)
-            rows.append(_row(number, rounds, transport, done))
+                place = f"{number} members over {transport}, round {turn + 1} of {rounds}"
+                jobs = [_job(number, transport, end, place, notify or progress) for end in ("death", "leave")]
+                # Both jobs form: the slower one counts.
+                samples.append({name: max(job.get(name, 0.0) for job in jobs) for name in jobs[0] | jobs[1]})
+            rows.append(_row(number, rounds, transport, samples))
     finally:
-        if progress is not None:
-            progress.done()
+        progress.done()
     return rows
 
 
@@ -89,9 +84,9 @@ def _check(members: int, rounds: int) -> None:
         )
 
 
-def _job(members: int, transport: str, end: Literal["death", "leave"], at: _Notify) -> dict[str, float]:
+def _job(members: int, transport: str, end: str, place: str, notify: _Notify) -> dict[str, float]:
     """Form and end one job; return what was measured."""
-    at("starting the coordinator")
+    notify(f"{place}: starting the coordinator")
     token = secrets.token_hex(16).encode()
     options = Options(
         unix=random_socket_name(), host="127.0.0.1" if transport == "tcp" else "", token=token, world_size=members
@@ -99,59 +94,51 @@ def _job(members: int, transport: str, end: Literal["death", "leave"], at: _Noti
     coordinator = start(options, time.monotonic() + _PHASE_S)
     try:
         address = (options.unix, coordinator.host, coordinator.port)
-        return _simulate(Simulation(members, coordinator.pid, *address, token, end, _PHASE_S), at)
+        plan = Simulation(members, coordinator.pid, *address, token, end, _PHASE_S)
+        return _simulate(plan, lambda phase: notify(f"{place}: {phase}"))
     finally:
         coordinator.end(5.0)
 
 
 def _simulate(plan: Simulation, at: _Notify) -> dict[str, float]:
-    process = subprocess.Popen(python_program("simulated_members"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        if process.stdin is None or process.stdout is None:
-            raise ValueError("the crowd's process needs pipes")
-        process.stdin.write(msgspec.msgpack.encode(plan))
-        process.stdin.close()
-        words: dict[str, Any] = {}
-        for line in process.stdout:
-            words = json.loads(line)
-            if "at" in words:
-                at(words["at"])
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    if "measured" not in words:
+    message: dict[str, Any] = {}
+    with tempfile.TemporaryFile() as order:
+        order.write(msgspec.msgpack.encode(plan))
+        order.seek(0)
+        process = subprocess.Popen(python_program("simulated_members"), stdin=order, stdout=subprocess.PIPE)
+    with process:
+        try:
+            for line in process.stdout or ():
+                message = json.loads(line)
+                if "at" in message:
+                    at(message["at"])
+        finally:
+            process.kill()
+    if "measured" not in message:
         raise fail(
             "engine-failed",
             f"the roll call of {plan.members} simulated members did not come to its end",
             who=f"the simulated members (pid {process.pid}) and the coordinator (pid {plan.coordinator})",
-            why=str(words.get("trouble", f"their process ended with status {process.returncode}")),
+            why=str(message.get("trouble", f"their process ended with status {process.returncode}")),
             fix="measure fewer members, or look at this machine's limits (memory, ulimit -n, net.core.somaxconn)",
         )
-    measured: dict[str, float] = words["measured"]
+    measured: dict[str, float] = message["measured"]
     return measured
 
 
 def _row(members: int, rounds: int, transport: str, samples: list[dict[str, float]]) -> dict[str, Any]:
-    def middle(name: str) -> float:
-        return statistics.median(sample[name] for sample in samples)
-
+    middle = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
     growth = statistics.median(sample["rss_after"] - sample["rss_before"] for sample in samples)
-    return {
+    row = {
         "members": members,
         "rounds": rounds,
         "transport": transport,
-        "rollcall_s": middle("rollcall_s"),
-        "rollcall_us_per_member": middle("rollcall_s") / members * 1e6,
-        "coordinator_cpu_us_per_member": middle("rollcall_cpu_s") / members * 1e6,
-        "coordinator_rss_before_kib": middle("rss_before") / 1024,
-        "coordinator_rss_after_kib": middle("rss_after") / 1024,
+        "coordinator_cpu_us_per_member": middle["rollcall_cpu_s"] / members * 1e6,
+        "coordinator_rss_before_kib": middle["rss_before"] / 1024,
+        "coordinator_rss_after_kib": middle["rss_after"] / 1024,
         "kib_per_member": growth / 1024 / members,
-        "store_s": middle("store_s"),
-        "store_us_per_member": middle("store_s") / members * 1e6,
-        "death_s": middle("death_s"),
-        "death_us_per_member": middle("death_s") / members * 1e6,
-        "leave_s": middle("leave_s"),
-        "leave_us_per_member": middle("leave_s") / members * 1e6,
     }
+    for phase in ("rollcall", "store", "death", "leave"):
+        row[f"{phase}_s"] = middle[f"{phase}_s"]
+        row[f"{phase}_us_per_member"] = middle[f"{phase}_s"] / members * 1e6
+    return row

@@ -1,8 +1,7 @@
-"""A crowd of simulated members in one process: each with a socket, a handshake and a claim of its own.
+"""Simulated members in one process: each has a socket, a handshake and a claim of its own, and sends real messages.
 
-What they say are the real messages; only their number is make-believe. Started by `rollcall` as a process of
-its own, so that its work is not counted as the coordinator's. It reads one `Simulation` from standard input and
-writes one JSON object a line: what it is at, then what it measured.
+`rollcall` starts it as a process of its own, so that its work is not counted as the coordinator's. It reads one
+`Simulation` from standard input and writes one JSON object a line: each phase when it begins, then the measurements.
 """
 
 from __future__ import annotations
@@ -15,54 +14,30 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Literal
 
 import msgspec
 import psutil
 
 from .. import _core
 from .._version import __version__
-from ..control import handshake
-from ..control.messages import (
-    GREETING,
-    Challenge,
-    Claim,
-    Complete,
-    Ended,
-    FromMember,
-    Leave,
-    LeaveGranted,
-    Ping,
-    Pong,
-    Proof,
-    Refused,
-    Splitter,
-    Status,
-    StatusQuery,
-    StoreReply,
-    StoreRequest,
-    decode_challenge,
-    decode_from_coordinator,
-    encode,
-    pack,
-)
+from ..control import handshake, messages
 from ..control.process_identity import Identity
 
 __all__ = ["SPARE_DESCRIPTORS", "Simulation", "main"]
 
-# What the process needs besides one socket for each member.
+# The descriptors of the process besides one socket for each member.
 SPARE_DESCRIPTORS = 64
 
-# Connections under way at a time: well below the kernel's usual queue (4,096), whose overflow would cost a
-# second in which nothing is measured but a retransmission.
+# Concurrent connection attempts: well below the kernel's usual queue (4,096), whose overflow would add the second of a
+# retransmission to the measurement.
 _CONNECTING = 256
 
-# As many ranks as a node usually has; only the claims say so.
+# Ranks of a node, in the claims.
 _NODE = 8
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """What the crowd is to do. ``host`` "" means the Unix socket ``unix``; ``end`` is how the job ends."""
+    """What to simulate. ``host`` "" means the Unix socket ``unix``; ``end`` is "death" or "leave"."""
 
     members: int
     coordinator: int
@@ -70,81 +45,75 @@ class Simulation(msgspec.Struct, frozen=True):
     host: str
     port: int
     token: bytes
-    end: Literal["death", "leave"]
+    end: str
     timeout_s: float
 
 
 class _Member(asyncio.Protocol):
     """One simulated member."""
 
-    def __init__(self, crowd: _Crowd, rank: int) -> None:
-        self.crowd = crowd
+    transport: asyncio.Transport
+
+    def __init__(self, job: _Job, rank: int) -> None:
+        self.job = job
         self.rank = rank
-        self.transport: asyncio.Transport | None = None
-        self._splitter = Splitter()
+        self._splitter = messages.Splitter()
         self._opening = handshake.hello(
-            job="bench", attempt=0, rank=rank, world_size=crowd.plan.members, token=crowd.plan.token
+            job="bench", attempt=0, rank=rank, world_size=job.plan.members, token=job.plan.token
         )
         self._proven = False
         self._leaves = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]  # asyncio hands a Transport to stream protocols
-        self._write(GREETING + pack(encode(self._opening)))
+        self.transport = transport  # type: ignore[assignment]  # asyncio passes a Transport to stream protocols
+        self.transport.write(messages.GREETING + messages.pack(messages.encode(self._opening)))
 
     def data_received(self, data: bytes) -> None:
         for frame in self._splitter.feed(data):
             if self._proven:
-                self._heard(frame)
+                self._receive(frame)
             else:
-                self._challenged(frame)
+                self._prove(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._leaves:
-            self.crowd.lost(self.rank, str(exc or "closed"))
+            self.job.lost(self.rank, str(exc or "closed"))
 
-    def say(self, message: FromMember) -> None:
+    def send(self, message: messages.FromMember | messages.Proof) -> None:
         """Send one message."""
-        self._write(pack(encode(message)))
+        self.transport.write(messages.pack(messages.encode(message)))
 
     def end(self) -> None:
-        """Close the connection without a word."""
+        """Close the connection without a message."""
         self._leaves = True
-        if self.transport is not None:
-            self.transport.abort()
+        self.transport.abort()
 
-    def _write(self, data: bytes) -> None:
-        if self.transport is not None:
-            self.transport.write(data)
-
-    def _challenged(self, frame: bytes) -> None:
-        token, answer = self.crowd.plan.token, decode_challenge(frame)
-        if not isinstance(answer, Challenge) or not handshake.verify_coordinator(self._opening, answer, token):
-            self.crowd.lost(self.rank, f"not let in: {answer}")
+    def _prove(self, frame: bytes) -> None:
+        token, answer = self.job.plan.token, messages.decode_challenge(frame)
+        if not isinstance(answer, messages.Challenge) or not handshake.verify_coordinator(self._opening, answer, token):
+            self.job.lost(self.rank, f"not let in: {answer}")
             return
         self._proven = True
-        self._write(pack(encode(Proof(handshake.member_proof(self._opening, answer, token)))))
-        self.say(self.crowd.claim(self.rank))
+        self.send(messages.Proof(handshake.member_proof(self._opening, answer, token)))
+        self.send(self.job.claim(self.rank))
 
-    def _heard(self, frame: bytes) -> None:
-        message = decode_from_coordinator(frame)
+    def _receive(self, frame: bytes) -> None:
+        message = messages.decode_from_coordinator(frame)
         match message:
-            case Complete() | StoreReply(problem="") | Ended() | LeaveGranted():
-                self.crowd.answered(type(message))
-            case Ping():
-                self.say(Pong())
-            case StatusQuery():
-                self.say(Status(self.rank, "busy", "in the bench"))
-            case Refused(diagnosis):
-                self.crowd.lost(self.rank, diagnosis.what)
-            case StoreReply(problem=problem):
-                self.crowd.lost(self.rank, f"the store says {problem}")
+            case messages.Ping():
+                self.send(messages.Pong())
+            case messages.StatusQuery():
+                self.send(messages.Status(self.rank, "busy", "in the bench"))
+            case messages.Refused(diagnosis):
+                self.job.lost(self.rank, diagnosis.what)
+            case messages.StoreReply(problem=problem) if problem:
+                self.job.lost(self.rank, f"the store says {problem}")
             case _:
-                pass
+                self.job.answered(type(message))
 
 
-class _Crowd:
-    """All members together, and what they wait for."""
+class _Job:
+    """All members, and the answers that they wait for."""
 
     def __init__(self, plan: Simulation) -> None:
         self.plan = plan
@@ -156,10 +125,10 @@ class _Crowd:
         self._event = asyncio.Event()
         self._trouble = ""
 
-    def claim(self, rank: int) -> Claim:
-        """Return what ``rank`` answers to the roll call."""
+    def claim(self, rank: int) -> messages.Claim:
+        """Return the claim of ``rank``."""
         node = rank // _NODE
-        return Claim(
+        return messages.Claim(
             identity=Identity(f"node-{node}", f"bench:{node}", 1000 + rank, time.time(), f"bench:{node}:1"),
             backend="gloo",
             device="",
@@ -180,14 +149,14 @@ class _Crowd:
                 self._event.set()
 
     def lost(self, rank: int, how: str) -> None:
-        """Take note of a member that fell out; only the first is told."""
+        """Note that a member failed; only the first is reported."""
         self._trouble = self._trouble or f"rank {rank}: {how}"
         self._event.set()
 
     @asynccontextmanager
     async def measure(self, name: str, kind: type, number: int) -> AsyncIterator[None]:
-        """Time the block until ``number`` answers of ``kind`` have come, and the coordinator's CPU for it."""
-        _tell(at=name)
+        """Time the block until ``number`` answers of ``kind`` have arrived, and the coordinator's CPU for it."""
+        _print(at=name)
         self._awaited, self._missing = kind, number
         self._event.clear()
         cpu, started = self.cpu(), time.perf_counter()
@@ -202,46 +171,45 @@ class _Crowd:
         self.measured[f"{name}_cpu_s"] = self.cpu() - cpu
 
     def cpu(self) -> float:
-        """Return the processor time that the coordinator has used."""
+        """Return the processor time of the coordinator."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
     async def connect(self) -> None:
-        """Let everyone connect, in the order of ranks, _CONNECTING at a time."""
+        """Connect all members in the order of ranks, _CONNECTING at a time."""
         loop, gate, plan = asyncio.get_running_loop(), asyncio.Semaphore(_CONNECTING), self.plan
 
         async def one(member: _Member) -> None:
-            def made() -> _Member:
-                return member
-
             async with gate:
                 if plan.host:
-                    await loop.create_connection(made, plan.host, plan.port)
+                    await loop.create_connection(lambda: member, plan.host, plan.port)
                 else:
-                    await loop.create_unix_connection(made, "\0" + plan.unix)
+                    await loop.create_unix_connection(lambda: member, "\0" + plan.unix)
 
-        await asyncio.gather(*(one(member) for member in self.members))
+        await asyncio.gather(*map(one, self.members))
 
-    def everyone(self, message: Callable[[int], FromMember]) -> None:
-        """Let everyone say what ``message`` gives for its rank."""
+    def send(self, message: Callable[[int], messages.FromMember]) -> None:
+        """Send ``message`` of its rank from each member."""
         for member in self.members:
-            member.say(message(member.rank))
+            member.send(message(member.rank))
 
-    async def play(self) -> None:
+    async def run(self) -> None:
         """Form the job, use the store, end the job."""
         size, wait_s = self.plan.members, self.plan.timeout_s
         self.measured["rss_before"] = float(self._process.memory_info().rss)
-        async with self.measure("rollcall", Complete, size):
+        async with self.measure("rollcall", messages.Complete, size):
             await self.connect()
         self.measured["rss_after"] = float(self._process.memory_info().rss)
-        async with self.measure("store", StoreReply, 2 * size):
-            self.everyone(lambda rank: StoreRequest(1, "set", [f"bench/{rank}"], [b"x" * 64]))
-            self.everyone(lambda rank: StoreRequest(2, "get", [f"bench/{(rank + size // 2) % size}"], wait_s=wait_s))
+        async with self.measure("store", messages.StoreReply, 2 * size):
+            self.send(lambda rank: messages.StoreRequest(1, "set", [f"bench/{rank}"], [b"x" * 64]))
+            self.send(
+                lambda rank: messages.StoreRequest(2, "get", [f"bench/{(rank + size // 2) % size}"], wait_s=wait_s)
+            )
         if self.plan.end == "leave":
-            async with self.measure("leave", LeaveGranted, size):
-                self.everyone(lambda _: Leave(3, "destroy", wait_s))
+            async with self.measure("leave", messages.LeaveGranted, size):
+                self.send(lambda _: messages.Leave(3, "destroy", wait_s))
         else:
-            async with self.measure("death", Ended, size - 1):
+            async with self.measure("death", messages.Ended, size - 1):
                 self.members[-1].end()
         for member in self.members:
             member.end()
@@ -249,14 +217,14 @@ class _Crowd:
         await asyncio.sleep(0)
 
 
-def _tell(**words: object) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
+def _print(**message: object) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
 def main() -> int:
-    """Play the crowd of the plan on standard input."""
-    # Whoever measures may be interrupted; nobody else would end this process.
+    """Simulate what standard input asks for."""
+    # The measuring command may be killed; nothing else would end this process.
     _core.set_parent_death_signal(signal.SIGKILL)
     plan = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Simulation)
     need = plan.members + SPARE_DESCRIPTORS
@@ -264,14 +232,14 @@ def main() -> int:
     if need > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
-    async def play() -> dict[str, float]:
-        crowd = _Crowd(plan)
-        await crowd.play()
-        return crowd.measured
+    async def run() -> dict[str, float]:
+        job = _Job(plan)
+        await job.run()
+        return job.measured
 
     try:
-        _tell(measured=asyncio.run(play()))
+        _print(measured=asyncio.run(run()))
     except (OSError, psutil.Error) as problem:
-        _tell(trouble=f"{type(problem).__name__}: {problem}")
+        _print(trouble=f"{type(problem).__name__}: {problem}")
         return 1
     return 0
