@@ -1,7 +1,7 @@
-"""One rank of a bench: forms the groups, measures each size, and tells the command what it found.
+"""One rank of a bench: forms the groups, measures each size, and sends the times to the command.
 
-Rank 0 sends one JSON object a line and waits for a byte of answer, so that nothing is measured while the command
-draws its progress. Every rank keeps its connection: when it breaks, the command is gone, and so is the rank.
+Rank 0 sends one JSON object a line and waits for a byte in reply, so that nothing is measured while the command draws
+its progress. If the connection of a rank to the command breaks, the command is gone, and the rank exits.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ __all__ = ["CommandConnection", "main", "serve"]
 
 # How long an engine, and a copy, is measured at a time: enough calls for a mean at small sizes, and few enough
 # seconds for a whole range of sizes in a minute.
-_SPELL_S = 0.1
-_COPY_SPELL_S = 0.03
+_SAMPLE_S = 0.1
+_COPY_SAMPLE_S = 0.03
 
-# A spell ends early, after one of its parts, where calls take longer than they did when they were counted: an engine
-# that spins is a thousand times slower when someone else wants its core.
+# A sample ends early, after one of its parts, where calls take longer than in the trial: an engine that spins is a
+# thousand times slower when another process uses its core.
 _PARTS = 5
 
-# A trial this long says how many calls make a spell; the least of a few, because a neighbour may disturb one.
+# The length of the trial that determines how many calls make a sample; the minimum of a few, because another process
+# may disturb one.
 _TRIAL_S = 0.01
 _TRIALS = 2
 
-# More calls than this in a part say no more.
+# More calls in a part do not make the mean more precise.
 _MOST = 5_000
 
 
@@ -58,7 +59,7 @@ class CommandConnection:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        # A command that is killed with words of ours unread resets the connection instead of closing it.
+        # A command that is killed before it has read all messages resets the connection instead of closing it.
         with contextlib.suppress(ConnectionResetError):
             while data := self._socket.recv(64):
                 for _ in data:
@@ -66,15 +67,15 @@ class CommandConnection:
         self._alone()
 
     def _alone(self) -> NoReturn:
-        """End this process and remove the command's folder: it was killed, so nobody else will."""
+        """Remove the folder of the command, which was killed, and exit."""
         shutil.rmtree(self._folder, ignore_errors=True)
         # Other threads may be inside an engine that nothing else would end.
         os._exit(1)
 
-    def tell(self, *, wait: bool = False, **words: Any) -> None:
-        """Send ``words``; with ``wait``, return when they were dealt with."""
+    def tell(self, *, wait: bool = False, **message: Any) -> None:
+        """Send ``message``; with ``wait``, return when the command has processed it."""
         try:
-            self._socket.sendall(json.dumps(words).encode() + b"\n")
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
             self._alone()
         if wait:
@@ -82,15 +83,12 @@ class CommandConnection:
 
 
 def main() -> None:
-    """Be one rank: argv holds the command's socket, a folder for what is printed, the plan, and the rank.
-
-    The rank is -1 where MPI knows it.
-    """
+    """Run one rank. argv holds the command's socket, a folder for the output, the plan, and the rank (-1: ask MPI)."""
     serve(CollectiveConfig, _measure)
 
 
 def serve(kind: type[Any], measure: Callable[[Any, int, Any, CommandConnection], None]) -> None:
-    """Be a rank that does ``measure`` with the plan, of the ``kind`` given, that argv holds."""
+    """Run ``measure`` with the plan in argv, which is of ``kind``."""
     path, folder, order, number = sys.argv[1:5]
     plan = msgspec.json.decode(order.encode(), type=kind)
     line = CommandConnection(path, folder)
@@ -102,7 +100,10 @@ def serve(kind: type[Any], measure: Callable[[Any, int, Any, CommandConnection],
 
             mpi = start_mpi(getattr(plan, "engine", "shm"))
             rank = mpi.COMM_WORLD.Get_rank()
-            _print_into(f"{folder}/{rank}")
+            # Not through mpirun, which would mix the output of the ranks.
+            with Path(folder, str(rank)).open("ab") as printed:
+                os.dup2(printed.fileno(), 1)
+                os.dup2(printed.fileno(), 2)
         line.tell(rank=rank, pid=os.getpid())
         measure(plan, rank, mpi, line)
         if mpi is not None:
@@ -111,16 +112,9 @@ def serve(kind: type[Any], measure: Callable[[Any, int, Any, CommandConnection],
         traceback.print_exc()
         line.tell(rank=rank, failed="".join(traceback.format_exception_only(problem)).strip())
         sys.stderr.flush()
-        # Not by the usual way: MPI would wait there for ranks that wait for this one.
+        # A normal exit would run MPI's finalizer, which waits for ranks that wait for this one.
         os._exit(1)
     line.tell(rank=rank, done=True)
-
-
-def _print_into(path: str) -> None:
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(target, descriptor)
-    os.close(target)
 
 
 def _measure(plan: CollectiveConfig, rank: int, mpi: Any, line: CommandConnection) -> None:
@@ -135,13 +129,14 @@ def _measure(plan: CollectiveConfig, rank: int, mpi: Any, line: CommandConnectio
         calls = engines.calls(buffers, size)
         for name, call in calls.items():
             _check(name, call, buffers, engines)
-        repeats = {name: _repeats(call, engines, _spell_s(name)) for name, call in calls.items()}
+        limits = {name: _COPY_SAMPLE_S if name in COPIES else _SAMPLE_S for name in calls}
+        repeats = {name: _repeats(call, engines, limits[name]) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(plan.rounds):
-            # Everyone follows everyone in time, so that nobody always comes after the same neighbour.
+            # Each engine follows each other one in some round, so none always has the same predecessor.
             shift = turn % len(calls)
             for name in [*calls][shift:] + [*calls][:shift]:
-                times[name].append(_spell(calls[name], engines, repeats[name], _spell_s(name)))
+                times[name].append(_sample(calls[name], engines, repeats[name], limits[name]))
             if rank == 0:
                 line.tell(size=size, round=turn + 1, wait=True)
         if rank == 0:
@@ -149,12 +144,8 @@ def _measure(plan: CollectiveConfig, rank: int, mpi: Any, line: CommandConnectio
     engines.end()
 
 
-def _spell_s(name: str) -> float:
-    return _COPY_SPELL_S if name in COPIES else _SPELL_S
-
-
 def _check(name: str, call: Any, buffers: Any, engines: Any) -> None:
-    """Do it once, and see that it does what it should: the time of a wrong result means nothing."""
+    """Call it once and check the result: the time of a wrong result is meaningless."""
     buffers.fill()
     engines.meet()
     call.run(1)
@@ -164,26 +155,26 @@ def _check(name: str, call: Any, buffers: Any, engines: Any) -> None:
     buffers.clear()
 
 
-def _repeats(call: Any, engines: Any, spell_s: float) -> int:
-    """Return how many calls make a part of a spell; the same on every rank, because the slowest one's time decides."""
+def _repeats(call: Any, engines: Any, limit_s: float) -> int:
+    """Return how many calls make a part of a sample: the same number on every rank, from the slowest rank's time."""
     times, took = 1, 0.0
     while took < _TRIAL_S and times < _MOST:
         times *= 4 if took else 1
         engines.meet()
         took = engines.slowest(call.run(times))
-    for _ in range(_TRIALS if took < spell_s else 0):
+    for _ in range(_TRIALS if took < limit_s else 0):
         engines.meet()
         took = min(took, engines.slowest(call.run(times)))
-    return max(1, min(_MOST, int(times * spell_s / took / _PARTS)))
+    return max(1, min(_MOST, int(times * limit_s / took / _PARTS)))
 
 
-def _spell(call: Any, engines: Any, repeats: int, spell_s: float) -> float:
-    """Return the seconds of one call on the slowest rank: whoever runs ahead (a root) does not decide."""
+def _sample(call: Any, engines: Any, repeats: int, limit_s: float) -> float:
+    """Return the seconds of one call on the slowest rank: a root that returns early does not count."""
     engines.meet()
     if repeats > 1:
-        call.run(1)  # Wakes what has slept while others were measured.
+        call.run(1)  # Wakes threads that slept while other engines were measured.
     took, done = 0.0, 0
-    while took < spell_s and done < _PARTS * repeats:
+    while took < limit_s and done < _PARTS * repeats:
         engines.meet()
         took += engines.slowest(call.run(repeats))
         done += repeats
