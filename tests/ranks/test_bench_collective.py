@@ -118,24 +118,24 @@ def test_a_small_bench_of_the_engine_mpi(tmp_path: Path, against: str) -> None:
 
 
 CHECKED = """
-    from allhands.bench.competitors import Buffers
-    from allhands.bench.operations import OPERATIONS
-    from allhands.bench.competitors import Engines
+    import allhands
+    from allhands.bench.collective_rank import Buffers, Engines
     from allhands.bench.config import CollectiveConfig
+    from allhands.bench.operations import OPERATIONS
 
     for operation, what in OPERATIONS.items():
         count = what.size(1000, size)
-        engines = Engines(CollectiveConfig(operation, size, (count,), 1, ("gloo",)), rank, None)
+        engines = Engines(CollectiveConfig(operation, size, (count,), 1, ("gloo",)), rank)
         buffers = Buffers(operation, count, rank, size)
         for name, call in engines.calls(buffers, count).items():
             buffers.fill()
             before = buffers.right()
-            engines.meet()
-            call.run(1)
+            allhands.barrier()
+            call(1)
             say(operation=operation, engine=name, before=before, after=buffers.right())
-            engines.meet()
+            allhands.barrier()
             buffers.clear()
-        engines.end()
+        allhands.destroy_process_group()
 """
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -17,6 +18,7 @@ from .operations import OPERATIONS
 __all__ = [
     "CollectiveConfig",
     "DdpConfig",
+    "RollCallConfig",
     "check_memory",
     "collective_config",
     "ddp_config",
@@ -50,6 +52,10 @@ class CollectiveConfig(msgspec.Struct, frozen=True):
     hosts: int = 1
     # The engine of ours: shm, gloo or mpi.
     engine: str = "shm"
+
+    remedy: ClassVar[str] = (
+        "mend what the ranks say above; or measure fewer --ranks, smaller --sizes, or --against fewer peers"
+    )
 
     @property
     def needs_mpirun(self) -> bool:
@@ -267,11 +273,36 @@ class DdpConfig(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     rounds: int
     who: tuple[str, ...] = ("allhands", "torch", "gloo", "lockstep", "apart", "single")
-    # For `RankProcesses`, which also runs a `CollectiveConfig`.
-    operation: str = "ddp"
-    needs_mpirun: bool = False
+
+    operation: ClassVar[str] = "ddp"
+    needs_mpirun: ClassVar[bool] = False
+    remedy: ClassVar[str] = "mend what the ranks say above; or measure fewer --ranks or --models"
 
 
 def ddp_config(ranks: int, models: str, rounds: int) -> DdpConfig:
     """Return the plan of the options; raise invalid-argument for an unknown model."""
     return DdpConfig(ranks, tuple(_names("--models", "model", models, _MODELS)), rounds)
+
+
+# Roll call --------------------------------------------------------------------------------------------------
+
+
+class RollCallConfig(msgspec.Struct, frozen=True):
+    """What to simulate. ``host`` "" means the Unix socket ``unix``; ``end`` is "death" or "leave"."""
+
+    members: int
+    coordinator: int
+    unix: str
+    host: str
+    port: int
+    token: bytes
+    end: str
+    timeout_s: float
+
+    operation: ClassVar[str] = "rollcall"
+    # One process simulates all members.
+    ranks: ClassVar[int] = 1
+    needs_mpirun: ClassVar[bool] = False
+    remedy: ClassVar[str] = (
+        "measure fewer --members, or look at this machine's limits (memory, ulimit -n, net.core.somaxconn)"
+    )

@@ -94,7 +94,7 @@ def main() -> None:
     serve(DdpConfig, _train)
 
 
-def _train(asked: DdpConfig, rank: int, _: Any, line: CommandConnection) -> None:
+def _train(asked: DdpConfig, rank: int, line: CommandConnection) -> None:
     torch.set_num_threads(1)
     allhands.init_process_group("allhands", rank=rank, world_size=asked.ranks, timeout=_TIMEOUT_S)
     gloo = torch_dist.new_group(backend="gloo")

@@ -26,9 +26,12 @@ import msgspec
 
 from ..errors import AllhandsError, fail
 from ..settings import LAUNCHER_TABLE
-from .config import CollectiveConfig, DdpConfig, missing_mpi
+from .config import CollectiveConfig, DdpConfig, RollCallConfig, missing_mpi
 
-__all__ = ["RankProcesses", "cores", "network", "python_program", "short_path"]
+__all__ = ["PLAN", "RankProcesses", "cores", "network", "short_path"]
+
+# The file of the plan in the folder of the command.
+PLAN = "plan"
 
 # Rank 0 sends a message after each round of a size, which takes seconds at most; the import of torch on a busy machine
 # takes longer.
@@ -59,17 +62,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def python_program(module: str) -> list[str]:
-    """Return the command line that runs ``main`` of a module of this package, found where this process found it."""
-    code = f"import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{module} import main; sys.exit(main())"
-    return [sys.executable, "-P", "-c", code, str(Path(__file__).resolve().parents[2])]
-
-
 class RankProcesses:
     """The ranks of one plan while a block runs; nothing of them is left when it ends."""
 
     def __init__(
-        self, plan: CollectiveConfig | DdpConfig, silence_s: float = _SILENCE_S, program: str = "rank"
+        self,
+        plan: CollectiveConfig | DdpConfig | RollCallConfig,
+        silence_s: float = _SILENCE_S,
+        program: str = "collective_rank",
     ) -> None:
         self._plan = plan
         # The module of this package whose `main` is a rank.
@@ -112,8 +112,11 @@ class RankProcesses:
     # Start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        plan = msgspec.json.encode(self._plan).decode()
-        command = [*python_program(self._program), str(self._folder / "socket"), str(self._folder), plan]
+        (self._folder / PLAN).write_bytes(msgspec.json.encode(self._plan))
+        # The package's path is appended and -P is given, so that no module beside the user's script shadows another.
+        code = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
+        root = str(Path(__file__).resolve().parents[2])
+        command = [sys.executable, "-P", "-c", code.format(self._program), root, str(self._folder)]
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -216,7 +219,7 @@ class RankProcesses:
                 time.sleep(0.02)
         mpi = self._plan.needs_mpirun
         names = ["mpirun"] if mpi else [f"rank {number}" for number in range(len(self._processes))]
-        files = sorted(path for path in self._folder.iterdir() if path.is_file())
+        files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != PLAN)
         printed = {path.name: path.read_text(errors="replace").strip() for path in files}
         output = "".join(printed.values())
         if mpi and not self._ranks and "mpi4py" in output:
@@ -231,7 +234,7 @@ class RankProcesses:
             f"the bench of {self._plan.operation} did not come to its end: {why}",
             who="; ".join(f"{name} {_ending(process)}" for name, process in zip(names, self._processes, strict=True)),
             why="\n".join(tails) or "no rank printed anything",
-            fix="mend what the ranks say above; or measure fewer --ranks, smaller --sizes, or --against fewer peers",
+            fix=self._plan.remedy,
         )
 
     def _end(self) -> None:

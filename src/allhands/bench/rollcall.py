@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import resource
 import secrets
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, Literal
-
-import msgspec
 
 from ..control.coordinator_process import Options, start
 from ..control.rendezvous import random_socket_name
 from ..control.waiting_line import WaitingLine
 from ..errors import fail
-from .processes import python_program
-from .simulated_members import SPARE_DESCRIPTORS, Simulation
+from .config import RollCallConfig
+from .processes import RankProcesses
 
 __all__ = ["run"]
-
-# Two for each member that connects over the Unix socket (socket and pidfd), as the coordinator counts them.
-_PER_MEMBER = 2
 
 # The limit of one phase, which only ends a hang: milliseconds per thousand members are normal.
 _PHASE_S = 120.0
@@ -46,8 +36,13 @@ def run(
     all. ``notify`` gets a line of progress; by default it is printed on standard error. Raises fd-limit where this
     machine does not allow that many sockets, ArgumentError for senseless numbers.
     """
-    for number in members:
-        _check(number, rounds)
+    if min(members) < 2 or rounds < 1:
+        raise fail(
+            "invalid-argument",
+            f"{min(members)} members in {rounds} rounds cannot be measured",
+            who="allhands bench rollcall",
+            fix="give at least 2 members and 1 round",
+        )
     progress = WaitingLine("allhands bench rollcall")
     rows = []
     try:
@@ -64,26 +59,6 @@ def run(
     return rows
 
 
-def _check(members: int, rounds: int) -> None:
-    if members < 2 or rounds < 1:
-        raise fail(
-            "invalid-argument",
-            f"{members} members in {rounds} rounds cannot be measured",
-            who="allhands bench rollcall",
-            fix="give at least 2 members and 1 round",
-        )
-    need = _PER_MEMBER * members + SPARE_DESCRIPTORS
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard not in {resource.RLIM_INFINITY, -1} and need > hard:
-        raise fail(
-            "fd-limit",
-            f"{members} members need {need} file descriptors, the limit is {hard}",
-            who=f"allhands bench rollcall (pid {os.getpid()})",
-            why=f"ulimit -Hn is {hard}; the coordinator holds two descriptors for each member",
-            fix="raise the limit first (ulimit -Hn 65536 as root, LimitNOFILE= in a service), or measure fewer members",
-        )
-
-
 def _job(members: int, transport: str, end: str, place: str, notify: _Notify) -> dict[str, float]:
     """Form and end one job; return what was measured."""
     notify(f"{place}: starting the coordinator")
@@ -94,36 +69,17 @@ def _job(members: int, transport: str, end: str, place: str, notify: _Notify) ->
     coordinator = start(options, time.monotonic() + _PHASE_S)
     try:
         address = (options.unix, coordinator.host, coordinator.port)
-        plan = Simulation(members, coordinator.pid, *address, token, end, _PHASE_S)
-        return _simulate(plan, lambda phase: notify(f"{place}: {phase}"))
+        plan = RollCallConfig(members, coordinator.pid, *address, token, end, _PHASE_S)
+        measured: dict[str, float] = {}
+        with RankProcesses(plan, program="simulated_members") as processes:
+            for message in processes.words():
+                if "measured" in message:
+                    measured = message["measured"]
+                else:
+                    notify(f"{place}: {message['phase']}")
+        return measured
     finally:
         coordinator.end(5.0)
-
-
-def _simulate(plan: Simulation, at: _Notify) -> dict[str, float]:
-    message: dict[str, Any] = {}
-    with tempfile.TemporaryFile() as order:
-        order.write(msgspec.msgpack.encode(plan))
-        order.seek(0)
-        process = subprocess.Popen(python_program("simulated_members"), stdin=order, stdout=subprocess.PIPE)
-    with process:
-        try:
-            for line in process.stdout or ():
-                message = json.loads(line)
-                if "at" in message:
-                    at(message["at"])
-        finally:
-            process.kill()
-    if "measured" not in message:
-        raise fail(
-            "engine-failed",
-            f"the roll call of {plan.members} simulated members did not come to its end",
-            who=f"the simulated members (pid {process.pid}) and the coordinator (pid {plan.coordinator})",
-            why=str(message.get("trouble", f"their process ended with status {process.returncode}")),
-            fix="measure fewer members, or look at this machine's limits (memory, ulimit -n, net.core.somaxconn)",
-        )
-    measured: dict[str, float] = message["measured"]
-    return measured
 
 
 def _row(members: int, rounds: int, transport: str, samples: list[dict[str, float]]) -> dict[str, Any]:

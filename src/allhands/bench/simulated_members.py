@@ -1,32 +1,28 @@
 """Simulated members in one process: each has a socket, a handshake and a claim of its own, and sends real messages.
 
-`rollcall` starts it as a process of its own, so that its work is not counted as the coordinator's. It reads one
-`Simulation` from standard input and writes one JSON object a line: each phase when it begins, then the measurements.
+`rollcall` runs it as a process of its own, so that its work is not counted as the coordinator's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
-import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import msgspec
 import psutil
 
-from .. import _core
 from .._version import __version__
 from ..control import handshake, messages
 from ..control.process_identity import Identity
+from .config import RollCallConfig
+from .rank import CommandConnection, serve
 
-__all__ = ["SPARE_DESCRIPTORS", "Simulation", "main"]
+__all__ = ["main"]
 
 # The descriptors of the process besides one socket for each member.
-SPARE_DESCRIPTORS = 64
+_SPARE_DESCRIPTORS = 64
 
 # Concurrent connection attempts: well below the kernel's usual queue (4,096), whose overflow would add the second of a
 # retransmission to the measurement.
@@ -34,19 +30,6 @@ _CONNECTING = 256
 
 # Ranks of a node, in the claims.
 _NODE = 8
-
-
-class Simulation(msgspec.Struct, frozen=True):
-    """What to simulate. ``host`` "" means the Unix socket ``unix``; ``end`` is "death" or "leave"."""
-
-    members: int
-    coordinator: int
-    unix: str
-    host: str
-    port: int
-    token: bytes
-    end: str
-    timeout_s: float
 
 
 class _Member(asyncio.Protocol):
@@ -115,8 +98,9 @@ class _Member(asyncio.Protocol):
 class _Job:
     """All members, and the answers that they wait for."""
 
-    def __init__(self, plan: Simulation) -> None:
+    def __init__(self, plan: RollCallConfig, line: CommandConnection) -> None:
         self.plan = plan
+        self._line = line
         self.members = [_Member(self, rank) for rank in range(plan.members)]
         self.measured: dict[str, float] = {}
         self._process = psutil.Process(plan.coordinator)
@@ -156,7 +140,7 @@ class _Job:
     @asynccontextmanager
     async def measure(self, name: str, kind: type, number: int) -> AsyncIterator[None]:
         """Time the block until ``number`` answers of ``kind`` have arrived, and the coordinator's CPU for it."""
-        _print(at=name)
+        self._line.tell(size=self.plan.members, phase=name, wait=True)
         self._awaited, self._missing = kind, number
         self._event.clear()
         cpu, started = self.cpu(), time.perf_counter()
@@ -217,29 +201,20 @@ class _Job:
         await asyncio.sleep(0)
 
 
-def _print(**message: object) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+def main() -> None:
+    """Simulate all members; see `rank.serve`."""
+    serve(RollCallConfig, _simulate)
 
 
-def main() -> int:
-    """Simulate what standard input asks for."""
-    # The measuring command may be killed; nothing else would end this process.
-    _core.set_parent_death_signal(signal.SIGKILL)
-    plan = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Simulation)
-    need = plan.members + SPARE_DESCRIPTORS
+def _simulate(plan: RollCallConfig, _: int, line: CommandConnection) -> None:
+    need = plan.members + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if need > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
-    async def run() -> dict[str, float]:
-        job = _Job(plan)
+    async def run() -> None:
+        job = _Job(plan, line)
         await job.run()
-        return job.measured
+        line.tell(size=plan.members, measured=job.measured, wait=True)
 
-    try:
-        _print(measured=asyncio.run(run()))
-    except (OSError, psutil.Error) as problem:
-        _print(trouble=f"{type(problem).__name__}: {problem}")
-        return 1
-    return 0
+    asyncio.run(run())

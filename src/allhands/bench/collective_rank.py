@@ -1,4 +1,4 @@
-"""The engines of one rank, all in one process: ours, Gloo, MPI, and plain copies for the floor.
+"""One rank of a bench of collectives: ours, Gloo, MPI, and plain copies for the floor, in turn in one process.
 
 Each call is text that `timeit` compiles, as in a user's script: no function of this package is timed. Gloo is called
 through torch's own functions and MPI through mpi4py's buffer forms, on the same memory, with all arguments prepared.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import timeit
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,32 @@ import allhands
 
 from .config import CollectiveConfig
 from .operations import COPIES, OPERATIONS, copied_bytes
+from .rank import CommandConnection, serve
 
-__all__ = ["Buffers", "Call", "Engines", "start_mpi"]
+__all__ = ["Buffers", "Engines", "main"]
+
+# How long an engine, and a copy, is measured at a time: enough calls for a mean at small sizes, and few enough
+# seconds for a whole range of sizes in a minute.
+_SAMPLE_S = 0.1
+_COPY_SAMPLE_S = 0.03
+
+# A sample ends early, after one of its parts, where calls take longer than in the trial: an engine that spins is a
+# thousand times slower when another process uses its core.
+_PARTS = 5
+
+# The length of the trial that determines how many calls make a sample; the minimum of a few, because another process
+# may disturb one.
+_TRIAL_S = 0.01
+_TRIALS = 2
+
+# More calls in a part do not make the mean more precise.
+_MOST = 5_000
 
 # Ranks start within seconds of each other, and a collective of the bench takes seconds at most: more is a hang.
 _TIMEOUT_S = 60.0
+
+
+_Call = Callable[[int], float]
 
 
 class Buffers:
@@ -77,48 +99,19 @@ class Buffers:
                 tensor.zero_()
 
 
-class Call:
-    """One operation by one engine, as this rank calls it. The text is "" on a rank that is idle."""
-
-    def __init__(self, text: str, names: dict[str, Any], trips: int, device: str) -> None:
-        if text and device != "cpu":
-            # A call on a GPU only queues its work.
-            text, names = f"{text}; finish()", {**names, "finish": torch.cuda.synchronize}
-        self._timer = timeit.Timer(text, globals=names) if text else None
-        self._trips = trips
-
-    def run(self, times: int) -> float:
-        """Call it ``times`` times and return the seconds of all messages of one direction."""
-        return 0.0 if self._timer is None else self._timer.timeit(times) / self._trips
-
-
-def start_mpi(engine: str) -> Any:
-    """Initialise MPI and return mpi4py's module of it."""
-    import mpi4py
-
-    # mpi4py asks for MPI_THREAD_MULTIPLE, whose locks one thread does not need. Our own engine needs it, and both are
-    # measured in one process.
-    mpi4py.rc.thread_level = "multiple" if engine == "mpi" else "funneled"
-    from mpi4py import MPI
-
-    return MPI
-
-
 class Engines:
     """The groups of a rank. All ranks construct it, and call its methods, at the same time."""
 
-    def __init__(self, plan: CollectiveConfig, rank: int, mpi: Any) -> None:
+    def __init__(self, plan: CollectiveConfig, rank: int) -> None:
         self._plan = plan
         self._rank = rank
-        self._mpi = mpi
         if plan.device != "cpu":
             torch.cuda.set_device(0)
         allhands.init_process_group("allhands", rank=rank, world_size=plan.ranks, timeout=_TIMEOUT_S)
-        # `meet` and `slowest` use the default group, in shared memory, whichever engine is measured.
+        # Ranks synchronise through the default group, in shared memory, whichever engine is measured.
         self._ours: Any = allhands.group.WORLD if plan.engine == "shm" else self._other(plan.engine)
         self._gloo = torch_dist.new_group(backend="gloo") if "gloo" in plan.peers else None
         self._source, self._target = self._copies()
-        self._slowest = torch.zeros((), dtype=torch.float64)
 
     def _other(self, engine: str) -> Any:
         """Return a group of ours on another engine: a group reads the setting when it is formed."""
@@ -130,7 +123,7 @@ class Engines:
         # Not zeros: pages that were never written are all the same page, which stays in the cache.
         return torch.ones(count, device=self._plan.device), torch.ones(count, device=self._plan.device)
 
-    def calls(self, buffers: Buffers, size: int) -> dict[str, Call]:
+    def calls(self, buffers: Buffers, size: int) -> dict[str, _Call]:
         """Return the calls to measure for ``buffers``: the engines, and the copies where the floor is wanted."""
         what, device = OPERATIONS[self._plan.operation], self._plan.device
         text, mpi_text = what.calls(self._rank)
@@ -143,12 +136,12 @@ class Engines:
             texts["gloo"] = text.format(group=group), {"dist": torch_dist, "group": self._gloo}
         if "mpi" in self._plan.peers:
             texts["mpi"] = mpi_text, self._mpi_names(names)
-        made = {name: Call(call, {**names, **found}, what.trips, device) for name, (call, found) in texts.items()}
+        made = {name: _timed(call, {**names, **found}, device, what.trips) for name, (call, found) in texts.items()}
         if self._plan.floor and size:
             copy, found = self._copy(copied_bytes(size))
             for name, everyone in COPIES.items():
                 takes_part = bool(text) if everyone else self._rank == 0
-                made[name] = Call(copy if takes_part else "", found, 1, device)
+                made[name] = _timed(copy if takes_part else "", found, device)
         return made
 
     def _copy(self, size: int) -> tuple[str, dict[str, Any]]:
@@ -159,7 +152,8 @@ class Engines:
         return "move(to, origin, count)", {"move": ctypes.memmove, "count": size, **places}
 
     def _mpi_names(self, names: dict[str, Any]) -> dict[str, Any]:
-        mpi = self._mpi
+        from mpi4py import MPI as mpi  # noqa: N811  # lower case, as other modules
+
         # A list of array and type is the form that mpi4py parses fastest.
         found: dict[str, Any] = {
             name: [tensor.numpy(), mpi.FLOAT] for name, tensor in names.items() if isinstance(tensor, torch.Tensor)
@@ -168,16 +162,6 @@ class Engines:
         root = self._rank == 0
         found |= {"give": mpi.IN_PLACE if root else found["whole"], "take": found["whole"] if root else None}
         return found
-
-    def meet(self) -> None:
-        """Wait for all ranks. Our barrier for every engine: it sleeps, while MPI's would keep a core busy."""
-        allhands.barrier()
-
-    def slowest(self, seconds: float) -> float:
-        """Return the longest time of all ranks; idle ranks wait here."""
-        self._slowest.fill_(seconds)
-        allhands.all_reduce(self._slowest, op=allhands.ReduceOp.MAX)
-        return float(self._slowest)
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the engines that are measured."""
@@ -188,13 +172,115 @@ class Engines:
         else:
             ours = f"{allhands.__version__} (engine {self._plan.engine})"
         found = {"allhands": ours, "gloo": f"torch {torch.__version__}"}
-        if self._mpi is not None:
+        if "mpi" in self._plan.peers:
             import mpi4py
+            from mpi4py import MPI
 
-            library = self._mpi.Get_library_version().split("\0")[0].split(",")[0].splitlines()[0].strip()
+            library = MPI.Get_library_version().split("\0")[0].split(",")[0].splitlines()[0].strip()
             found["mpi"] = f"{library}, mpi4py {mpi4py.__version__}"
         return {name: text for name, text in found.items() if name in {"allhands", *self._plan.peers}}
 
-    def end(self) -> None:
-        """Leave the groups."""
-        allhands.destroy_process_group()
+
+def _timed(text: str, names: dict[str, Any], device: str, trips: int = 1) -> _Call:
+    """Return the function that runs ``text`` a number of times and returns the seconds of one direction.
+
+    The text is "" on a rank that is idle.
+    """
+    if not text:
+        return lambda _: 0.0
+    if device != "cpu":
+        # A call on a GPU only queues its work.
+        text, names = f"{text}; finish()", {**names, "finish": torch.cuda.synchronize}
+    timer = timeit.Timer(text, globals=names)
+    return lambda times: timer.timeit(times) / trips
+
+
+def _mpi_rank(plan: CollectiveConfig) -> int:
+    """Initialise MPI and return its rank."""
+    import mpi4py
+
+    # mpi4py asks for MPI_THREAD_MULTIPLE, whose locks one thread does not need. Our own engine needs it, and both are
+    # measured in one process.
+    mpi4py.rc.thread_level = "multiple" if plan.engine == "mpi" else "funneled"
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Get_rank())
+
+
+# Measurement ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run one rank; see `rank.serve`."""
+    serve(CollectiveConfig, _measure, _mpi_rank)
+
+
+def _measure(plan: CollectiveConfig, rank: int, line: CommandConnection) -> None:
+    torch.set_num_threads(1)
+    engines = Engines(plan, rank)
+    for size in plan.sizes:
+        buffers = Buffers(plan.operation, size, rank, plan.ranks, plan.device)
+        calls = engines.calls(buffers, size)
+        for name, call in calls.items():
+            _check(name, call, buffers)
+        limits = {name: _COPY_SAMPLE_S if name in COPIES else _SAMPLE_S for name in calls}
+        repeats = {name: _repeats(call, limits[name]) for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(plan.rounds):
+            # Each engine follows each other one in some round, so none always has the same predecessor.
+            shift = turn % len(calls)
+            for name in [*calls][shift:] + [*calls][:shift]:
+                times[name].append(_sample(calls[name], repeats[name], limits[name]))
+            if rank == 0:
+                line.tell(size=size, round=turn + 1, wait=True)
+        if rank == 0:
+            line.tell(size=size, times=times, versions=engines.versions(), wait=True)
+    allhands.destroy_process_group()
+    if plan.needs_mpirun:
+        from mpi4py import MPI
+
+        MPI.Finalize()
+
+
+def _slowest(seconds: float) -> float:
+    """Return the longest time of all ranks; idle ranks wait here."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    allhands.all_reduce(slowest, op=allhands.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _check(name: str, call: _Call, buffers: Buffers) -> None:
+    """Call it once and check the result: the time of a wrong result is meaningless."""
+    buffers.fill()
+    allhands.barrier()
+    call(1)
+    wrong = name not in COPIES and not buffers.right()
+    if _slowest(float(wrong)):
+        raise RuntimeError(f"{name} gave a wrong result" + (" on this rank" if wrong else " on another rank"))
+    buffers.clear()
+
+
+def _repeats(call: _Call, limit_s: float) -> int:
+    """Return how many calls make a part of a sample: the same number on every rank, from the slowest rank's time."""
+    times, took = 1, 0.0
+    while took < _TRIAL_S and times < _MOST:
+        times *= 4 if took else 1
+        allhands.barrier()
+        took = _slowest(call(times))
+    for _ in range(_TRIALS if took < limit_s else 0):
+        allhands.barrier()
+        took = min(took, _slowest(call(times)))
+    return max(1, min(_MOST, int(times * limit_s / took / _PARTS)))
+
+
+def _sample(call: _Call, repeats: int, limit_s: float) -> float:
+    """Return the seconds of one call on the slowest rank: a root that returns early does not count."""
+    allhands.barrier()
+    if repeats > 1:
+        call(1)  # Wakes threads that slept while other engines were measured.
+    took, done = 0.0, 0
+    while took < limit_s and done < _PARTS * repeats:
+        allhands.barrier()
+        took += _slowest(call(repeats))
+        done += repeats
+    return took / done
