@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ._version import __version__
+from .bench.operations import OPERATIONS
 
 if TYPE_CHECKING:
     from .errors import AllhandsError
 
-__all__ = ["COLLECTIVES", "failed", "main"]
+__all__ = ["failed", "main"]
 
 # Wider paragraphs are hard to read, however wide the terminal is.
 _WIDEST = 100
@@ -211,46 +212,41 @@ def _is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-@main.group("bench", cls=_Commands)
+@main.group("bench", cls=_Commands, context_settings={"show_default": True})
 def _bench() -> None:
     """Measure launches, roll calls, collectives and training on this machine."""
 
 
-class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """Comma-separated whole numbers."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        try:
-            return [int(part) for part in str(value).split(",")]
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 64,256.", param, ctx)
+def _numbers(text: str) -> list[int]:
+    """Read comma-separated whole numbers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 64,256.") from None
 
 
 @_bench.command("rollcall")
 @click.option(
-    "--members", type=_Numbers(), default="64,256,1024,4096", show_default=True, help="Numbers of members, in turn."
+    "--members", type=_numbers, metavar="NUMBERS", default="64,256,1024,4096", help="Numbers of members, in turn."
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Measurements of each.")
-@click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp", show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Measurements of each.")
+@click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
     """Measure the roll call as jobs grow.
 
     The coordinator is real and has its own process; the members are simulated, over real sockets.
     """
-    from .bench import rollcall_table, run
+    from .bench import rollcall
+    from .bench.tables import rollcall_table
 
-    rows = run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
+    rows = rollcall.run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
     click.echo(json.dumps(rows, indent=2) if as_json else rollcall_table(rows))
 
 
 @_bench.command("launch")
-@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of processes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each.")
+@click.option("--ranks", type=click.IntRange(1, 256), default=4, help="Number of processes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Measurements of each.")
 @click.option("--json", "as_json", is_flag=True, help="Print every launch as JSON.")
 def _launch(ranks: int, rounds: int, as_json: bool) -> None:
     """Measure a launch against torchrun.
@@ -269,9 +265,9 @@ def _launch(ranks: int, rounds: int, as_json: bool) -> None:
 
 
 @_bench.command("ddp")
-@click.option("--ranks", type=_Numbers(), default="2,4", show_default=True, help="Numbers of processes, in turn.")
-@click.option("--models", default="mlp,cnn,transformer,transformer-16", show_default=True, help="Models to train.")
-@click.option("--rounds", type=click.IntRange(min=1), default=60, show_default=True, help="Measurements of each.")
+@click.option("--ranks", type=_numbers, metavar="NUMBERS", default="2,4", help="Numbers of processes, in turn.")
+@click.option("--models", default="mlp,cnn,transformer,transformer-16", help="Models to train.")
+@click.option("--rounds", type=click.IntRange(min=1), default=60, help="Measurements of each.")
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which takes processes of its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _ddp(ranks: list[int], models: str, rounds: int, no_memory: bool, as_json: bool) -> None:
@@ -297,36 +293,37 @@ def _collective(operation: str) -> None:
         "least, bus bandwidth and ratio for each size, with a legend. MPI needs mpirun and mpi4py.",
         short_help=f"Measure {operation} on this host.",
     )
-    @click.option("--ranks", type=click.IntRange(2, 256), default=2, show_default=True, help="Number of processes.")
-    @click.option(
-        "--sizes", default="4:64M", show_default=True, help="Bytes: a range (each 4 times the last) or a list."
-    )
+    @click.option("--ranks", type=click.IntRange(2, 256), default=2, help="Number of processes.")
+    @click.option("--sizes", default="4:64M", help="Bytes: a range (each 4 times the last) or a list.")
     @click.option(
         "--hosts",
         type=click.IntRange(1, 64),
         default=1,
-        show_default=True,
         help="Network namespaces to distribute them over.",
     )
-    @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
+    @click.option("--against", default="gloo", help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option(
         "--engine",
         type=click.Choice(["shm", "gloo", "mpi"]),
         default="shm",
-        show_default=True,
         help="The engine of ours that is measured.",
     )
-    @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each.")
+    @click.option("--rounds", type=click.IntRange(min=1), default=5, help="Measurements of each.")
     @click.option("--floor", is_flag=True, help="Measure plain copies too, and print the ratio to them.")
     @click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),
         default="cpu",
-        show_default=True,
         help="Device of the tensors; with cuda, all ranks share the first GPU.",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-    @click.option("--plot", default="", metavar="FILE", help="Plot time and bandwidth into FILE (.png, .svg, .pdf).")
+    @click.option(
+        "--plot",
+        default="",
+        show_default=False,
+        metavar="FILE",
+        help="Plot time and bandwidth into FILE (.png, .svg, .pdf).",
+    )
     def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
         from .bench.collective import measure, progress_bar
         from .bench.config import collective_config
@@ -342,22 +339,5 @@ def _collective(operation: str) -> None:
             draw(config, rows, plot)
 
 
-# A literal list, so that `allhands --help` does not import the bench; a test compares it with bench.operations.
-COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "send_recv",
-    "barrier",
-)
-
-for _name in COLLECTIVES:
+for _name in OPERATIONS:
     _collective(_name)

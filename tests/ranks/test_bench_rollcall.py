@@ -8,7 +8,8 @@ from typing import Literal
 
 import pytest
 
-from allhands.bench import rollcall_table, run
+from allhands.bench.rollcall import run
+from allhands.bench.tables import rollcall_table
 from allhands.errors import AllhandsError
 
 
