@@ -254,13 +254,8 @@ def _launch(ranks: int, rounds: int, as_json: bool) -> None:
     The time from the command until every rank has finished its first all_reduce, and the part of it that imports torch.
     """
     from .bench.launch import measure, table
-    from .control.waiting_line import WaitingLine
 
-    progress = WaitingLine("allhands bench launch")
-    try:
-        found = measure(ranks, rounds, progress)
-    finally:
-        progress.done()
+    found = measure(ranks, rounds)
     click.echo(json.dumps(found, indent=2) if as_json else table(found))
 
 
@@ -295,12 +290,7 @@ def _collective(operation: str) -> None:
     )
     @click.option("--ranks", type=click.IntRange(2, 256), default=2, help="Number of processes.")
     @click.option("--sizes", default="4:64M", help="Bytes: a range (each 4 times the last) or a list.")
-    @click.option(
-        "--hosts",
-        type=click.IntRange(1, 64),
-        default=1,
-        help="Network namespaces to distribute them over.",
-    )
+    @click.option("--hosts", type=click.IntRange(1, 64), default=1, help="Network namespaces to distribute them over.")
     @click.option("--against", default="gloo", help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option(
         "--engine",
@@ -317,14 +307,8 @@ def _collective(operation: str) -> None:
         help="Device of the tensors; with cuda, all ranks share the first GPU.",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-    @click.option(
-        "--plot",
-        default="",
-        show_default=False,
-        metavar="FILE",
-        help="Plot time and bandwidth into FILE (.png, .svg, .pdf).",
-    )
-    def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
+    @click.option("--plot", metavar="FILE", help="Plot time and bandwidth into FILE (.png, .svg, .pdf).")
+    def run(*, sizes: str, as_json: bool, plot: str | None, **asked_for: Any) -> None:
         from .bench.collective import measure, progress_bar
         from .bench.config import collective_config
         from .bench.tables import collective_table

@@ -166,7 +166,7 @@ def disturbed(peers: tuple[str, ...], number: signal.Signals, silence_s: float) 
     plan = CollectiveConfig(LONG.operation, LONG.ranks, LONG.sizes, LONG.rounds, peers)
     pids: list[int] = []
     try:
-        with RankProcesses(plan, silence_s=DEADLINE_S) as crew:
+        with RankProcesses(plan) as crew:
             for words in crew.words():
                 if "round" in words and not pids:
                     pids = list(crew.pids.values())

@@ -19,7 +19,7 @@ import allhands
 
 from .config import CollectiveConfig
 from .operations import COPIES, OPERATIONS, copied_bytes
-from .rank import CommandConnection, serve
+from .processes import CommandConnection, serve
 
 __all__ = ["Buffers", "Engines", "main"]
 
@@ -211,7 +211,7 @@ def _mpi_rank(plan: CollectiveConfig) -> int:
 
 
 def main() -> None:
-    """Run one rank; see `rank.serve`."""
+    """Run one rank; see `processes.serve`."""
     serve(CollectiveConfig, _measure, _mpi_rank)
 
 

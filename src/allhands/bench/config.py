@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -68,17 +68,7 @@ class CollectiveConfig(msgspec.Struct, frozen=True):
 
 
 def collective_config(
-    operation: str,
-    *,
-    ranks: int,
-    sizes_text: str,
-    against: str,
-    rounds: int,
-    floor: bool = False,
-    plot: str = "",
-    device: str = "cpu",
-    hosts: int = 1,
-    engine: str = "shm",
+    operation: str, *, ranks: int, sizes_text: str, against: str, plot: str | None = None, **options: Any
 ) -> CollectiveConfig:
     """Return the plan of the options.
 
@@ -88,11 +78,11 @@ def collective_config(
     what = OPERATIONS[operation]
     # A size that is not a whole number for every rank becomes the next one that is; each is measured once.
     sizes = tuple(dict.fromkeys(what.size(size, ranks) for size in parse_sizes(sizes_text)))
-    made = CollectiveConfig(operation, ranks, sizes, rounds, parse_peers(against), floor, device, hosts, engine)
-    if hosts > 1:
+    made = CollectiveConfig(operation, ranks, sizes, peers=parse_peers(against), **options)
+    if made.hosts > 1:
         _check_hosts(made)
     check_memory(made)
-    if device == "cuda":
+    if made.device == "cuda":
         _check_gpu(made)
     if made.needs_mpirun:
         _check_mpi()

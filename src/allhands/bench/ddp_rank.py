@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import allhands
 
 from .config import DdpConfig
-from .rank import CommandConnection, serve
+from .processes import CommandConnection, serve
 from .training import Sample
 
 __all__ = ["main"]
@@ -90,7 +90,7 @@ class _Trainer:
 
 
 def main() -> None:
-    """Run one rank; see `rank.serve`."""
+    """Run one rank; see `processes.serve`."""
     serve(DdpConfig, _train)
 
 

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..control.waiting_line import WaitingLine
 from ..errors import fail
 from .tables import aligned
 
@@ -51,15 +51,19 @@ _GROUPS = {
 KINDS = tuple(_GROUPS)
 
 
-def measure(ranks: int, rounds: int, notify: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Launch each kind ``rounds`` times in changing order; return the medians, and every launch in seconds."""
+def measure(ranks: int, rounds: int) -> dict[str, Any]:
+    """Launch each kind ``rounds`` times in changing order; return the medians, and every launch in seconds.
+
+    Progress is shown on standard error.
+    """
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory(prefix="allhands-bench-") as folder:
+    progress = WaitingLine("allhands bench launch")
+    with tempfile.TemporaryDirectory(prefix="allhands-bench-") as folder, contextlib.ExitStack() as stack:
+        stack.callback(progress.done)
         for turn in range(rounds):
             shift = turn % len(KINDS)
             for kind in (*KINDS[shift:], *KINDS[:shift]):
-                if notify is not None:
-                    notify(f"{kind}, round {turn + 1} of {rounds}")
+                progress(f"{kind}, round {turn + 1} of {rounds}")
                 found[kind].append(_launch(kind, ranks, Path(folder)))
     middle = {
         kind: {name: statistics.median(each[name] for each in launches) for name in launches[0]}

@@ -1,4 +1,8 @@
-"""The rank processes of a bench: start (by mpirun where MPI takes part), messages, and their end in every case."""
+"""The rank processes of a bench: start (by mpirun where MPI takes part), messages, and their end in every case.
+
+Rank 0 sends one JSON object a line and waits for a byte in reply, so that nothing is measured while the command draws
+its progress. If the connection of a rank to the command breaks, the command is gone, and the rank exits.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import msgspec
 
@@ -28,10 +33,10 @@ from ..errors import AllhandsError, fail
 from ..settings import LAUNCHER_TABLE
 from .config import CollectiveConfig, DdpConfig, RollCallConfig, missing_mpi
 
-__all__ = ["PLAN", "RankProcesses", "cores", "network", "short_path"]
+__all__ = ["CommandConnection", "RankProcesses", "cores", "network", "serve", "short_path"]
 
 # The file of the plan in the folder of the command.
-PLAN = "plan"
+_PLAN = "plan"
 
 # Rank 0 sends a message after each round of a size, which takes seconds at most; the import of torch on a busy machine
 # takes longer.
@@ -47,6 +52,17 @@ _MEMORY = Path("/dev/shm")  # noqa: S108  # not for a file of a known name
 
 # How many lines of each rank's output are shown after a failure.
 _LINES = 15
+
+# Settings of Open MPI 4 (OMPI_) and 5 (PRTE_ for its launcher); other MPIs ignore them. Containers often have no user
+# but root, and mpirun runs our own program only. By default it starts no more ranks than cores and binds them to cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
 
 # Variables of a rank of some other job; Open MPI's settings (OMPI_MCA_*) and ours are kept.
 _OTHER_LAUNCHERS = ("SLURM_", "PMI", "OMPI_COMM_", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_", "HYDRA_")
@@ -65,16 +81,11 @@ def cores() -> int:
 class RankProcesses:
     """The ranks of one plan while a block runs; nothing of them is left when it ends."""
 
-    def __init__(
-        self,
-        plan: CollectiveConfig | DdpConfig | RollCallConfig,
-        silence_s: float = _SILENCE_S,
-        program: str = "collective_rank",
-    ) -> None:
+    def __init__(self, plan: CollectiveConfig | DdpConfig | RollCallConfig, program: str = "collective_rank") -> None:
         self._plan = plan
         # The module of this package whose `main` is a rank.
         self._program = program
-        self._silence_s = silence_s
+        self._silence_s = _SILENCE_S
         # MPI's shared memory is in this folder too, so that it is removed however mpirun ends.
         memory = str(_MEMORY) if plan.needs_mpirun and os.access(_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
@@ -112,7 +123,7 @@ class RankProcesses:
     # Start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        (self._folder / PLAN).write_bytes(msgspec.json.encode(self._plan))
+        (self._folder / _PLAN).write_bytes(msgspec.json.encode(self._plan))
         # The package's path is appended and -P is given, so that no module beside the user's script shadows another.
         code = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
         root = str(Path(__file__).resolve().parents[2])
@@ -124,12 +135,16 @@ class RankProcesses:
         }
         environment |= {"OMP_NUM_THREADS": "1", "ALLHANDS_JOB": self._folder.name}
         if self._plan.needs_mpirun:
+            environment |= _OPEN_MPI
             # The folder of its session, and the memory that its ranks share (vader in Open MPI 4, sm in 5).
             environment["TMPDIR"] = str(self._folder)
             if self._folder.is_relative_to(_MEMORY):
                 for engine in ("vader", "sm"):
                     environment.setdefault(f"OMPI_MCA_btl_{engine}_backing_directory", str(self._folder))
-            self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *command, "-1"], environment)
+            # Open MPI counts hardware cores, which need not be those that it may use; it is fastest if it yields only
+            # where there are more ranks than cores.
+            environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1" if self._plan.ranks > cores() else "0")
+            self._spawn("mpirun", ["mpirun", "-n", str(self._plan.ranks), *command, "-1"], environment)
             return
         calls = [(str(rank), [*command, str(rank)], environment) for rank in range(self._plan.ranks)]
         if isinstance(self._plan, CollectiveConfig) and self._plan.hosts > 1:
@@ -219,7 +234,7 @@ class RankProcesses:
                 time.sleep(0.02)
         mpi = self._plan.needs_mpirun
         names = ["mpirun"] if mpi else [f"rank {number}" for number in range(len(self._processes))]
-        files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != PLAN)
+        files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != _PLAN)
         printed = {path.name: path.read_text(errors="replace").strip() for path in files}
         output = "".join(printed.values())
         if mpi and not self._ranks and "mpi4py" in output:
@@ -261,26 +276,6 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _mpirun(ranks: int, environment: dict[str, str]) -> list[str]:
-    """Return the start of the command line, and set the variables of Open MPI in ``environment``."""
-    about = subprocess.run(
-        ["mpirun", "--version"],  # noqa: S607  # whichever is on PATH
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-        env=environment,
-    )
-    if "Open MPI" not in about.stdout + about.stderr and "OpenRTE" not in about.stdout + about.stderr:
-        return ["mpirun", "-n", str(ranks)]
-    # Containers often have no other user, and mpirun runs our own program only.
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # Open MPI counts hardware cores, which need not be those that it may use; it is fastest if it yields only where
-    # there are more ranks than cores.
-    environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1" if ranks > cores() else "0")
-    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-
-
 def _ending(process: subprocess.Popen[bytes]) -> str:
     if process.returncode is None:
         return f"(pid {process.pid}) was still running"
@@ -309,6 +304,78 @@ def short_path(folder: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}"
     finally:
         os.close(descriptor)
+
+
+# In a rank ---------------------------------------------------------------------------------------------------
+
+
+class CommandConnection:
+    """The connection to the command."""
+
+    def __init__(self, path: str, folder: str) -> None:
+        self._folder = folder
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            with short_path(Path(path).parent) as place:
+                self._socket.connect(f"{place}/{Path(path).name}")
+        except OSError:
+            self._alone()
+        self._answers = threading.Semaphore(0)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        # A command that is killed before it has read all messages resets the connection instead of closing it.
+        with contextlib.suppress(ConnectionResetError):
+            while data := self._socket.recv(64):
+                for _ in data:
+                    self._answers.release()
+        self._alone()
+
+    def _alone(self) -> NoReturn:
+        """Remove the folder of the command, which was killed, and exit."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        # Other threads may be inside an engine that nothing else would end.
+        os._exit(1)
+
+    def tell(self, *, wait: bool = False, **message: Any) -> None:
+        """Send ``message``; with ``wait``, return when the command has processed it."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self._alone()
+        if wait:
+            self._answers.acquire()
+
+
+def serve(
+    kind: type[Any],
+    measure: Callable[[Any, int, CommandConnection], None],
+    mpi_rank: Callable[[Any], int] | None = None,
+) -> None:
+    """Run ``measure`` with the plan, which is of ``kind``, and the rank; report its end to the command.
+
+    argv holds the command's folder, with its socket and the plan, and the rank: -1 where ``mpi_rank`` returns it.
+    """
+    folder, number = sys.argv[1:3]
+    rank = int(number)
+    line = CommandConnection(f"{folder}/socket", folder)
+    try:
+        plan = msgspec.json.decode(Path(folder, _PLAN).read_bytes(), type=kind)
+        if mpi_rank is not None and rank < 0:
+            rank = mpi_rank(plan)
+            # Not through mpirun, which would mix the output of the ranks.
+            with Path(folder, str(rank)).open("ab") as printed:
+                os.dup2(printed.fileno(), 1)
+                os.dup2(printed.fileno(), 2)
+        line.tell(rank=rank, pid=os.getpid())
+        measure(plan, rank, line)
+    except BaseException as problem:  # noqa: BLE001  # reported, whatever it is
+        traceback.print_exc()
+        line.tell(rank=rank, failed="".join(traceback.format_exception_only(problem)).strip())
+        sys.stderr.flush()
+        # A normal exit would run MPI's finalizer, which waits for ranks that wait for this one.
+        os._exit(1)
+    line.tell(rank=rank, done=True)
 
 
 # Network namespaces -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ DEADLINE_S = 20.0
 
 RANK = """
 import sys
-from allhands.bench.rank import CommandConnection
+from allhands.bench.processes import CommandConnection
 
 line = CommandConnection(sys.argv[1], sys.argv[2])
 print("here", flush=True)
