@@ -30,7 +30,7 @@ def measure(plan: CollectiveConfig, notify: _Notify = lambda _size, _round, _don
     # Work of others slows engines that spin most, so the table shows it.
     load = os.getloadavg()[0]
     with RankProcesses(plan) as processes:
-        for message in processes.words():
+        for message in processes.messages():
             if "times" in message:
                 found = row(plan, message["size"], message["times"], message["versions"])
                 rows.append({**found, "load_before": load})

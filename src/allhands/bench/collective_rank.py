@@ -109,19 +109,12 @@ class Engines:
             torch.cuda.set_device(0)
         allhands.init_process_group("allhands", rank=rank, world_size=plan.ranks, timeout=_TIMEOUT_S)
         # Ranks synchronise through the default group, in shared memory, whichever engine is measured.
-        self._ours: Any = allhands.group.WORLD if plan.engine == "shm" else self._other(plan.engine)
+        self._ours: Any = allhands.group.WORLD
+        if plan.engine != "shm":
+            # A group reads the setting when it is formed.
+            os.environ["ALLHANDS_ENGINE"] = plan.engine
+            self._ours = allhands.new_group(backend="allhands")
         self._gloo = torch_dist.new_group(backend="gloo") if "gloo" in plan.peers else None
-        self._source, self._target = self._copies()
-
-    def _other(self, engine: str) -> Any:
-        """Return a group of ours on another engine: a group reads the setting when it is formed."""
-        os.environ["ALLHANDS_ENGINE"] = engine
-        return allhands.new_group(backend="allhands")
-
-    def _copies(self) -> tuple[Any, Any]:
-        count = copied_bytes(max(self._plan.sizes)) // 4 if self._plan.floor else 0
-        # Not zeros: pages that were never written are all the same page, which stays in the cache.
-        return torch.ones(count, device=self._plan.device), torch.ones(count, device=self._plan.device)
 
     def calls(self, buffers: Buffers, size: int) -> dict[str, _Call]:
         """Return the calls to measure for ``buffers``: the engines, and the copies where the floor is wanted."""
@@ -138,18 +131,11 @@ class Engines:
             texts["mpi"] = mpi_text, self._mpi_names(names)
         made = {name: _timed(call, {**names, **found}, device, what.trips) for name, (call, found) in texts.items()}
         if self._plan.floor and size:
-            copy, found = self._copy(copied_bytes(size))
+            copy, found = _copy(copied_bytes(size), device)
             for name, everyone in COPIES.items():
                 takes_part = bool(text) if everyone else self._rank == 0
                 made[name] = _timed(copy if takes_part else "", found, device)
         return made
-
-    def _copy(self, size: int) -> tuple[str, dict[str, Any]]:
-        """Return the text, and its names, of a copy of ``size`` bytes on the device."""
-        if self._plan.device != "cpu":
-            return "to.copy_(origin)", {"to": self._target[: size // 4], "origin": self._source[: size // 4]}
-        places = {"to": self._target.data_ptr(), "origin": self._source.data_ptr()}
-        return "move(to, origin, count)", {"move": ctypes.memmove, "count": size, **places}
 
     def _mpi_names(self, names: dict[str, Any]) -> dict[str, Any]:
         from mpi4py import MPI as mpi  # noqa: N811  # lower case, as other modules
@@ -179,6 +165,17 @@ class Engines:
             library = MPI.Get_library_version().split("\0")[0].split(",")[0].splitlines()[0].strip()
             found["mpi"] = f"{library}, mpi4py {mpi4py.__version__}"
         return {name: text for name, text in found.items() if name in {"allhands", *self._plan.peers}}
+
+
+def _copy(size: int, device: str) -> tuple[str, dict[str, Any]]:
+    """Return the text, and its names, of a copy of ``size`` bytes on the device."""
+    # Not zeros: pages that were never written are all the same page, which stays in the cache.
+    source, target = torch.ones(size // 4, device=device), torch.ones(size // 4, device=device)
+    names = {"source": source, "target": target}
+    if device != "cpu":
+        return "target.copy_(source)", names
+    places = {"to": target.data_ptr(), "origin": source.data_ptr()}
+    return "move(to, origin, count)", {**names, **places, "move": ctypes.memmove, "count": size}
 
 
 def _timed(text: str, names: dict[str, Any], device: str, trips: int = 1) -> _Call:
@@ -236,10 +233,6 @@ def _measure(plan: CollectiveConfig, rank: int, line: CommandConnection) -> None
         if rank == 0:
             line.tell(size=size, times=times, versions=engines.versions(), wait=True)
     allhands.destroy_process_group()
-    if plan.needs_mpirun:
-        from mpi4py import MPI
-
-        MPI.Finalize()
 
 
 def _slowest(seconds: float) -> float:

@@ -43,7 +43,7 @@ _PLAN = "plan"
 _SILENCE_S = 150.0
 
 # After the first rank has ended the others have this long to print what they saw.
-_LAST_WORDS_S = 1.5
+_LAST_OUTPUT_S = 1.5
 
 # How long ranks that are done, or mpirun after SIGTERM, may take on a busy machine before they are killed.
 _END_S = 15.0
@@ -89,7 +89,7 @@ class RankProcesses:
         # MPI's shared memory is in this folder too, so that it is removed however mpirun ends.
         memory = str(_MEMORY) if plan.needs_mpirun and os.access(_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -146,7 +146,7 @@ class RankProcesses:
             environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1" if self._plan.ranks > cores() else "0")
             self._spawn("mpirun", ["mpirun", "-n", str(self._plan.ranks), *command, "-1"], environment)
             return
-        calls = [(str(rank), [*command, str(rank)], environment) for rank in range(self._plan.ranks)]
+        calls = [(f"rank {rank}", [*command, str(rank)], environment) for rank in range(self._plan.ranks)]
         if isinstance(self._plan, CollectiveConfig) and self._plan.hosts > 1:
             environment |= {"MASTER_ADDR": _address(0), "MASTER_PORT": str(_PORT)}
             environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
@@ -159,21 +159,19 @@ class RankProcesses:
 
     def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         with (self._folder / name).open("wb") as printed:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=printed,
-                    stderr=subprocess.STDOUT,
-                    # Ctrl-C is for the command, which ends them in order.
-                    start_new_session=True,
-                )
+            self._processes[name] = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the command, which ends them in order.
+                start_new_session=True,
             )
 
     # Messages ---------------------------------------------------------------------------------------------------
 
-    def words(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of rank 0 until all ranks are done; raise engine-failed if a rank dies or all are silent.
 
         Rank 0 continues when the caller asks for the next message.
@@ -196,7 +194,7 @@ class RankProcesses:
                         with contextlib.suppress(OSError):  # It died; the next read reports that.
                             connection.sendall(b".")
             # A process that ends before its rank has connected closes no connection.
-            for process in self._processes:
+            for process in self._processes.values():
                 if process.poll() is not None and len(self._ranks) < self._plan.ranks:
                     raise self._failed(f"a process ended with status {process.returncode} before all ranks had begun")
 
@@ -229,25 +227,19 @@ class RankProcesses:
     def _failed(self, why: str, *, hung: bool = False) -> AllhandsError:
         if not hung:
             # The end of one rank makes the others fail; their output helps to tell which was first.
-            deadline = time.monotonic() + _LAST_WORDS_S
-            while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            deadline = time.monotonic() + _LAST_OUTPUT_S
+            while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
                 time.sleep(0.02)
-        mpi = self._plan.needs_mpirun
-        names = ["mpirun"] if mpi else [f"rank {number}" for number in range(len(self._processes))]
         files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != _PLAN)
         printed = {path.name: path.read_text(errors="replace").strip() for path in files}
         output = "".join(printed.values())
-        if mpi and not self._ranks and "mpi4py" in output:
+        if self._plan.needs_mpirun and not self._ranks and "mpi4py" in output:
             return missing_mpi(_tail(output, 1))
-        tails = [
-            f"--- {name if name == 'mpirun' else f'rank {name}'} printed:\n{_tail(text, _LINES)}"
-            for name, text in printed.items()
-            if text
-        ]
+        tails = [f"--- {name} printed:\n{_tail(text, _LINES)}" for name, text in printed.items() if text]
         return fail(
             "engine-failed",
             f"the bench of {self._plan.operation} did not come to its end: {why}",
-            who="; ".join(f"{name} {_ending(process)}" for name, process in zip(names, self._processes, strict=True)),
+            who="; ".join(f"{name} {_ending(process)}" for name, process in self._processes.items()),
             why="\n".join(tails) or "no rank printed anything",
             fix=self._plan.remedy,
         )
@@ -255,10 +247,10 @@ class RankProcesses:
     def _end(self) -> None:
         deadline = time.monotonic() + _END_S
         mpi = self._plan.needs_mpirun
-        for process in self._processes if len(self._done) < self._plan.ranks else ():
+        for process in self._processes.values() if len(self._done) < self._plan.ranks else ():
             # mpirun ends its ranks; ranks that are done end by themselves.
             process.send_signal(signal.SIGTERM if mpi else signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
@@ -312,12 +304,12 @@ def short_path(folder: Path) -> Iterator[str]:
 class CommandConnection:
     """The connection to the command."""
 
-    def __init__(self, path: str, folder: str) -> None:
+    def __init__(self, folder: str) -> None:
         self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            with short_path(Path(path).parent) as place:
-                self._socket.connect(f"{place}/{Path(path).name}")
+            with short_path(Path(folder)) as place:
+                self._socket.connect(f"{place}/socket")
         except OSError:
             self._alone()
         self._answers = threading.Semaphore(0)
@@ -358,13 +350,13 @@ def serve(
     """
     folder, number = sys.argv[1:3]
     rank = int(number)
-    line = CommandConnection(f"{folder}/socket", folder)
+    line = CommandConnection(folder)
     try:
         plan = msgspec.json.decode(Path(folder, _PLAN).read_bytes(), type=kind)
         if mpi_rank is not None and rank < 0:
             rank = mpi_rank(plan)
             # Not through mpirun, which would mix the output of the ranks.
-            with Path(folder, str(rank)).open("ab") as printed:
+            with Path(folder, f"rank {rank}").open("ab") as printed:
                 os.dup2(printed.fileno(), 1)
                 os.dup2(printed.fileno(), 2)
         line.tell(rank=rank, pid=os.getpid())

@@ -84,7 +84,7 @@ def _job(members: int, transport: str, end: str, place: str, notify: _Notify) ->
         plan = RollCallConfig(members, coordinator.pid, *address, token, end, _PHASE_S)
         measured: dict[str, float] = {}
         with RankProcesses(plan, program="rollcall") as processes:
-            for message in processes.words():
+            for message in processes.messages():
                 if "measured" in message:
                     measured = message["measured"]
                 else:

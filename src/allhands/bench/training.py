@@ -50,7 +50,7 @@ def compare(asked: DdpConfig, notify: _Notify = lambda _: None) -> list[dict[str
     rows: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
     with RankProcesses(asked, program="ddp_rank") as processes:
-        for message in processes.words():
+        for message in processes.messages():
             if "samples" in message:
                 samples = {who: [Sample(*each) for each in found] for who, found in message["samples"].items()}
                 rows.append({**row(asked, message["size"], samples, message["model"]), "load_before": load})
@@ -125,7 +125,7 @@ def memory(asked: DdpConfig, who: str) -> dict[str, float]:
     for model in asked.models:
         before = 0
         with RankProcesses(DdpConfig(asked.ranks, (model,), 1, who=(who,)), program="ddp_rank") as processes:
-            for message in processes.words():
+            for message in processes.messages():
                 pids = processes.pids.values()
                 if message["phase"] == "before":
                     for pid in pids:
