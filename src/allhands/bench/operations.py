@@ -47,8 +47,8 @@ class Operation(NamedTuple):
     bus: Formula
     # What the busiest rank loads and stores in the staged scheme.
     staged: Formula
-    # The output is the "sum" of all inputs, the input of the "root", or holds a part of "each" rank's.
-    result: str = "each"
+    # The output is the "sum" of all inputs, the input of the "root", or a part of "each" rank's input.
+    result: str
     # How many ranks, from rank 0 on, have an output; 0: all.
     receivers: int = 0
     # Tensors of S bytes are on rank 0 only.
@@ -98,81 +98,51 @@ _REDUCED = Formula(
     lambda size, n: (n + 3) * size if n * size <= _ONE_SHOT else (5 - 2 / n) * size,
 )
 
-_WHOLE = ("whole",)
-_IN_PARTS = ("whole", "part")
-_FROM_PARTS = ("part", "whole")
-_BOTH = ("whole", "other")
+# Buffers, bus bandwidth, staged bytes, result.
+_ALL_GATHER = (("part", "whole"), _SHARE, _GATHERED, "each")
+_REDUCE_SCATTER = (("whole", "part"), _SHARE, _SCATTERED, "sum")
+_ALL_TO_ALL = (("whole", "other"), _SHARE, _EXCHANGED, "each")
+_GATHER = (("part", "whole"), _SHARE, _TWICE, "each")
+_SCATTER = (("whole", "part"), _SHARE, _TWICE, "root")
+_ALL_REDUCE = (("whole",), _TWO_SHARES, _REDUCED, "sum")
+_REDUCE = (("whole",), _PLAIN, _REDUCED, "sum")
+_BROADCAST = (("whole",), _PLAIN, _TWICE, "root")
 
 OPERATIONS = {
-    "all_reduce": Operation(
-        "dist.all_reduce(whole{group})", "comm.Allreduce(MPI.IN_PLACE, whole)", _WHOLE, _TWO_SHARES, _REDUCED, "sum"
-    ),
-    "reduce": Operation(
-        "dist.reduce(whole, dst=0{group})", "comm.Reduce(give, take, root=0)", _WHOLE, _PLAIN, _REDUCED, "sum", 1
-    ),
-    "broadcast": Operation(
-        "dist.broadcast(whole, src=0{group})", "comm.Bcast(whole, root=0)", _WHOLE, _PLAIN, _TWICE, "root"
-    ),
-    "all_gather": Operation(
-        "dist.all_gather(parts, part{group})", "comm.Allgather(part, whole)", _FROM_PARTS, _SHARE, _GATHERED
-    ),
+    "all_reduce": Operation("dist.all_reduce(whole{group})", "comm.Allreduce(MPI.IN_PLACE, whole)", *_ALL_REDUCE),
+    "reduce": Operation("dist.reduce(whole, dst=0{group})", "comm.Reduce(give, take, root=0)", *_REDUCE, receivers=1),
+    "broadcast": Operation("dist.broadcast(whole, src=0{group})", "comm.Bcast(whole, root=0)", *_BROADCAST),
+    "all_gather": Operation("dist.all_gather(parts, part{group})", "comm.Allgather(part, whole)", *_ALL_GATHER),
     "all_gather_into_tensor": Operation(
-        "dist.all_gather_into_tensor(whole, part{group})", "comm.Allgather(part, whole)", _FROM_PARTS, _SHARE, _GATHERED
+        "dist.all_gather_into_tensor(whole, part{group})", "comm.Allgather(part, whole)", *_ALL_GATHER
     ),
     "gather": Operation(
-        "dist.gather(part, parts, dst=0{group})",
-        "comm.Gather(part, whole, root=0)",
-        _FROM_PARTS,
-        _SHARE,
-        _TWICE,
-        receivers=1,
-        rooted=True,
+        "dist.gather(part, parts, dst=0{group})", "comm.Gather(part, whole, root=0)", *_GATHER, rooted=True
     ),
     "scatter": Operation(
-        "dist.scatter(part, parts, src=0{group})",
-        "comm.Scatter(whole, part, root=0)",
-        _IN_PARTS,
-        _SHARE,
-        _TWICE,
-        "root",
-        rooted=True,
+        "dist.scatter(part, parts, src=0{group})", "comm.Scatter(whole, part, root=0)", *_SCATTER, rooted=True
     ),
     "reduce_scatter": Operation(
-        "dist.reduce_scatter(part, parts{group})",
-        "comm.Reduce_scatter_block(whole, part)",
-        _IN_PARTS,
-        _SHARE,
-        _SCATTERED,
-        "sum",
+        "dist.reduce_scatter(part, parts{group})", "comm.Reduce_scatter_block(whole, part)", *_REDUCE_SCATTER
     ),
     "reduce_scatter_tensor": Operation(
-        "dist.reduce_scatter_tensor(part, whole{group})",
-        "comm.Reduce_scatter_block(whole, part)",
-        _IN_PARTS,
-        _SHARE,
-        _SCATTERED,
-        "sum",
+        "dist.reduce_scatter_tensor(part, whole{group})", "comm.Reduce_scatter_block(whole, part)", *_REDUCE_SCATTER
     ),
-    "all_to_all": Operation(
-        "dist.all_to_all(others, parts{group})", "comm.Alltoall(whole, other)", _BOTH, _SHARE, _EXCHANGED
-    ),
+    "all_to_all": Operation("dist.all_to_all(others, parts{group})", "comm.Alltoall(whole, other)", *_ALL_TO_ALL),
     "all_to_all_single": Operation(
-        "dist.all_to_all_single(other, whole{group})", "comm.Alltoall(whole, other)", _BOTH, _SHARE, _EXCHANGED
+        "dist.all_to_all_single(other, whole{group})", "comm.Alltoall(whole, other)", *_ALL_TO_ALL
     ),
     "send_recv": Operation(
         "dist.send(whole, dst=1{group}); dist.recv(whole, src=1{group})",
         "comm.Send(whole, dest=1); comm.Recv(whole, source=1)",
-        _WHOLE,
-        _PLAIN,
-        _TWICE,
-        "root",
+        *_BROADCAST,
         receivers=2,
         replies=(
             "dist.recv(whole, src=0{group}); dist.send(whole, dst=0{group})",
             "comm.Recv(whole, source=0); comm.Send(whole, dest=0)",
         ),
     ),
-    "barrier": Operation("dist.barrier({group})", "comm.Barrier()", (), _NONE, _NONE),
+    "barrier": Operation("dist.barrier({group})", "comm.Barrier()", (), _NONE, _NONE, "none"),
 }
 
 
