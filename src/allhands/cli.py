@@ -163,28 +163,22 @@ def _help(ctx: click.Context, topic: str | None) -> None:
     `allhands help environment` lists the variables; `allhands help COMMAND` is `allhands COMMAND --help`.
     """
     above = ctx.find_root()
-    if topic == "environment":
-        click.echo(_environment_help(above), nl=False)
-        return
     if topic is None:
         click.echo(above.get_help())
-        return
-    _, command, _ = main.resolve_command(above, [topic])
-    if command is not None:
-        command.main(["--help"], prog_name=f"{above.info_name} {topic}")
+    elif topic == "environment":
+        from .settings import LAUNCHER_TABLE, TABLE
 
-
-def _environment_help(ctx: click.Context) -> str:
-    """Return the tables of environment variables."""
-    from .settings import LAUNCHER_TABLE, TABLE
-
-    formatter = ctx.make_formatter()
-    # The column fits the longest name; click would print longer ones on lines of their own.
-    column = max(map(len, TABLE | LAUNCHER_TABLE)) + 2
-    for heading, table in (("Environment variables", TABLE), ("Set by the launcher only", LAUNCHER_TABLE)):
-        with formatter.section(heading):
-            formatter.write_dl(list(table.items()), col_max=column)
-    return formatter.getvalue()
+        formatter = above.make_formatter()
+        # The column fits the longest name; click would print longer ones on lines of their own.
+        column = max(map(len, TABLE | LAUNCHER_TABLE)) + 2
+        for heading, table in (("Environment variables", TABLE), ("Set by the launcher only", LAUNCHER_TABLE)):
+            with formatter.section(heading):
+                formatter.write_dl(list(table.items()), col_max=column)
+        click.echo(formatter.getvalue(), nl=False)
+    else:
+        _, command, _ = main.resolve_command(above, [topic])
+        if command is not None:
+            command.main(["--help"], prog_name=f"{above.info_name} {topic}")
 
 
 @main.command("explain")

@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import msgspec
@@ -90,18 +89,14 @@ class RankProcesses:
         memory = str(_MEMORY) if plan.needs_mpirun and os.access(_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._pids: dict[int, int] = {}
+        # The pid of each rank that has connected.
+        self.pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
         self._unread: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._done: set[int] = set()
         self._network = contextlib.ExitStack()
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """The pid of each rank that has connected."""
-        return dict(self._pids)
 
     def __enter__(self) -> Self:
         try:
@@ -115,9 +110,7 @@ class RankProcesses:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     # Start ------------------------------------------------------------------------------------------------------
@@ -215,7 +208,7 @@ class RankProcesses:
         for message in map(json.loads, lines):
             if "pid" in message:
                 self._ranks[connection] = message["rank"]
-                self._pids[message["rank"]] = message["pid"]
+                self.pids[message["rank"]] = message["pid"]
             if "done" in message:
                 self._done.add(message["rank"])
             if "failed" in message:
@@ -256,7 +249,7 @@ class RankProcesses:
             process.kill()
             process.wait()
         # mpirun's ranks are not our children: those that it left would continue.
-        for pid in self._pids.values() if mpi else ():
+        for pid in self.pids.values() if mpi else ():
             with contextlib.suppress(ProcessLookupError):  # it ended since it was looked at
                 if _ours(pid, str(self._folder)):
                     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The table of a bench of collectives, with a legend that says what each column is. Needs no torch."""
+"""The tables of a bench, each with a legend that defines its columns, and the plot. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .config import CollectiveConfig
 from .operations import LEAST_JUDGED, OPERATIONS, bus_bandwidth
 
-__all__ = ["aligned", "collective_table", "ddp_table", "legend", "plot", "rollcall_table", "size_text"]
+__all__ = ["aligned", "collective_table", "ddp_table", "plot", "rollcall_table", "size_text"]
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -46,9 +46,9 @@ def collective_table(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> str:
         for name in ("allhands", *plan.peers):
             values = row["engines"][name]
             line += [_us(values["median_s"]), _us(values["least_s"]), _giga(values["bus_bytes_per_s"])]
-            line += [_times(values["ratio"])] if name in plan.peers else []
+            line += [_number(values["ratio"])] if name in plan.peers else []
         cells.append(line + (_floor(row) if plan.floor else []))
-    return "\n".join([*aligned(groups, cells), "", *legend(plan, rows)])
+    return "\n".join([*aligned(groups, cells), "", *_legend(plan, rows)])
 
 
 def _floor(row: dict[str, Any]) -> list[str]:
@@ -60,22 +60,21 @@ def _floor(row: dict[str, Any]) -> list[str]:
         _giga(values["memcpy_bytes_per_s"]),
         _giga(values["stream_bytes_per_s"]),
         _us(values["floor_s"]) if judged else "-",
-        _times(values["ratio"]) if judged else "-",
+        _number(values["ratio"]) if judged else "-",
     ]
 
 
-def _us(seconds: float) -> str:
-    value = seconds * 1e6
+def _number(value: float) -> str:
     return f"{value:,.2f}" if value < 10 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _us(seconds: float) -> str:
+    return _number(seconds * 1e6)
 
 
 def _giga(value: float) -> str:
     value /= 1e9
     return "-" if not value else f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
-
-
-def _times(value: float) -> str:
-    return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
 
 
 def size_text(size: int) -> str:
@@ -95,8 +94,8 @@ def _hosts(plan: CollectiveConfig) -> str:
     return f" on {plan.hosts} hosts ({'+'.join(map(str, each))}; network namespaces of this machine)"
 
 
-def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines that say what was measured and what the columns mean."""
+def _legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines that state what was measured and define the columns."""
     what = OPERATIONS[plan.operation]
     first = rows[0]
     crowded = "more ranks than cores" if plan.ranks > first["cores"] else "a core for each rank"
@@ -123,10 +122,10 @@ def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
             "  (a copy of S bytes loads and stores 2 S; below 64 KiB it is one of 64 KiB, in the cache)",
             f"time: the floor in us: {what.staged.text},",
             "  which is what the busiest rank loads and stores in the staged scheme, over stream",
-            "times: allhands' median over the floor; not given below 64 KiB, where meetings cost more than bytes",
+            "times: allhands' median over the floor; not given below 64 KiB, where bytes cost less than calls",
         ]
     lines.append(
-        f"load before the start: {first['load_before']:.2f} (work of others slows engines that spin, MPI, most)"
+        f"load before the start: {first['load_before']:.2f} (other work slows engines that spin, as MPI, most)"
     )
     versions = "; ".join(
         f"{name}: {values['version']}" for name, values in first["engines"].items() if values["version"]
@@ -136,15 +135,15 @@ def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
 
 # Plot -------------------------------------------------------------------------------------------------------
 
-# More labels than this run into each other.
+# More labels overlap.
 _MOST_LABELS = 8
 
 
 def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
-    """Write the picture of ``rows`` to ``path``; its ending says which kind (.png, .svg, .pdf)."""
+    """Plot ``rows`` into ``path``, whose suffix is the format (.png, .svg, .pdf)."""
     from matplotlib.figure import Figure
 
-    # Not through pyplot, which looks for a screen.
+    # Not pyplot, which needs a display.
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     times, speeds = figure.subplots(1, 2)
     sizes = [max(1, row["bytes"]) for row in rows]
@@ -210,14 +209,14 @@ def _ddp_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _compared(who: dict[str, Any], name: str) -> list[str]:
-    """Return what ``name`` takes of each contestant, and how many times ours Gloo's is."""
+    """Return the milliseconds of ``name`` for each contestant, and the ratio of Gloo's to ours."""
     ratio = who["gloo"][f"{name}_ratio"]
     found = [_with_error(who[each], name) for each in _CLASSES]
     return [*found, "-" if ratio is None else f"{ratio:.1f}"]
 
 
 def _with_error(values: dict[str, Any], name: str) -> str:
-    """Return milliseconds, and what they may be wrong by where that is known."""
+    """Return milliseconds, with their standard error where it is known."""
     error = values.get(f"{name}_error_s")
     return f"{values[f'{name}_s'] * 1e3:.2f}" + ("" if error is None else f" ±{error * 1e3:.2f}")
 
@@ -229,8 +228,8 @@ def _ddp_legend(row: dict[str, Any]) -> list[str]:
         f"step: median of {row['rounds']} rounds, slowest rank; torch's gradients are views; ratio: Gloo's over ours",
         "communication: step less that of the bare module whose ranks only wait for each other, middle half of all,",
         "  and its standard error; transformer-16 has the transformer's gradients and fewer tokens: less varies",
-        "core time: what all threads of a rank compute in a step, less those of the bare module",
-        "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
+        "core time: processor time of a rank in a step (all its threads), less that of the bare module",
+        "single: the bare module on one rank while the others sleep; apart: on all ranks, without synchronisation",
         "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",
         f"memory: what all ranks held at most while training, shared pages once, over what they held before{jobs}",
         f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
@@ -239,7 +238,7 @@ def _ddp_legend(row: dict[str, Any]) -> list[str]:
 
 # Roll call --------------------------------------------------------------------------------------------------
 
-# What a ratio is taken against: past this size fixed costs no longer show in the time per member.
+# The reference of a ratio: above this size the fixed costs are negligible in the time per member.
 _REFERENCE = 1024
 
 # title, unit, key, decimals
@@ -250,7 +249,7 @@ _ROLLCALL_COLUMNS = (
     ("coordinator", "CPU us/member", "coordinator_cpu_us_per_member", 0),
     ("memory", "KiB/member", "kib_per_member", 1),
     ("store", "us/member", "store_us_per_member", 0),
-    ("death told", "s", "death_s", 3),
+    ("death reported", "s", "death_s", 3),
     ("all left", "s", "leave_s", 3),
 )
 
