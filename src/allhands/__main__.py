@@ -13,27 +13,23 @@ __all__ = ["main"]
 def main(program: str = "allhands") -> None:
     """Run the command line and exit. ``program`` is its name in usage lines."""
     if sys.argv[1:2] == ["run"]:
-        status = _run(sys.argv[2:])
+        from .launch.start import run_command_line
+
+        try:
+            status = run_command_line(sys.argv[2:])
+        except Exception as problem:
+            from .errors import AllhandsError
+
+            if not isinstance(problem, AllhandsError):
+                raise
+            from .cli import failed
+
+            status = failed(problem)
         if status is not None:
             sys.exit(status)
     from .cli import main as command_line
 
     command_line(prog_name=program)
-
-
-def _run(line: list[str]) -> int | None:
-    from .launch.start import run_command_line
-
-    try:
-        return run_command_line(line)
-    except Exception as problem:
-        from .errors import AllhandsError
-
-        if not isinstance(problem, AllhandsError):
-            raise
-        from .cli import failed
-
-        return failed(problem)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ._version import __version__
+from .bench.operations import OPERATIONS
 
 if TYPE_CHECKING:
     from .errors import AllhandsError
 
-__all__ = ["COLLECTIVES", "failed", "main"]
+__all__ = ["failed", "main"]
 
 # Wider paragraphs are hard to read, however wide the terminal is.
 _WIDEST = 100
@@ -162,28 +163,22 @@ def _help(ctx: click.Context, topic: str | None) -> None:
     `allhands help environment` lists the variables; `allhands help COMMAND` is `allhands COMMAND --help`.
     """
     above = ctx.find_root()
-    if topic == "environment":
-        click.echo(_environment_help(above), nl=False)
-        return
     if topic is None:
         click.echo(above.get_help())
-        return
-    _, command, _ = main.resolve_command(above, [topic])
-    if command is not None:
-        command.main(["--help"], prog_name=f"{above.info_name} {topic}")
+    elif topic == "environment":
+        from .settings import LAUNCHER_TABLE, TABLE
 
-
-def _environment_help(ctx: click.Context) -> str:
-    """Return the tables of environment variables."""
-    from .settings import LAUNCHER_TABLE, TABLE
-
-    formatter = ctx.make_formatter()
-    # The column fits the longest name; click would print longer ones on lines of their own.
-    column = max(map(len, TABLE | LAUNCHER_TABLE)) + 2
-    for heading, table in (("Environment variables", TABLE), ("Set by the launcher only", LAUNCHER_TABLE)):
-        with formatter.section(heading):
-            formatter.write_dl(list(table.items()), col_max=column)
-    return formatter.getvalue()
+        formatter = above.make_formatter()
+        # The column fits the longest name; click would print longer ones on lines of their own.
+        column = max(map(len, TABLE | LAUNCHER_TABLE)) + 2
+        for heading, table in (("Environment variables", TABLE), ("Set by the launcher only", LAUNCHER_TABLE)):
+            with formatter.section(heading):
+                formatter.write_dl(list(table.items()), col_max=column)
+        click.echo(formatter.getvalue(), nl=False)
+    else:
+        _, command, _ = main.resolve_command(above, [topic])
+        if command is not None:
+            command.main(["--help"], prog_name=f"{above.info_name} {topic}")
 
 
 @main.command("explain")
@@ -211,46 +206,41 @@ def _is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-@main.group("bench", cls=_Commands)
+@main.group("bench", cls=_Commands, context_settings={"show_default": True})
 def _bench() -> None:
     """Measure launches, roll calls, collectives and training on this machine."""
 
 
-class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """Comma-separated whole numbers."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        try:
-            return [int(part) for part in str(value).split(",")]
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 64,256.", param, ctx)
+def _numbers(text: str) -> list[int]:
+    """Read comma-separated whole numbers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 64,256.") from None
 
 
 @_bench.command("rollcall")
 @click.option(
-    "--members", type=_Numbers(), default="64,256,1024,4096", show_default=True, help="Numbers of members, in turn."
+    "--members", type=_numbers, metavar="NUMBERS", default="64,256,1024,4096", help="Numbers of members, in turn."
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Measurements of each.")
-@click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp", show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Measurements of each.")
+@click.option("--transport", type=click.Choice(["tcp", "unix"]), default="tcp")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _rollcall(members: list[int], rounds: int, transport: str, as_json: bool) -> None:
     """Measure the roll call as jobs grow.
 
     The coordinator is real and has its own process; the members are simulated, over real sockets.
     """
-    from .bench import rollcall_table, run
+    from .bench import rollcall
+    from .bench.tables import rollcall_table
 
-    rows = run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
+    rows = rollcall.run(members, rounds, transport=transport)  # type: ignore[arg-type]  # one of click's choices
     click.echo(json.dumps(rows, indent=2) if as_json else rollcall_table(rows))
 
 
 @_bench.command("launch")
-@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of processes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each.")
+@click.option("--ranks", type=click.IntRange(1, 256), default=4, help="Number of processes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Measurements of each.")
 @click.option("--json", "as_json", is_flag=True, help="Print every launch as JSON.")
 def _launch(ranks: int, rounds: int, as_json: bool) -> None:
     """Measure a launch against torchrun.
@@ -258,20 +248,15 @@ def _launch(ranks: int, rounds: int, as_json: bool) -> None:
     The time from the command until every rank has finished its first all_reduce, and the part of it that imports torch.
     """
     from .bench.launch import measure, table
-    from .control.waiting_line import WaitingLine
 
-    progress = WaitingLine("allhands bench launch")
-    try:
-        found = measure(ranks, rounds, progress)
-    finally:
-        progress.done()
+    found = measure(ranks, rounds)
     click.echo(json.dumps(found, indent=2) if as_json else table(found))
 
 
 @_bench.command("ddp")
-@click.option("--ranks", type=_Numbers(), default="2,4", show_default=True, help="Numbers of processes, in turn.")
-@click.option("--models", default="mlp,cnn,transformer,transformer-16", show_default=True, help="Models to train.")
-@click.option("--rounds", type=click.IntRange(min=1), default=60, show_default=True, help="Measurements of each.")
+@click.option("--ranks", type=_numbers, metavar="NUMBERS", default="2,4", help="Numbers of processes, in turn.")
+@click.option("--models", default="mlp,cnn,transformer,transformer-16", help="Models to train.")
+@click.option("--rounds", type=click.IntRange(min=1), default=60, help="Measurements of each.")
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which takes processes of its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def _ddp(ranks: list[int], models: str, rounds: int, no_memory: bool, as_json: bool) -> None:
@@ -297,37 +282,27 @@ def _collective(operation: str) -> None:
         "least, bus bandwidth and ratio for each size, with a legend. MPI needs mpirun and mpi4py.",
         short_help=f"Measure {operation} on this host.",
     )
-    @click.option("--ranks", type=click.IntRange(2, 256), default=2, show_default=True, help="Number of processes.")
-    @click.option(
-        "--sizes", default="4:64M", show_default=True, help="Bytes: a range (each 4 times the last) or a list."
-    )
-    @click.option(
-        "--hosts",
-        type=click.IntRange(1, 64),
-        default=1,
-        show_default=True,
-        help="Network namespaces to distribute them over.",
-    )
-    @click.option("--against", default="gloo", show_default=True, help="Peers: gloo, mpi, both with a comma, or none.")
+    @click.option("--ranks", type=click.IntRange(2, 256), default=2, help="Number of processes.")
+    @click.option("--sizes", default="4:64M", help="Bytes: a range (each 4 times the last) or a list.")
+    @click.option("--hosts", type=click.IntRange(1, 64), default=1, help="Network namespaces to distribute them over.")
+    @click.option("--against", default="gloo", help="Peers: gloo, mpi, both with a comma, or none.")
     @click.option(
         "--engine",
         type=click.Choice(["shm", "gloo", "mpi"]),
         default="shm",
-        show_default=True,
         help="The engine of ours that is measured.",
     )
-    @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each.")
+    @click.option("--rounds", type=click.IntRange(min=1), default=5, help="Measurements of each.")
     @click.option("--floor", is_flag=True, help="Measure plain copies too, and print the ratio to them.")
     @click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),
         default="cpu",
-        show_default=True,
         help="Device of the tensors; with cuda, all ranks share the first GPU.",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-    @click.option("--plot", default="", metavar="FILE", help="Plot time and bandwidth into FILE (.png, .svg, .pdf).")
-    def run(*, sizes: str, as_json: bool, plot: str, **asked_for: Any) -> None:
+    @click.option("--plot", metavar="FILE", help="Plot time and bandwidth into FILE (.png, .svg, .pdf).")
+    def run(*, sizes: str, as_json: bool, plot: str | None, **asked_for: Any) -> None:
         from .bench.collective import measure, progress_bar
         from .bench.config import collective_config
         from .bench.tables import collective_table
@@ -342,22 +317,5 @@ def _collective(operation: str) -> None:
             draw(config, rows, plot)
 
 
-# A literal list, so that `allhands --help` does not import the bench; a test compares it with bench.operations.
-COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "send_recv",
-    "barrier",
-)
-
-for _name in COLLECTIVES:
+for _name in OPERATIONS:
     _collective(_name)

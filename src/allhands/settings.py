@@ -77,35 +77,24 @@ class Settings(NamedTuple):
             return b""
         from pathlib import Path
 
-        from .errors import fail
+        from .errors import AllhandsError, fail
 
         path = Path(self.token_file)
+
+        def refused(what: str, fix: str, why: str = "") -> AllhandsError:
+            return fail("not-authorised", f"the token file {path} {what}", who="this process", why=why, fix=fix)
+
         try:
             mode = path.stat().st_mode & 0o777
             if mode & 0o077:
-                raise fail(
-                    "not-authorised",
-                    f"the token file {path} can be read by others (mode {mode:04o})",
-                    who="this process",
-                    why="a secret that other users of this machine can read protects nothing",
-                    fix=f"chmod 600 {path}",
-                )
+                why = "a secret that other users of this machine can read protects nothing"
+                raise refused(f"can be read by others (mode {mode:04o})", f"chmod 600 {path}", why)
             secret = path.read_bytes().strip()
         except OSError as error:
-            raise fail(
-                "not-authorised",
-                f"the token file {path} cannot be read",
-                who="this process",
-                why=f"{error.strerror or error}",
-                fix="create it, or unset ALLHANDS_TOKEN_FILE",
-            ) from error
+            fix = "create it, or unset ALLHANDS_TOKEN_FILE"
+            raise refused("cannot be read", fix, error.strerror or str(error)) from error
         if not secret:
-            raise fail(
-                "not-authorised",
-                f"the token file {path} is empty",
-                who="this process",
-                fix=f"write a secret into it: head -c 32 /dev/urandom | base64 > {path}",
-            )
+            raise refused("is empty", f"write a secret into it: head -c 32 /dev/urandom | base64 > {path}")
         return secret
 
 

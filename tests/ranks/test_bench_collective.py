@@ -118,24 +118,24 @@ def test_a_small_bench_of_the_engine_mpi(tmp_path: Path, against: str) -> None:
 
 
 CHECKED = """
-    from allhands.bench.competitors import Buffers
-    from allhands.bench.operations import OPERATIONS
-    from allhands.bench.competitors import Engines
+    import allhands
+    from allhands.bench.collective_rank import Buffers, Engines
     from allhands.bench.config import CollectiveConfig
+    from allhands.bench.operations import OPERATIONS
 
     for operation, what in OPERATIONS.items():
         count = what.size(1000, size)
-        engines = Engines(CollectiveConfig(operation, size, (count,), 1, ("gloo",)), rank, None)
+        engines = Engines(CollectiveConfig(operation, size, (count,), 1, ("gloo",)), rank)
         buffers = Buffers(operation, count, rank, size)
         for name, call in engines.calls(buffers, count).items():
             buffers.fill()
             before = buffers.right()
-            engines.meet()
-            call.run(1)
+            allhands.barrier()
+            call(1)
             say(operation=operation, engine=name, before=before, after=buffers.right())
-            engines.meet()
+            allhands.barrier()
             buffers.clear()
-        engines.end()
+        allhands.destroy_process_group()
 """
 
 
@@ -166,12 +166,12 @@ def disturbed(peers: tuple[str, ...], number: signal.Signals, silence_s: float) 
     plan = CollectiveConfig(LONG.operation, LONG.ranks, LONG.sizes, LONG.rounds, peers)
     pids: list[int] = []
     try:
-        with RankProcesses(plan, silence_s=DEADLINE_S) as crew:
-            for words in crew.words():
-                if "round" in words and not pids:
-                    pids = list(crew.pids.values())
-                    os.kill(crew.pids[1], number)
-                    crew._silence_s = silence_s
+        with RankProcesses(plan) as processes:
+            for message in processes.messages():
+                if "round" in message and not pids:
+                    pids = list(processes.pids.values())
+                    os.kill(processes.pids[1], number)
+                    processes._silence_s = silence_s
     except AllhandsError as problem:
         return problem, pids
     raise AssertionError("the bench came to its end")
@@ -200,8 +200,8 @@ def test_ranks_that_hang_are_reported(peers: tuple[str, ...]) -> None:
 
 def test_a_rank_that_raises_is_reported() -> None:
     """An exception of a rank is the reason that is given, with its traceback."""
-    with pytest.raises(AllhandsError) as caught, RankProcesses(CollectiveConfig("nonsense", 2, (4,), 1)) as crew:
-        list(crew.words())
+    with pytest.raises(AllhandsError) as caught, RankProcesses(CollectiveConfig("nonsense", 2, (4,), 1)) as processes:
+        list(processes.messages())
     assert caught.value.slug == "engine-failed"
     assert "KeyError: 'nonsense'" in str(caught.value)
     assert "Traceback" in str(caught.value)

@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from allhands import __version__, bench, cli
+from allhands import __version__, cli
+from allhands.bench import rollcall
 from allhands.diagnosis import CATALOGUE
 from allhands.errors import fail
 from allhands.settings import LAUNCHER_TABLE, TABLE
@@ -142,7 +143,7 @@ def test_a_failure_is_its_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> list[dict[str, object]]:
         raise fail("fd-limit", "too few", who="someone", why="a limit", fix="raise it")
 
-    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(rollcall, "run", run)
     result = call("bench", "rollcall")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
@@ -210,7 +211,7 @@ def test_bench_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((members, rounds, transport))
         return [{"members": number} for number in members]
 
-    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(rollcall, "run", run)
     result = call("bench", "rollcall", "--members", "8,16", "--rounds", "2", "--transport", "unix", "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, [{"members": 8}, {"members": 16}])
     call("bench", "rollcall", "--json")

@@ -1,6 +1,3 @@
-"""`allhands bench`: measurements of the roll call, launches, collectives and training. Importing it needs no torch."""
+"""`allhands bench`: measurements of the roll call, launches, collectives and training."""
 
-from .rollcall import run
-from .tables import rollcall_table
-
-__all__ = ["rollcall_table", "run"]
+__all__: list[str] = []

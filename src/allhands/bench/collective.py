@@ -1,4 +1,4 @@
-"""Collectives, ours and others', in turn in the same processes, where all meet the same neighbours. Needs no torch."""
+"""Collectives, ours and those of other engines, in turn in the same processes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,38 +22,35 @@ _Notify = Callable[[int, int, int], None]
 def measure(plan: CollectiveConfig, notify: _Notify = lambda _size, _round, _done: None) -> list[dict[str, Any]]:
     """Run the ranks of ``plan``, and return a row for each size.
 
-    ``notify`` is told the size, the round that was done, and how many rounds are done in all; nothing is measured
-    while it runs. Raises engine-failed where a rank dies or hangs, with what it printed; no process is left behind.
+    ``notify`` gets the size, the round that is done, and the number of rounds done in all; nothing is measured while it
+    runs. Raises engine-failed, with the output of the ranks, where one dies or hangs.
     """
     rows: list[dict[str, Any]] = []
-    about: dict[str, str] = {}
     done = 0
-    # Whoever else works on this machine slows engines that spin most: a reader must know.
+    # Work of others slows engines that spin most, so the table shows it.
     load = os.getloadavg()[0]
-    with RankProcesses(plan) as crew:
-        for words in crew.words():
-            if "about" in words:
-                about = words["about"]
-            elif "times" in words:
-                found = row(plan, words["size"], words["times"], about)
+    with RankProcesses(plan) as processes:
+        for message in processes.messages():
+            if "times" in message:
+                found = row(plan, message["size"], message["times"], message["versions"])
                 rows.append({**found, "load_before": load})
             else:
                 done += 1
-                notify(words["size"], words["round"], done)
+                notify(message["size"], message["round"], done)
     return rows
 
 
-def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about: dict[str, str]) -> dict[str, Any]:
-    """Return what was measured of one size: for each engine, and the floor where copies were timed.
+def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], versions: dict[str, str]) -> dict[str, Any]:
+    """Return the result of one size: each engine, and the floor where copies were timed.
 
-    ``times`` holds the seconds of one call in each round, those of the slowest rank.
+    ``times`` are the seconds of one call on the slowest rank, in each round.
     """
     ours = statistics.median(times["allhands"])
     engines = {}
     for name in ("allhands", *plan.peers):
         median, least = statistics.median(times[name]), min(times[name])
         engines[name] = {
-            "version": about.get(name, ""),
+            "version": versions.get(name, ""),
             "median_s": median,
             "least_s": least,
             "bus_bytes_per_s": bus_bandwidth(plan.operation, plan.ranks, size, median),
@@ -74,7 +71,7 @@ def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about:
         found["floor"] = {
             "memcpy_bytes_per_s": copy_speed(size, memcpy),
             "stream_bytes_per_s": copy_speed(size, stream),
-            "moved_bytes": OPERATIONS[plan.operation].moved(size, plan.ranks),
+            "moved_bytes": OPERATIONS[plan.operation].staged.value(size, plan.ranks),
             "floor_s": least,
             "ratio": ours / least,
         }
@@ -83,16 +80,14 @@ def row(plan: CollectiveConfig, size: int, times: dict[str, list[float]], about:
 
 @contextmanager
 def progress_bar(plan: CollectiveConfig) -> Iterator[Callable[[int, int, int], None]]:
-    """Show a bar on standard error for a block; yields what `collective.measure` is to notify."""
-    if not sys.stderr.isatty():
-        yield lambda _size, _round, _done: None
-        return
+    """Show a bar on standard error, if that is a terminal, for a block; yields the ``notify`` of `measure`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # It has no thread of its own: that would draw while ranks are measured, on one of their cores.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
+    console, terminal = Console(stderr=True), sys.stderr.isatty()
+    # It must not refresh by a thread: that would draw while ranks are measured, on one of their cores.
+    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not terminal) as shown:
         total = len(plan.sizes) * plan.rounds
         task = shown.add_task(f"{plan.operation}: starting {plan.ranks} ranks", total=total)
         shown.refresh()

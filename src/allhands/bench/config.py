@@ -1,11 +1,14 @@
-"""What a bench is asked to do, read from its options and checked before anything is started. Needs no torch."""
+"""The options of a bench, checked before anything is started. Needs no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -13,12 +16,9 @@ from ..errors import AllhandsError, fail
 from .operations import OPERATIONS
 
 __all__ = [
-    "CONTESTANTS",
-    "ENGINES",
-    "MODELS",
-    "PEERS",
     "CollectiveConfig",
     "DdpConfig",
+    "RollCallConfig",
     "check_memory",
     "collective_config",
     "ddp_config",
@@ -28,22 +28,19 @@ __all__ = [
     "parse_sizes",
 ]
 
-# Whom we can be measured against, in the order in which they are shown.
-PEERS = ("gloo", "mpi")
-
-# What of ours can be measured on one host.
-ENGINES = ("shm", "gloo", "mpi")
+# The engines to compare with, in the order of the table.
+_PEERS = ("gloo", "mpi")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-# What a process with torch, Gloo and MPI in it takes before it holds any tensor; measured 250 to 320 MiB.
+# What a process with torch, Gloo and MPI takes before it holds any tensor; measured 250 to 320 MiB.
 _PROCESS_BYTES = 320 << 20
 
 _WHO = "allhands bench"
 
 
 class CollectiveConfig(msgspec.Struct, frozen=True):
-    """What the ranks are to measure; sizes in bytes, ``peers`` in the order of `PEERS`."""
+    """What the ranks measure; sizes in bytes, ``peers`` in the order of the table."""
 
     operation: str
     ranks: int
@@ -53,8 +50,12 @@ class CollectiveConfig(msgspec.Struct, frozen=True):
     floor: bool = False
     device: str = "cpu"
     hosts: int = 1
-    # Which engine of ours is measured: one of `ENGINES`.
+    # The engine of ours: shm, gloo or mpi.
     engine: str = "shm"
+
+    remedy: ClassVar[str] = (
+        "mend what the ranks say above; or measure fewer --ranks, smaller --sizes, or --against fewer peers"
+    )
 
     @property
     def needs_mpirun(self) -> bool:
@@ -62,42 +63,36 @@ class CollectiveConfig(msgspec.Struct, frozen=True):
         return "mpi" in {self.engine, *self.peers}
 
     def host(self, rank: int) -> int:
-        """Return the host that ``rank`` is on: as many ranks on each as can be, in their order."""
+        """Return the host of ``rank``: ranks are distributed evenly, in order."""
         return rank * self.hosts // self.ranks
 
 
 def collective_config(
-    operation: str,
-    *,
-    ranks: int,
-    sizes_text: str,
-    against: str,
-    rounds: int,
-    floor: bool = False,
-    plot: str = "",
-    device: str = "cpu",
-    hosts: int = 1,
-    engine: str = "shm",
+    operation: str, *, ranks: int, sizes_text: str, against: str, plot: str | None = None, **options: Any
 ) -> CollectiveConfig:
-    """Return the plan that the options ask for.
+    """Return the plan of the options.
 
-    Raises invalid-argument for what makes no sense (more memory than there is included), mpi-missing where MPI is
-    asked for and not here.
+    Raises invalid-argument for options that contradict each other or need more memory than there is, mpi-missing where
+    MPI is needed and not installed.
     """
     what = OPERATIONS[operation]
-    # Sizes that are not a whole number for every rank become the next one that is; each is measured once.
-    wanted = tuple(dict.fromkeys(what.size(size, ranks) for size in parse_sizes(sizes_text)))
-    made = CollectiveConfig(operation, ranks, wanted, rounds, parse_peers(against), floor, device, hosts, engine)
-    if hosts > 1:
+    # A size that is not a whole number for every rank becomes the next one that is; each is measured once.
+    sizes = tuple(dict.fromkeys(what.size(size, ranks) for size in parse_sizes(sizes_text)))
+    made = CollectiveConfig(operation, ranks, sizes, peers=parse_peers(against), **options)
+    if made.hosts > 1:
         _check_hosts(made)
     check_memory(made)
-    if device == "cuda":
+    if made.device == "cuda":
         _check_gpu(made)
     if made.needs_mpirun:
         _check_mpi()
     if plot:
         _check_plot(plot)
     return made
+
+
+def _invalid(what: str, fix: str, why: str = "") -> AllhandsError:
+    return fail("invalid-argument", what, who=_WHO, why=why, fix=fix)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -109,16 +104,15 @@ def parse_sizes(text: str) -> list[int]:
     if ":" not in text and given:
         return given
     if len(given) != 2 or given[0] > given[1]:
-        raise fail(
-            "invalid-argument",
-            f"--sizes {text!r} is not a range of sizes",
-            who=_WHO,
-            fix="write 4:64M (from, to), or 4,1K,1M; the least is 4 bytes",
+        raise _invalid(
+            f"--sizes {text!r} is not a range of sizes", "write 4:64M (from, to), or 4,1K,1M; the least is 4 bytes"
         )
-    found = given[:1]
-    while found[-1] * 4 <= given[1]:
-        found.append(found[-1] * 4)
-    return found if found[-1] == given[1] else [*found, given[1]]
+    size, last = given
+    found = []
+    while size < last:
+        found.append(size)
+        size *= 4
+    return [*found, last]
 
 
 def _bytes(text: str) -> int:
@@ -130,22 +124,28 @@ def _bytes(text: str) -> int:
 
 
 def parse_peers(text: str) -> tuple[str, ...]:
-    """Read ``gloo,mpi``; ``none`` means nobody."""
-    given = [name.strip().lower() for name in text.split(",")]
+    """Read ``gloo,mpi``; ``none`` means no peer."""
+    if text.strip().lower() == "none":
+        return ()
+    given = _names("--against", "peer", text.lower(), _PEERS, ", or none")
+    return tuple(name for name in _PEERS if name in given)
+
+
+def _names(option: str, kind: str, text: str, known: Sequence[str], more: str = "") -> list[str]:
+    """Return the comma-separated names of an option; raise invalid-argument for one that is not ``known``."""
+    given = [name.strip() for name in text.split(",")]
     for name in given:
-        if name not in PEERS and given != ["none"]:
-            near = get_close_matches(name, PEERS, n=1)
-            raise fail(
-                "invalid-argument",
-                f"--against {text!r}: there is no peer {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-                who=_WHO,
-                fix=f"name some of {', '.join(PEERS)}, or none",
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise _invalid(
+                f"{option} {text!r}: there is no {kind} {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                f"name some of {', '.join(known)}{more}",
             )
-    return tuple(name for name in PEERS if name in given)
+    return given
 
 
 def memory_needed(asked: CollectiveConfig) -> int:
-    """Return how many bytes of memory ``asked`` takes in all, roughly and rather too many."""
+    """Return an upper estimate of the memory in bytes that ``asked`` takes in all."""
     largest = max(asked.sizes)
     held = OPERATIONS[asked.operation].held(largest, asked.ranks)
     # Gloo and MPI hold up to as much again while they work; the floor copies from one buffer to another.
@@ -154,15 +154,13 @@ def memory_needed(asked: CollectiveConfig) -> int:
 
 
 def check_memory(asked: CollectiveConfig, available: int | None = None) -> None:
-    """Raise invalid-argument where ``asked`` needs more than ``available`` bytes (by default: what there is)."""
+    """Raise invalid-argument where ``asked`` needs more than ``available`` bytes (by default: what is free)."""
     free = _available() if available is None else available
     if memory_needed(asked) > free:
-        raise fail(
-            "invalid-argument",
+        raise _invalid(
             f"{asked.operation} of up to {max(asked.sizes):,} bytes on {asked.ranks} ranks needs about "
             f"{memory_needed(asked) / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are available",
-            who=_WHO,
-            fix="give a smaller upper end in --sizes, or fewer --ranks" + (", or no --floor" if asked.floor else ""),
+            "give a smaller upper end in --sizes, or fewer --ranks" + (", or no --floor" if asked.floor else ""),
         )
 
 
@@ -170,16 +168,12 @@ def _available() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    # A container's own limit; what its page cache holds can be had back and is not known here, so only the limit
-    # itself counts, less what is in use by processes.
+    # The limit of a container, less what its processes hold; its page cache can be reclaimed.
     folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
+    with contextlib.suppress(OSError, KeyError, ValueError):  # no cgroup version 2 at its usual place, or no limit
         used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        if limit != "max":
-            free = min(free, int(limit) - int(used["anon"]) - int(used.get("shmem", 0)))
-    except (OSError, KeyError, ValueError):
-        return free  # no cgroup version 2 here, or not at its usual place
+        limit = int((folder / "memory.max").read_text())
+        free = min(free, limit - int(used["anon"]) - int(used.get("shmem", 0)))
     return max(0, free)
 
 
@@ -193,12 +187,10 @@ def _check_gpu(asked: CollectiveConfig) -> None:
             fix="run where nvidia-smi shows a GPU, or measure with --device cpu",
         )
     if "mpi" in asked.peers:
-        raise fail(
-            "invalid-argument",
+        raise _invalid(
             "--against mpi measures tensors of the CPU only",
-            who=_WHO,
-            why="an MPI takes memory of a GPU only where it was built for that",
-            fix="measure CUDA tensors with --against gloo",
+            "measure CUDA tensors with --against gloo",
+            "an MPI takes memory of a GPU only where it was built for that",
         )
 
 
@@ -213,11 +205,9 @@ def _check_hosts(asked: CollectiveConfig) -> None:
     elif asked.device != "cpu":
         wrong = "ranks on several hosts share no GPU"
     if wrong:
-        raise fail(
-            "invalid-argument",
+        raise _invalid(
             f"--hosts {asked.hosts}: {wrong}",
-            who=_WHO,
-            fix="give at least as many --ranks, and neither --floor, --device cuda nor --against mpi",
+            "give at least as many --ranks, and neither --floor, --device cuda nor --against mpi",
         )
 
 
@@ -242,56 +232,67 @@ def missing_mpi(why: str) -> AllhandsError:
 
 def _check_plot(path: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise fail(
-            "invalid-argument",
+        raise _invalid(
             "--plot needs matplotlib, which is not installed",
-            who=_WHO,
-            fix="pip install matplotlib (or 'allhands[examples]'), or take the figures from --json",
+            "pip install matplotlib (or 'allhands[examples]'), or take the figures from --json",
         )
     target = Path(path)
     if target.suffix.lower() not in {".png", ".svg", ".pdf"} or not target.absolute().parent.is_dir():
-        raise fail(
-            "invalid-argument",
+        raise _invalid(
             f"--plot {path!r} is not a file that can be written",
-            who=_WHO,
-            fix="give a name that ends in .png, .svg or .pdf, in a folder that exists",
+            "give a name that ends in .png, .svg or .pdf, in a folder that exists",
         )
 
 
 # Training ---------------------------------------------------------------------------------------------------
 
-# Small enough for two cores and a minute, large enough that gradients fill several buckets. The last is the transformer
-# with 16 tokens in place of 512: as many gradients of the same size come of them, and what computing varies by, which
-# is a share of what it takes, hides less of what they take to move.
-MODELS = ("mlp", "cnn", "transformer", "transformer-16")
-
-# Who trains, in the order in which they are shown: our class on our backend, torch's on ours, torch's on Gloo; the
-# module itself on all ranks at once, with a barrier after each backward pass and nothing else between them, and with
-# nothing at all; and on rank 0 alone while the others sleep.
-CONTESTANTS = ("allhands", "torch", "gloo", "lockstep", "apart", "single")
+# Small enough for two cores and a minute, large enough that gradients fill several buckets. transformer-16 is the
+# transformer with 16 tokens in place of 512: gradients of the same number and size, but a shorter step, so that the
+# variation of the computation, a share of it, hides less of the communication.
+_MODELS = ("mlp", "cnn", "transformer", "transformer-16")
 
 
 class DdpConfig(msgspec.Struct, frozen=True):
-    """What the ranks are to train. ``who`` limits the contestants, for the measurement of memory."""
+    """What the ranks train.
+
+    ``who`` are the contestants: our class on our backend, torch's on ours, torch's on Gloo; the bare module on all
+    ranks at once with a barrier after each backward pass, and without one; and on rank 0 alone while the others sleep.
+    """
 
     ranks: int
     models: tuple[str, ...]
     rounds: int
-    who: tuple[str, ...] = CONTESTANTS
-    operation: str = "ddp"
-    peers: tuple[str, ...] = ()
+    who: tuple[str, ...] = ("allhands", "torch", "gloo", "lockstep", "apart", "single")
+
+    operation: ClassVar[str] = "ddp"
+    needs_mpirun: ClassVar[bool] = False
+    remedy: ClassVar[str] = "mend what the ranks say above; or measure fewer --ranks or --models"
 
 
 def ddp_config(ranks: int, models: str, rounds: int) -> DdpConfig:
-    """Return what the options ask for; raises invalid-argument for a model that there is not."""
-    names = tuple(name.strip() for name in models.split(","))
-    for name in names:
-        if name not in MODELS:
-            near = get_close_matches(name, MODELS, n=1)
-            raise fail(
-                "invalid-argument",
-                f"--models {models!r}: there is no model {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-                who="allhands bench ddp",
-                fix=f"name some of {', '.join(MODELS)}",
-            )
-    return DdpConfig(ranks, names, rounds)
+    """Return the plan of the options; raise invalid-argument for an unknown model."""
+    return DdpConfig(ranks, tuple(_names("--models", "model", models, _MODELS)), rounds)
+
+
+# Roll call --------------------------------------------------------------------------------------------------
+
+
+class RollCallConfig(msgspec.Struct, frozen=True):
+    """What to simulate. ``host`` "" means the Unix socket ``unix``; ``end`` is "death" or "leave"."""
+
+    members: int
+    coordinator: int
+    unix: str
+    host: str
+    port: int
+    token: bytes
+    end: str
+    timeout_s: float
+
+    operation: ClassVar[str] = "rollcall"
+    # One process simulates all members.
+    ranks: ClassVar[int] = 1
+    needs_mpirun: ClassVar[bool] = False
+    remedy: ClassVar[str] = (
+        "measure fewer --members, or look at this machine's limits (memory, ulimit -n, net.core.somaxconn)"
+    )

@@ -1,7 +1,7 @@
-"""How long a launch takes: from the command to the first all_reduce that every rank has done, against torchrun.
+"""How long a launch takes: from the command to the first all_reduce of all ranks, against torchrun. Needs no torch.
 
-Three kinds of launch take turns: `allhands run` with our backend, torchrun with Gloo, and as many interpreters, started
-by nobody's launcher, that only import torch: what nobody can save. Needs no torch itself.
+Three kinds of launch take turns: `allhands run` with our backend, torchrun with Gloo, and as many interpreters without
+a launcher that only import torch, which no launcher can avoid.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import importlib.util
 import json
 import os
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from ..control.waiting_line import WaitingLine
 from ..errors import fail
+from .tables import aligned
 
 __all__ = ["KINDS", "measure", "table", "write"]
 
-# Longer than a launch takes on a machine that does much else; it only ends a hang.
+# Longer than a launch takes on a busy machine; it only ends a hang.
 _DEADLINE_S = 120.0
 
-# Every rank adds one line to the file: when it began, when torch was imported, when it was done. The clock is the
-# kernel's, the same for all processes.
+# Every rank adds one line to the file: when it began, when torch was imported, when it was done. All processes read the
+# same clock of the kernel.
 _SCRIPT = """
 import time
 began = time.monotonic()
@@ -36,32 +36,34 @@ import torch
 imported = time.monotonic()
 {body}
 import json, os, sys
-said = json.dumps([began, imported, time.monotonic()]) + "\\n"
+line = json.dumps([began, imported, time.monotonic()]) + "\\n"
 file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
-os.write(file, said.encode())
+os.write(file, line.encode())
 {end}
 """
 
-_BODIES = {
-    "allhands": ("import allhands as dist\ndist.init_process_group()\ndist.all_reduce(torch.ones(1))", True),
-    "torchrun": (
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.all_reduce(torch.ones(1))",
-        True,
-    ),
-    "imports": ("", False),
+# What forms the group in each kind of launch.
+_GROUPS = {
+    "allhands": "import allhands as dist\ndist.init_process_group()",
+    "torchrun": "import torch.distributed as dist\ndist.init_process_group('gloo')",
+    "imports": "",
 }
-KINDS = tuple(_BODIES)
+KINDS = tuple(_GROUPS)
 
 
-def measure(ranks: int, rounds: int, notify: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Launch each kind ``rounds`` times in changing order; return the medians, and every launch in seconds."""
+def measure(ranks: int, rounds: int) -> dict[str, Any]:
+    """Launch each kind ``rounds`` times in changing order; return the medians, and every launch in seconds.
+
+    Progress is shown on standard error.
+    """
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory(prefix="allhands-bench-") as folder:
+    progress = WaitingLine("allhands bench launch")
+    with tempfile.TemporaryDirectory(prefix="allhands-bench-") as folder, contextlib.ExitStack() as stack:
+        stack.callback(progress.done)
         for turn in range(rounds):
             shift = turn % len(KINDS)
             for kind in (*KINDS[shift:], *KINDS[:shift]):
-                if notify is not None:
-                    notify(f"{kind}, round {turn + 1} of {rounds}")
+                progress(f"{kind}, round {turn + 1} of {rounds}")
                 found[kind].append(_launch(kind, ranks, Path(folder)))
     middle = {
         kind: {name: statistics.median(each[name] for each in launches) for name in launches[0]}
@@ -74,7 +76,7 @@ def measure(ranks: int, rounds: int, notify: Callable[[str], None] | None = None
         "kinds": middle,
         "ratio": middle["torchrun"]["total_s"] / ours["total_s"],
         "not_importing_s": ours["before_s"] + ours["after_s"],
-        # What the launcher and our ranks do beside others that still import makes those imports longer; this counts it.
+        # Also counts how much the launcher and the first ranks delay the imports of the others.
         "not_importing_by_difference_s": ours["total_s"] - imports["import_s"],
         "bytecode": _has_bytecode(),
         "launches": found,
@@ -83,8 +85,10 @@ def measure(ranks: int, rounds: int, notify: Callable[[str], None] | None = None
 
 def write(kind: str, script: Path) -> None:
     """Write the script that each rank of a launch of ``kind`` runs."""
-    body, group = _BODIES[kind]
-    script.write_text(_SCRIPT.format(body=body, end="dist.destroy_process_group()" if group else ""), encoding="utf-8")
+    body, end = _GROUPS[kind], ""
+    if body:
+        body, end = f"{body}\ndist.all_reduce(torch.ones(1))", "dist.destroy_process_group()"
+    script.write_text(_SCRIPT.format(body=body, end=end), encoding="utf-8")
 
 
 def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
@@ -98,27 +102,35 @@ def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
         "torchrun": [["-m", "torch.distributed.run", "--standalone", *number, *given]],
         "imports": [given] * ranks,
     }[kind]
-    # Both launchers would choose this number, and say so on the screen.
+    # Both launchers would choose this number, and print that they did.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        problems = stack.enter_context(tempfile.TemporaryFile())
-        started = [
-            stack.enter_context(_process([sys.executable, *command], environment, problems)) for command in commands
-        ]
+    with tempfile.TemporaryFile() as output, contextlib.ExitStack() as stack:
+        started = []
+        for command in commands:
+            # In a session of its own, as each rank of both launchers: Linux may divide the cores by session.
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                start_new_session=True,
+            )
+            started.append(stack.enter_context(process))
+            stack.callback(process.kill)
         try:
             status = max(process.wait(begun + _DEADLINE_S - time.monotonic()) for process in started)
         except subprocess.TimeoutExpired as problem:
             raise _trouble(kind, f"it did not end within {_DEADLINE_S:.0f} s") from problem
         ended = time.monotonic()
-        problems.seek(0)
-        words = problems.read().decode(errors="replace")
-    said = [json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()]
-    if status or len(said) != ranks:
-        raise _trouble(kind, f"exit status {status}: {words[-2000:]}")
-    # Others wait for the rank that imports last, so its path is the one that counts.
-    began, imported, _ = max(said, key=lambda each: float(each[1]))
-    last = max(float(each[2]) for each in said)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    ranks_times = [json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()]
+    if status or len(ranks_times) != ranks:
+        raise _trouble(kind, f"exit status {status}: {text[-2000:]}")
+    # The others wait for the rank that imports last, so its times are the parts of the whole.
+    began, imported, _ = max(ranks_times, key=lambda each: float(each[1]))
+    last = max(float(each[2]) for each in ranks_times)
     return {
         "total_s": last - begun,
         "before_s": began - begun,
@@ -128,34 +140,15 @@ def _launch(kind: str, ranks: int, folder: Path) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str], problems: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command``, and see that nothing is left of it."""
-    # In a session of its own, as each rank of both launchers: Linux may share the cores out by session.
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=problems, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def _has_bytecode() -> bool:
-    """Tell whether launches find allhands compiled, as an installation does.
+    """Return whether launches find allhands compiled, as in an installation.
 
-    Asked after launches: where they may write it (not with PYTHONDONTWRITEBYTECODE), the first one has.
+    Ask after a launch: it has compiled the package, unless PYTHONDONTWRITEBYTECODE is set.
     """
-    # The last that a rank imports, so that its bytecode is the last to be there.
-    source = Path(__file__).parents[1] / "groups" / "backend.py"
-    cache = Path(importlib.util.cache_from_source(str(source)))
-    if not cache.exists():
-        return False
-    # PEP 552: magic, flags, and where those are 0 the time and the size of the source.
-    flags, changed, size = struct.unpack("<4xIII", cache.read_bytes()[:16])
-    found = source.stat()
-    return bool(flags) or (changed, size) == (int(found.st_mtime) & 0xFFFFFFFF, found.st_size & 0xFFFFFFFF)
+    # A module that only ranks import.
+    source = Path(__file__).parents[1] / "groups" / "lifecycle.py"
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    return compiled.exists() and compiled.stat().st_mtime >= source.stat().st_mtime
 
 
 def _trouble(kind: str, why: str) -> Exception:
@@ -169,20 +162,14 @@ def _trouble(kind: str, why: str) -> Exception:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Put what `measure` found into words and an aligned table."""
-    columns = (("to all_reduce", "total_s"), ("before", "before_s"), ("import torch", "import_s"), ("after", "after_s"))
-    headings = ["launch", *(heading for heading, _ in columns), "to the end"]
+    """Return the table of the result of `measure`, with its legend."""
+    columns = {"to all_reduce": "total_s", "before": "before_s", "import torch": "import_s", "after": "after_s"}
     names = {"allhands": "allhands run, allhands", "torchrun": "torchrun, Gloo", "imports": "no launcher, import only"}
-    rows = [headings]
-    for kind, values in found["kinds"].items():
-        cells = [f"{values[key]:.3f}" for _, key in columns]
-        rows.append([names[kind], *cells, f"{values['total_s'] + values['end_s']:.3f}"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
-    lines = []
-    for row in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *aligned]))
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    rows = [
+        [names[kind], *(f"{values[key]:.3f}" for key in columns.values()), f"{values['total_s'] + values['end_s']:.3f}"]
+        for kind, values in found["kinds"].items()
+    ]
+    lines = aligned([("", ["launch", *columns, "to the end"])], rows)
     lines += ["", f"torchrun with Gloo takes {found['ratio']:.2f} times as long to the first all_reduce of all ranks"]
     path, difference = found["not_importing_s"], found["not_importing_by_difference_s"]
     lines.append(

@@ -1,18 +1,18 @@
-"""What can be measured: how each operation is written, what its bus bandwidth means, and how many bytes it moves.
+"""The operations: the call of each in torch and MPI, its bus bandwidth, and the bytes that it moves. Needs no torch.
 
-Calls are kept as the text that a user writes, because they are timed as such (`timeit`), from outside the package.
-Needs no torch.
+A call is kept as the text that a user writes, because `timeit` compiles it: no function of this package is timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "COPIES",
     "LEAST_JUDGED",
     "OPERATIONS",
+    "Formula",
     "Operation",
     "bus_bandwidth",
     "copied_bytes",
@@ -20,228 +20,160 @@ __all__ = [
     "floor_s",
 ]
 
-# All ranks' data together: up to this much all_reduce goes in one shot (ONE_SHOT_BYTES in csrc/all_reduce.c).
+# Up to this many bytes of all ranks together every rank reads all data (ONE_SHOT_BYTES in
+# csrc/collectives/all_reduce.c).
 _ONE_SHOT = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Formula(NamedTuple):
+    """Bytes as a function of S and n: for people, and to compute with. A bus bandwidth is its value over t."""
+
+    text: str
+    value: Callable[[int, int], float]
+
+
+class Operation(NamedTuple):
     """One operation. S is its size as nccl-tests counts it, n the number of ranks.
 
-    ``torch`` and ``mpi`` are the calls: one for all ranks, or one each for rank 0 and rank 1 while the others are
-    idle. They find these names: ``whole`` and ``other`` (S bytes), ``parts`` and ``others`` (the same memory in n
-    equal parts), ``part`` (one part), ``give`` and ``take`` (what MPI's Reduce wants of this rank). ``{group}``
-    stands for the group.
+    ``torch`` and ``mpi`` are the calls. Their names: ``whole`` and ``other`` (S bytes), ``parts`` and ``others`` (the
+    same memory in n equal parts), ``part`` (one part), ``give`` and ``take`` (the buffers of MPI's Reduce on this
+    rank), ``{group}`` (the argument that selects the group).
     """
 
-    torch: tuple[str, ...]
-    mpi: tuple[str, ...]
-    # The tensors that it needs; with ``rooted``, those of S bytes on rank 0 only.
+    torch: str
+    mpi: str
+    # The tensors: the input first, the output last.
     buffers: tuple[str, ...]
-    # What the bus bandwidth is, for people and as the factor of S/t.
-    bus: str
-    factor: Callable[[int], float]
-    # What the busiest rank loads and stores in the staged scheme, for people and as a function of S and n.
-    staged: str
-    moved: Callable[[int, int], float]
+    bus: Formula
+    # What the busiest rank loads and stores in the staged scheme.
+    staged: Formula
+    # The output is the "sum" of all inputs, the input of the "root", or a part of "each" rank's input.
+    result: str
+    # How many ranks, from rank 0 on, have an output; 0: all.
+    receivers: int = 0
+    # Tensors of S bytes are on rank 0 only.
     rooted: bool = False
-    # Calls in one of ``torch``: a round trip holds two.
-    trips: int = 1
+    # The calls of rank 1 in torch and MPI in a round trip between ranks 0 and 1; the other ranks are idle.
+    replies: tuple[str, str] | None = None
 
     @property
     def divided(self) -> bool:
         """Whether S is made of one part for each rank."""
         return "part" in self.buffers or "other" in self.buffers
 
+    @property
+    def trips(self) -> int:
+        """The number of messages in one call: two in a round trip."""
+        return 2 if self.replies else 1
+
+    def calls(self, rank: int) -> tuple[str, str]:
+        """Return the calls of ``rank`` in torch and MPI; "" where it is idle."""
+        if self.replies is None or rank == 0:
+            return self.torch, self.mpi
+        return self.replies if rank == 1 else ("", "")
+
     def size(self, wanted: int, ranks: int) -> int:
-        """Return the least possible size in bytes that is not below ``wanted``: whole numbers of float32."""
+        """Return the smallest possible size in bytes that is not below ``wanted``: whole numbers of float32."""
         if not self.buffers:
             return 0
         unit = 4 * ranks if self.divided else 4
         return max(1, -(-wanted // unit)) * unit
 
     def held(self, size: int, ranks: int) -> float:
-        """Return how many bytes of tensors a rank holds for one of ``size`` bytes (the root's, where they differ)."""
+        """Return the bytes of a rank's tensors for one call of ``size`` bytes (the root's, where they differ)."""
         return sum(size / ranks if name == "part" else size for name in self.buffers)
 
 
-def _reduced(size: int, ranks: int) -> float:
-    return (ranks + 3) * size if ranks * size <= _ONE_SHOT else (5 - 2 / ranks) * size
+_NONE = Formula("none: it moves no data", lambda _size, _n: 0.0)
+_PLAIN = Formula("S/t", lambda size, _: 1.0 * size)
+_SHARE = Formula("(n-1)/n S/t", lambda size, n: (n - 1) / n * size)
+_TWO_SHARES = Formula("2 (n-1)/n S/t", lambda size, n: 2 * (n - 1) / n * size)
 
+_TWICE = Formula("2 S", lambda size, _: 2.0 * size)
+_GATHERED = Formula("(2 + 2/n) S", lambda size, n: (2 + 2 / n) * size)
+_SCATTERED = Formula("(3 - 1/n) S", lambda size, n: (3 - 1 / n) * size)
+_EXCHANGED = Formula("4 S", lambda size, _: 4.0 * size)
+_REDUCED = Formula(
+    "(5 - 2/n) S, (n + 3) S where n S is at most 64 KiB",
+    lambda size, n: (n + 3) * size if n * size <= _ONE_SHOT else (5 - 2 / n) * size,
+)
 
-_REDUCED = "(5 - 2/n) S, (n + 3) S where n S is at most 64 KiB"
-_SHARE = "(n-1)/n S/t"
+# Buffers, bus bandwidth, staged bytes, result.
+_ALL_GATHER = (("part", "whole"), _SHARE, _GATHERED, "each")
+_REDUCE_SCATTER = (("whole", "part"), _SHARE, _SCATTERED, "sum")
+_ALL_TO_ALL = (("whole", "other"), _SHARE, _EXCHANGED, "each")
+_GATHER = (("part", "whole"), _SHARE, _TWICE, "each")
+_SCATTER = (("whole", "part"), _SHARE, _TWICE, "root")
+_ALL_REDUCE = (("whole",), _TWO_SHARES, _REDUCED, "sum")
+_REDUCE = (("whole",), _PLAIN, _REDUCED, "sum")
+_BROADCAST = (("whole",), _PLAIN, _TWICE, "root")
 
-
-def _share(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _one(_: int) -> float:
-    return 1.0
-
-
-def _twice(size: int, _: int) -> float:
-    return 2.0 * size
-
-
-_GATHERED = {
-    "buffers": ("part", "whole"),
-    "bus": _SHARE,
-    "factor": _share,
-    "staged": "(2 + 2/n) S",
-    "moved": lambda size, ranks: (2 + 2 / ranks) * size,
-}
-_SCATTERED = {
-    "buffers": ("part", "whole"),
-    "bus": _SHARE,
-    "factor": _share,
-    "staged": "(3 - 1/n) S",
-    "moved": lambda size, ranks: (3 - 1 / ranks) * size,
-}
-_EXCHANGED = {
-    "buffers": ("whole", "other"),
-    "bus": _SHARE,
-    "factor": _share,
-    "staged": "4 S",
-    "moved": lambda size, _: 4.0 * size,
-}
-
-OPERATIONS: dict[str, Operation] = {
-    "all_reduce": Operation(
-        torch=("dist.all_reduce(whole{group})",),
-        mpi=("comm.Allreduce(MPI.IN_PLACE, whole)",),
-        buffers=("whole",),
-        bus="2 (n-1)/n S/t",
-        factor=lambda ranks: 2 * _share(ranks),
-        staged=_REDUCED,
-        moved=_reduced,
-    ),
-    "reduce": Operation(
-        torch=("dist.reduce(whole, dst=0{group})",),
-        mpi=("comm.Reduce(give, take, root=0)",),
-        buffers=("whole",),
-        bus="S/t",
-        factor=_one,
-        staged=_REDUCED,
-        moved=_reduced,
-    ),
-    "broadcast": Operation(
-        torch=("dist.broadcast(whole, src=0{group})",),
-        mpi=("comm.Bcast(whole, root=0)",),
-        buffers=("whole",),
-        bus="S/t",
-        factor=_one,
-        staged="2 S",
-        moved=_twice,
-    ),
-    "all_gather": Operation(
-        torch=("dist.all_gather(parts, part{group})",),
-        mpi=("comm.Allgather(part, whole)",),
-        **_GATHERED,  # type: ignore[arg-type]  # a dict of mixed values
-    ),
+OPERATIONS = {
+    "all_reduce": Operation("dist.all_reduce(whole{group})", "comm.Allreduce(MPI.IN_PLACE, whole)", *_ALL_REDUCE),
+    "reduce": Operation("dist.reduce(whole, dst=0{group})", "comm.Reduce(give, take, root=0)", *_REDUCE, receivers=1),
+    "broadcast": Operation("dist.broadcast(whole, src=0{group})", "comm.Bcast(whole, root=0)", *_BROADCAST),
+    "all_gather": Operation("dist.all_gather(parts, part{group})", "comm.Allgather(part, whole)", *_ALL_GATHER),
     "all_gather_into_tensor": Operation(
-        torch=("dist.all_gather_into_tensor(whole, part{group})",),
-        mpi=("comm.Allgather(part, whole)",),
-        **_GATHERED,  # type: ignore[arg-type]
+        "dist.all_gather_into_tensor(whole, part{group})", "comm.Allgather(part, whole)", *_ALL_GATHER
     ),
     "gather": Operation(
-        torch=("dist.gather(part, parts, dst=0{group})",),
-        mpi=("comm.Gather(part, whole, root=0)",),
-        buffers=("part", "whole"),
-        bus=_SHARE,
-        factor=_share,
-        staged="2 S",
-        moved=_twice,
-        rooted=True,
+        "dist.gather(part, parts, dst=0{group})", "comm.Gather(part, whole, root=0)", *_GATHER, rooted=True
     ),
     "scatter": Operation(
-        torch=("dist.scatter(part, parts, src=0{group})",),
-        mpi=("comm.Scatter(whole, part, root=0)",),
-        buffers=("part", "whole"),
-        bus=_SHARE,
-        factor=_share,
-        staged="2 S",
-        moved=_twice,
-        rooted=True,
+        "dist.scatter(part, parts, src=0{group})", "comm.Scatter(whole, part, root=0)", *_SCATTER, rooted=True
     ),
     "reduce_scatter": Operation(
-        torch=("dist.reduce_scatter(part, parts{group})",),
-        mpi=("comm.Reduce_scatter_block(whole, part)",),
-        **_SCATTERED,  # type: ignore[arg-type]
+        "dist.reduce_scatter(part, parts{group})", "comm.Reduce_scatter_block(whole, part)", *_REDUCE_SCATTER
     ),
     "reduce_scatter_tensor": Operation(
-        torch=("dist.reduce_scatter_tensor(part, whole{group})",),
-        mpi=("comm.Reduce_scatter_block(whole, part)",),
-        **_SCATTERED,  # type: ignore[arg-type]
+        "dist.reduce_scatter_tensor(part, whole{group})", "comm.Reduce_scatter_block(whole, part)", *_REDUCE_SCATTER
     ),
-    "all_to_all": Operation(
-        torch=("dist.all_to_all(others, parts{group})",),
-        mpi=("comm.Alltoall(whole, other)",),
-        **_EXCHANGED,  # type: ignore[arg-type]
-    ),
+    "all_to_all": Operation("dist.all_to_all(others, parts{group})", "comm.Alltoall(whole, other)", *_ALL_TO_ALL),
     "all_to_all_single": Operation(
-        torch=("dist.all_to_all_single(other, whole{group})",),
-        mpi=("comm.Alltoall(whole, other)",),
-        **_EXCHANGED,  # type: ignore[arg-type]
+        "dist.all_to_all_single(other, whole{group})", "comm.Alltoall(whole, other)", *_ALL_TO_ALL
     ),
     "send_recv": Operation(
-        torch=(
-            "dist.send(whole, dst=1{group}); dist.recv(whole, src=1{group})",
+        "dist.send(whole, dst=1{group}); dist.recv(whole, src=1{group})",
+        "comm.Send(whole, dest=1); comm.Recv(whole, source=1)",
+        *_BROADCAST,
+        receivers=2,
+        replies=(
             "dist.recv(whole, src=0{group}); dist.send(whole, dst=0{group})",
-        ),
-        mpi=(
-            "comm.Send(whole, dest=1); comm.Recv(whole, source=1)",
             "comm.Recv(whole, source=0); comm.Send(whole, dest=0)",
         ),
-        buffers=("whole",),
-        bus="S/t",
-        factor=_one,
-        staged="2 S",
-        moved=_twice,
-        trips=2,
     ),
-    "barrier": Operation(
-        torch=("dist.barrier({group})",),
-        mpi=("comm.Barrier()",),
-        buffers=(),
-        bus="none: it moves no data",
-        factor=lambda _: 0.0,
-        staged="none: it moves no data",
-        moved=lambda _size, _ranks: 0.0,
-    ),
+    "barrier": Operation("dist.barrier({group})", "comm.Barrier()", (), _NONE, _NONE, "none"),
 }
 
 
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
     """Return the bus bandwidth in bytes per second, as nccl-tests defines it."""
-    return OPERATIONS[operation].factor(ranks) * size / seconds
+    return OPERATIONS[operation].bus.value(size, ranks) / seconds
 
 
 # Floor ------------------------------------------------------------------------------------------------------
 
-# The two copies that are timed, and whether all ranks that take part make them at the same time (STREAM's way) or
+# The two copies that are timed: name -> whether all ranks that take part copy at the same time (as STREAM does) or
 # rank 0 alone.
 COPIES = {"memcpy": False, "stream": True}
 
-# Below this a copy is mostly the call of it, so its speed is that of a copy of this size, which every core's cache
-# holds twice.
+# A smaller copy measures the call of memcpy; one of this size is in the caches of every core, both ends of it.
 _LEAST_COPIED = 64 << 10
 
-# Below this an operation is mostly meetings and calls: how many times the floor it takes says nothing.
+# A smaller operation consists mostly of synchronisation and calls, so its ratio to the floor is not printed.
 LEAST_JUDGED = 64 << 10
 
 
 def copied_bytes(size: int) -> int:
-    """Return how many bytes a copy moves from one place to another to find the floor of ``size`` bytes."""
+    """Return the size of the copy that is timed for the floor of ``size`` bytes."""
     return max(size, _LEAST_COPIED)
 
 
 def copy_speed(size: int, seconds: float) -> float:
-    """Return what a copy in ``seconds`` loads and stores, in bytes per second: each byte counts twice."""
+    """Return the bytes per second that a copy in ``seconds`` loads and stores: each byte counts twice."""
     return 2 * copied_bytes(size) / seconds
 
 
 def floor_s(operation: str, ranks: int, size: int, stream_s: float) -> float:
     """Return the floor in seconds, where ``ranks`` copies at the same time took ``stream_s`` each."""
-    return OPERATIONS[operation].moved(size, ranks) / copy_speed(size, stream_s)
+    return OPERATIONS[operation].staged.value(size, ranks) / copy_speed(size, stream_s)

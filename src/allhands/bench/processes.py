@@ -1,10 +1,13 @@
-"""The processes of a bench: started, by mpirun where MPI takes part, listened to, and ended in every case."""
+"""The rank processes of a bench: start (by mpirun where MPI takes part), messages, and their end in every case.
+
+Rank 0 sends one JSON object a line and waits for a byte in reply, so that nothing is measured while the command draws
+its progress. If the connection of a rank to the command breaks, the command is gone, and the rank exits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import secrets
@@ -17,75 +20,83 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import msgspec
 
 from ..errors import AllhandsError, fail
-from .config import CollectiveConfig, DdpConfig, missing_mpi
+from ..settings import LAUNCHER_TABLE
+from .config import CollectiveConfig, DdpConfig, RollCallConfig, missing_mpi
 
-__all__ = ["Network", "RankProcesses", "cores", "short_path"]
+__all__ = ["CommandConnection", "RankProcesses", "cores", "network", "serve", "short_path"]
 
-# Found where this process found the package, as for the coordinator's own process.
-_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
+# The file of the plan in the folder of the command.
+_PLAN = "plan"
 
-# Rank 0 speaks after each round of a size, which takes seconds at most; importing torch on a busy machine, most.
+# Rank 0 sends a message after each round of a size, which takes seconds at most; the import of torch on a busy machine
+# takes longer.
 _SILENCE_S = 150.0
 
-# After the first rank has gone the others are given this long to say what they saw.
-_LAST_WORDS_S = 1.5
+# After the first rank has ended the others have this long to print what they saw.
+_LAST_OUTPUT_S = 1.5
 
-# How long ranks that are done, or mpirun that was asked to end them, may take on a busy machine before they are killed.
+# How long ranks that are done, or mpirun after SIGTERM, may take on a busy machine before they are killed.
 _END_S = 15.0
 
 _MEMORY = Path("/dev/shm")  # noqa: S108  # not for a file of a known name
 
-# How much of what each rank printed is shown when something went wrong.
+# How many lines of each rank's output are shown after a failure.
 _LINES = 15
 
-# Variables that say who a process is in some other job; Open MPI's settings (OMPI_MCA_*) and ours are kept.
-_STRANGERS = ("SLURM_", "PMI", "OMPI_COMM_", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_", "HYDRA_")
+# Settings of Open MPI 4 (OMPI_) and 5 (PRTE_ for its launcher); other MPIs ignore them. Containers often have no user
+# but root, and mpirun runs our own program only. By default it starts no more ranks than cores and binds them to cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+# Variables of a rank of some other job; Open MPI's settings (OMPI_MCA_*) and ours are kept.
+_OTHER_LAUNCHERS = ("SLURM_", "PMI", "OMPI_COMM_", "PBS_", "LSB_", "FLUX_", "TORCHELASTIC_", "HYDRA_")
 _OTHER_JOB = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *(f"ALLHANDS_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")),
-    *("ALLHANDS_COORDINATOR", "ALLHANDS_ATTEMPT", "ALLHANDS_BIND"),
+    *LAUNCHER_TABLE,
+    *("ALLHANDS_ATTEMPT", "ALLHANDS_BIND"),
 }
 
 
 def cores() -> int:
-    """Return on how many cores this process, and so the ranks, may run."""
+    """Return the number of cores that this process, and so the ranks, may use."""
     return len(os.sched_getaffinity(0))
 
 
 class RankProcesses:
-    """The ranks of one plan while a block runs. Nothing of them is left when it ends."""
+    """The ranks of one plan while a block runs; nothing of them is left when it ends."""
 
-    def __init__(
-        self, plan: CollectiveConfig | DdpConfig, silence_s: float = _SILENCE_S, program: str = "rank"
-    ) -> None:
+    def __init__(self, plan: CollectiveConfig | DdpConfig | RollCallConfig, program: str = "collective_rank") -> None:
         self._plan = plan
         # The module of this package whose `main` is a rank.
         self._program = program
-        self._silence_s = silence_s
-        # MPI's shared memory goes into this folder too, so it must be memory: and goes with it, however mpirun ends.
-        memory = str(_MEMORY) if _needs_mpirun(plan) and os.access(_MEMORY, os.W_OK) else None
+        self._silence_s = _SILENCE_S
+        # MPI's shared memory is in this folder too, so that it is removed however mpirun ends.
+        memory = str(_MEMORY) if plan.needs_mpirun and os.access(_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix=f"allhands-bench-{os.getpid()}-", dir=memory))
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pids: dict[int, int] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        # The pid of each rank that has connected.
+        self.pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
         self._unread: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._done: set[int] = set()
-        self._network: Network | None = None
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """The process of each rank that has come so far."""
-        return dict(self._pids)
+        self._network = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         try:
@@ -99,172 +110,146 @@ class RankProcesses:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
-    # Starting ---------------------------------------------------------------------------------------------------
+    # Start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        (self._folder / _PLAN).write_bytes(msgspec.json.encode(self._plan))
+        # The package's path is appended and -P is given, so that no module beside the user's script shadows another.
+        code = "import sys; sys.path.append(sys.argv.pop(1)); from allhands.bench.{} import main; main()"
         root = str(Path(__file__).resolve().parents[2])
-        order = msgspec.json.encode(self._plan).decode()
-        words = [
-            sys.executable,
-            "-P",
-            "-c",
-            _PROGRAM.format(self._program),
-            root,
-            str(self._folder / "socket"),
-            str(self._folder),
-            order,
-        ]
-        environment = _environment(self._folder.name)
-        if _needs_mpirun(self._plan):
-            # The folder of its session, and the memory that its ranks share (Open MPI 4 and 5 call it differently).
+        command = [sys.executable, "-P", "-c", code.format(self._program), root, str(self._folder)]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_OTHER_LAUNCHERS) and name not in _OTHER_JOB
+        }
+        environment |= {"OMP_NUM_THREADS": "1", "ALLHANDS_JOB": self._folder.name}
+        if self._plan.needs_mpirun:
+            environment |= _OPEN_MPI
+            # The folder of its session, and the memory that its ranks share (vader in Open MPI 4, sm in 5).
             environment["TMPDIR"] = str(self._folder)
             if self._folder.is_relative_to(_MEMORY):
                 for engine in ("vader", "sm"):
                     environment.setdefault(f"OMPI_MCA_btl_{engine}_backing_directory", str(self._folder))
-            self._spawn("mpirun", [*_mpirun(self._plan.ranks, environment), *words, "-1"], environment)
+            # Open MPI counts hardware cores, which need not be those that it may use; it is fastest if it yields only
+            # where there are more ranks than cores.
+            environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1" if self._plan.ranks > cores() else "0")
+            self._spawn("mpirun", ["mpirun", "-n", str(self._plan.ranks), *command, "-1"], environment)
             return
+        calls = [(f"rank {rank}", [*command, str(rank)], environment) for rank in range(self._plan.ranks)]
         if isinstance(self._plan, CollectiveConfig) and self._plan.hosts > 1:
-            self._start_on_hosts(self._plan, words, environment)
-            return
-        for rank in range(self._plan.ranks):
-            self._spawn(str(rank), [*words, str(rank)], environment)
-
-    def _start_on_hosts(self, plan: CollectiveConfig, words: list[str], environment: dict[str, str]) -> None:
-        environment |= {"MASTER_ADDR": _address(0), "MASTER_PORT": str(_PORT)}
-        environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
-        self._network = Network(plan.hosts).__enter__()
-        for rank in range(plan.ranks):
-            start = functools.partial(self._spawn, str(rank), [*words, str(rank)], environment)
-            self._network.within(plan.host(rank), start)
+            environment |= {"MASTER_ADDR": _address(0), "MASTER_PORT": str(_PORT)}
+            environment.setdefault("ALLHANDS_TOKEN", secrets.token_hex(16))
+            hosts = self._network.enter_context(network(self._plan.hosts))
+            for rank, call in enumerate(calls):
+                hosts[self._plan.host(rank)].submit(self._spawn, *call).result()
+        else:
+            for call in calls:
+                self._spawn(*call)
 
     def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         with (self._folder / name).open("wb") as printed:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=printed,
-                    stderr=subprocess.STDOUT,
-                    # Ctrl-C is for the command, which ends them in order.
-                    start_new_session=True,
-                )
+            self._processes[name] = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the command, which ends them in order.
+                start_new_session=True,
             )
 
-    # Listening --------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------
 
-    def words(self) -> Iterator[dict[str, Any]]:
-        """Yield what rank 0 says until all ranks are done; raises engine-failed where a rank dies or all are silent.
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages of rank 0 until all ranks are done; raise engine-failed if a rank dies or all are silent.
 
-        Rank 0 goes on measuring when the caller asks for the next.
+        Rank 0 continues when the caller asks for the next message.
         """
         heard = time.monotonic()
         while len(self._done) < self._plan.ranks:
             if time.monotonic() - heard > self._silence_s:
                 raise self._failed(f"nothing was heard for {self._silence_s:.0f} s", hung=True)
-            for connection, message in self._read(0.5):
-                heard = time.monotonic()
-                if "size" in message or "about" in message:
-                    yield message
-                    with contextlib.suppress(OSError):  # it died meanwhile, which shows at the next reading
-                        connection.sendall(b".")
-            self._look()
+            for key, _ in self._selector.select(0.5):
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._unread[connection] = b""
+                    self._selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = key.fileobj  # type: ignore[assignment]  # only sockets are registered
+                for message in self._receive(connection):
+                    heard = time.monotonic()
+                    if "size" in message:
+                        yield message
+                        with contextlib.suppress(OSError):  # It died; the next read reports that.
+                            connection.sendall(b".")
+            # A process that ends before its rank has connected closes no connection.
+            for process in self._processes.values():
+                if process.poll() is not None and len(self._ranks) < self._plan.ranks:
+                    raise self._failed(f"a process ended with status {process.returncode} before all ranks had begun")
 
-    def _read(self, patience_s: float) -> list[tuple[socket.socket, dict[str, Any]]]:
-        found = []
-        for key, _ in self._selector.select(patience_s):
-            if key.fileobj is self._listener:
-                connection, _ = self._listener.accept()
-                self._unread[connection] = b""
-                self._selector.register(connection, selectors.EVENT_READ)
-                continue
-            connection = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-            try:
-                data = connection.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                self._selector.unregister(connection)
-                connection.close()
-                rank = self._ranks.get(connection, -1)
-                if rank not in self._done:
-                    raise self._failed(f"rank {rank} ended" if rank >= 0 else "a rank ended before it began")
-                continue
-            *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
-            for text in lines:
-                message = json.loads(text)
-                self._note(connection, message)
-                found.append((connection, message))
-        return found
+    def _receive(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have arrived from one rank."""
+        try:
+            data = connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            rank = self._ranks.get(connection, -1)
+            if rank not in self._done:
+                raise self._failed(f"rank {rank} ended" if rank >= 0 else "a rank ended before it began")
+            return
+        *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
+        for message in map(json.loads, lines):
+            if "pid" in message:
+                self._ranks[connection] = message["rank"]
+                self.pids[message["rank"]] = message["pid"]
+            if "done" in message:
+                self._done.add(message["rank"])
+            if "failed" in message:
+                raise self._failed(f"rank {message['rank']} raised {message['failed'].splitlines()[0]}")
+            yield message
 
-    def _note(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        if "pid" in message:
-            self._ranks[connection] = message["rank"]
-            self._pids[message["rank"]] = message["pid"]
-        if "done" in message:
-            self._done.add(message["rank"])
-        if "failed" in message:
-            raise self._failed(f"rank {message['rank']} raised {message['failed'].splitlines()[0]}")
-
-    def _look(self) -> None:
-        """Raise where a process ended before its rank had connected: nothing else would tell of it."""
-        for process in self._processes:
-            if process.poll() is not None and len(self._ranks) < self._plan.ranks:
-                raise self._failed(f"a process ended with status {process.returncode} before all ranks had begun")
-
-    # Ending -----------------------------------------------------------------------------------------------------
+    # End --------------------------------------------------------------------------------------------------------
 
     def _failed(self, why: str, *, hung: bool = False) -> AllhandsError:
         if not hung:
-            # Whoever goes first tears the others along; what they print helps to tell who was first.
-            deadline = time.monotonic() + _LAST_WORDS_S
-            while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            # The end of one rank makes the others fail; their output helps to tell which was first.
+            deadline = time.monotonic() + _LAST_OUTPUT_S
+            while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
                 time.sleep(0.02)
-        ends = [f"rank {number} {_ending(process)}" for number, process in enumerate(self._processes)]
-        if _needs_mpirun(self._plan):
-            ends = [f"mpirun {_ending(self._processes[0])}"]
-        printed = {path.name: path.read_text(errors="replace") for path in self._papers()}
-        if _needs_mpirun(self._plan) and not self._ranks and "mpi4py" in "".join(printed.values()):
-            return missing_mpi(_tail("".join(printed.values()), 1))
-        tails = [
-            f"--- {name if name == 'mpirun' else f'rank {name}'} printed:\n{_tail(text, _LINES)}"
-            for name, text in printed.items()
-            if text.strip()
-        ]
+        files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != _PLAN)
+        printed = {path.name: path.read_text(errors="replace").strip() for path in files}
+        output = "".join(printed.values())
+        if self._plan.needs_mpirun and not self._ranks and "mpi4py" in output:
+            return missing_mpi(_tail(output, 1))
+        tails = [f"--- {name} printed:\n{_tail(text, _LINES)}" for name, text in printed.items() if text]
         return fail(
             "engine-failed",
             f"the bench of {self._plan.operation} did not come to its end: {why}",
-            who="; ".join(ends),
+            who="; ".join(f"{name} {_ending(process)}" for name, process in self._processes.items()),
             why="\n".join(tails) or "no rank printed anything",
-            fix="mend what the ranks say above; or measure fewer --ranks, smaller --sizes, or --against fewer peers",
+            fix=self._plan.remedy,
         )
 
-    def _papers(self) -> list[Path]:
-        return sorted(path for path in self._folder.iterdir() if path.is_file())
-
     def _end(self) -> None:
-        orderly = len(self._done) == self._plan.ranks
         deadline = time.monotonic() + _END_S
-        mpi = _needs_mpirun(self._plan)
-        for process in self._processes:
-            # mpirun ends its ranks; those that are done end by themselves.
-            if mpi and not orderly:
-                process.terminate()
-            elif not orderly:
-                process.kill()
-        for process in self._processes:
+        mpi = self._plan.needs_mpirun
+        for process in self._processes.values() if len(self._done) < self._plan.ranks else ():
+            # mpirun ends its ranks; ranks that are done end by themselves.
+            process.send_signal(signal.SIGTERM if mpi else signal.SIGKILL)
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        # mpirun's ranks are not our children: those that it left would run on.
-        for pid in self._pids.values() if mpi else ():
+            process.kill()
+            process.wait()
+        # mpirun's ranks are not our children: those that it left would continue.
+        for pid in self.pids.values() if mpi else ():
             with contextlib.suppress(ProcessLookupError):  # it ended since it was looked at
                 if _ours(pid, str(self._folder)):
                     os.kill(pid, signal.SIGKILL)
@@ -272,40 +257,8 @@ class RankProcesses:
             connection.close()
         self._listener.close()
         self._selector.close()
-        if self._network is not None:
-            self._network.__exit__(None, None, None)
+        self._network.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _environment(job: str) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(_STRANGERS) and name not in _OTHER_JOB
-    }
-    return {**kept, "OMP_NUM_THREADS": "1", "ALLHANDS_JOB": job}
-
-
-def _needs_mpirun(plan: CollectiveConfig | DdpConfig) -> bool:
-    return isinstance(plan, CollectiveConfig) and plan.needs_mpirun
-
-
-def _mpirun(ranks: int, environment: dict[str, str]) -> list[str]:
-    """Return the beginning of the command line, and put what Open MPI wants into ``environment``."""
-    about = subprocess.run(
-        ["mpirun", "--version"],  # noqa: S607  # whichever is on PATH
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-        env=environment,
-    )
-    if "Open MPI" not in about.stdout + about.stderr and "OpenRTE" not in about.stdout + about.stderr:
-        return ["mpirun", "-n", str(ranks)]
-    # Containers have no other user; what runs is our own program.
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # It counts hardware cores, which need not be those it may use; its best is to give cores away only if ranks
-    # outnumber them.
-    environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1" if ranks > cores() else "0")
-    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
@@ -317,7 +270,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _ours(pid: int, folder: str) -> bool:
-    """Tell whether ``pid`` is a rank of the crew whose folder this is: numbers are given out again."""
+    """Return whether ``pid`` is still a rank of the bench that owns ``folder``: pids are reused."""
     try:
         return folder.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -325,7 +278,7 @@ def _ours(pid: int, folder: str) -> bool:
 
 
 def _tail(text: str, lines: int) -> str:
-    return "\n".join(text.strip().splitlines()[-lines:])
+    return "\n".join(text.splitlines()[-lines:])
 
 
 @contextlib.contextmanager
@@ -338,15 +291,85 @@ def short_path(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
+# In a rank ---------------------------------------------------------------------------------------------------
+
+
+class CommandConnection:
+    """The connection to the command."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            with short_path(Path(folder)) as place:
+                self._socket.connect(f"{place}/socket")
+        except OSError:
+            self._alone()
+        self._answers = threading.Semaphore(0)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        # A command that is killed before it has read all messages resets the connection instead of closing it.
+        with contextlib.suppress(ConnectionResetError):
+            while data := self._socket.recv(64):
+                for _ in data:
+                    self._answers.release()
+        self._alone()
+
+    def _alone(self) -> NoReturn:
+        """Remove the folder of the command, which was killed, and exit."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        # Other threads may be inside an engine that nothing else would end.
+        os._exit(1)
+
+    def tell(self, *, wait: bool = False, **message: Any) -> None:
+        """Send ``message``; with ``wait``, return when the command has processed it."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self._alone()
+        if wait:
+            self._answers.acquire()
+
+
+def serve(
+    kind: type[Any],
+    measure: Callable[[Any, int, CommandConnection], None],
+    mpi_rank: Callable[[Any], int] | None = None,
+) -> None:
+    """Run ``measure`` with the plan, which is of ``kind``, and the rank; report its end to the command.
+
+    argv holds the command's folder, with its socket and the plan, and the rank: -1 where ``mpi_rank`` returns it.
+    """
+    folder, number = sys.argv[1:3]
+    rank = int(number)
+    line = CommandConnection(folder)
+    try:
+        plan = msgspec.json.decode(Path(folder, _PLAN).read_bytes(), type=kind)
+        if mpi_rank is not None and rank < 0:
+            rank = mpi_rank(plan)
+            # Not through mpirun, which would mix the output of the ranks.
+            with Path(folder, f"rank {rank}").open("ab") as printed:
+                os.dup2(printed.fileno(), 1)
+                os.dup2(printed.fileno(), 2)
+        line.tell(rank=rank, pid=os.getpid())
+        measure(plan, rank, line)
+    except BaseException as problem:  # noqa: BLE001  # reported, whatever it is
+        traceback.print_exc()
+        line.tell(rank=rank, failed="".join(traceback.format_exception_only(problem)).strip())
+        sys.stderr.flush()
+        # A normal exit would run MPI's finalizer, which waits for ranks that wait for this one.
+        os._exit(1)
+    line.tell(rank=rank, done=True)
+
+
 # Network namespaces -----------------------------------------------------------------------------------------
 
-# <linux/sched.h>; the standard library has it from 3.12 on.
+# <linux/sched.h>; os.unshare is in the standard library from 3.12 on.
 _CLONE_NEWNET = 0x40000000
 
-# Any will do: nothing else listens in a namespace that was just made, and nobody outside sees its addresses.
+# Any port: nothing else listens in a new namespace, and its addresses cannot be reached from outside.
 _PORT = 29500
-
-_T = TypeVar("_T")
 
 
 def _address(host: int) -> str:
@@ -354,103 +377,45 @@ def _address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-class Network:
-    """Hosts while a block runs. Raises namespaces-refused where they cannot be made."""
+@contextlib.contextmanager
+def network(hosts: int) -> Iterator[list[ThreadPoolExecutor]]:
+    """Make hosts on one network for a block: threads, each in a network namespace of its own.
 
-    def __init__(self, hosts: int) -> None:
-        self._number = hosts
-        self._hosts: list[int] = []
-
-    def __enter__(self) -> Self:
-        try:
-            self._make()
-        except BaseException:
-            self._forget()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._forget()
-
-    def _make(self) -> None:
-        if shutil.which("ip") is None:
-            raise _refused("`ip` is not installed (apt-get install iproute2)")
-        switch = self._namespace()
-        self._hosts.append(switch)
-        self._ip(switch, "link add br0 type bridge", "link set br0 up")
-        for number in range(self._number):
-            host = self._namespace()
-            self._hosts.append(host)
-            self._ip(
-                switch,
-                f"link add port{number} type veth peer name eth0 netns /proc/self/fd/{host}",
-                f"link set port{number} master br0 up",
-            )
-            self._ip(host, "link set lo up", f"addr add {_address(number)}/24 dev eth0", "link set eth0 up")
-
-    def within(self, host: int, make: Callable[[], _T]) -> _T:
-        """Return what ``make`` returns on a host; a process that it starts stays there."""
-        return _within(self._hosts[1 + host], make)
-
-    def _namespace(self) -> int:
-        def make() -> int:
-            _check(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET))
-            return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-
-        return _aside(make)
-
-    def _ip(self, namespace: int, *lines: str) -> None:
-        for line in lines:
-            done = _within(
-                namespace,
-                lambda line=line: subprocess.run(  # type: ignore[misc]  # a default that mypy does not see through
-                    ["ip", *line.split()],  # noqa: S607  # whichever is on PATH
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    pass_fds=self._hosts,
-                ),
-            )
-            if done.returncode:
-                raise _refused(f"ip {line}: {done.stderr.strip()}")
-
-    def _forget(self) -> None:
-        while self._hosts:
-            os.close(self._hosts.pop())
+    A process that a thread starts is in that thread's namespace. Raises namespaces-refused where they cannot be made.
+    """
+    if shutil.which("ip") is None:
+        raise _refused("`ip` is not installed (apt-get install iproute2)")
+    with contextlib.ExitStack() as stack:
+        switch, *made = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(hosts + 1)]
+        switch.submit(_unshare).result()
+        switch.submit(_ip, "link add br0 type bridge", "link set br0 up").result()
+        for number, host in enumerate(made):
+            namespace = host.submit(_unshare).result()
+            peer = f"link add port{number} type veth peer name eth0 netns {namespace}"
+            switch.submit(_ip, peer, f"link set port{number} master br0 up").result()
+            address = f"addr add {_address(number)}/24 dev eth0"
+            host.submit(_ip, "link set lo up", address, "link set eth0 up").result()
+        yield made
 
 
-def _within(namespace: int, make: Callable[[], _T]) -> _T:
-    def enter() -> _T:
-        _check(ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET))
-        return make()
-
-    return _aside(enter)
-
-
-def _aside(make: Callable[[], _T]) -> _T:
-    """Return what ``make`` returns in a thread of its own, which is the only one that moves."""
-    made: list[_T] = []
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
-            problems.append(problem)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    for problem in problems:
-        raise problem
-    return made[0]
-
-
-def _check(code: int) -> None:
-    if code:
+def _unshare() -> str:
+    """Give this thread a network namespace of its own; return its path."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         raise _refused(f"the kernel says: {os.strerror(ctypes.get_errno())}")
+    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+
+
+def _ip(*lines: str) -> None:
+    """Run `ip` in the namespace of this thread."""
+    for line in lines:
+        done = subprocess.run(
+            ["ip", *line.split()],  # noqa: S607  # whichever is on PATH
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise _refused(f"ip {line}: {done.stderr.strip()}")
 
 
 def _refused(why: str) -> AllhandsError:

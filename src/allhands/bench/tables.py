@@ -1,50 +1,54 @@
-"""The table of a bench of collectives, with a legend that says what each column is. Needs no torch."""
+"""The tables of a bench, each with a legend that defines its columns, and the plot. Needs no torch."""
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 from .config import CollectiveConfig
-from .operations import LEAST_JUDGED, OPERATIONS
+from .operations import LEAST_JUDGED, OPERATIONS, bus_bandwidth
 
-__all__ = ["collective_table", "ddp_table", "legend", "plot", "rollcall_table", "size_text"]
+__all__ = ["aligned", "collective_table", "ddp_table", "plot", "rollcall_table", "size_text"]
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
+def aligned(groups: Sequence[tuple[str, Sequence[str]]], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table: its columns are right-aligned, in groups with a title and a rule each.
+
+    The line of titles is omitted where no group has one.
+    """
+    cells = [[heading for _, headings in groups for heading in headings], *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    blocks = []
+    for title, headings in groups:
+        count = len(headings)
+        texts = ["  ".join(map(str.rjust, line[:count], widths)) for line in cells]
+        cells, widths = [line[count:] for line in cells], widths[count:]
+        width = max(len(title), len(texts[0]))
+        heading, *body = [text.rjust(width) for text in texts]
+        blocks.append([title.center(width), heading, "-" * width, *body])
+    lines = ["   ".join(parts) for parts in zip(*blocks, strict=True)]
+    return lines if lines[0].strip() else lines[1:]
+
+
 def collective_table(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> str:
-    """Put ``rows`` of `collective.measure` into an aligned table with its legend."""
-    groups = [("", ["size"])]
-    groups += [(name, ["median", "least", "GB/s", *(["ratio"] if name in plan.peers else [])]) for name in _shown(plan)]
+    """Return the table of the rows of `collective.measure`, with its legend."""
+    groups = [("", ["size"]), ("allhands", ["median", "least", "GB/s"])]
+    groups += [(name, ["median", "least", "GB/s", "ratio"]) for name in plan.peers]
     if plan.floor:
         groups.append(("floor", ["memcpy", "stream", "time", "times"]))
-    cells = [[headings for _, headings in groups]]
-    cells += [[[size_text(row["bytes"])], *_engines(plan, row), *([_floor(row)] if plan.floor else [])] for row in rows]
-    widths = [
-        [max(len(line[group][column]) for line in cells) for column in range(len(headings))]
-        for group, (_, headings) in enumerate(groups)
-    ]
-    lines = [
-        " | ".join("  ".join(map(str.rjust, part, wide)) for part, wide in zip(line, widths, strict=True))
-        for line in cells
-    ]
-    top = " | ".join(
-        name.center(len("  ".join("x" * w for w in wide))) for (name, _), wide in zip(groups, widths, strict=True)
-    )
-    return "\n".join([top.rstrip(), lines[0], "-" * len(lines[0]), *lines[1:], "", *legend(plan, rows)])
-
-
-def _shown(plan: CollectiveConfig) -> tuple[str, ...]:
-    return ("allhands", *plan.peers)
-
-
-def _engines(plan: CollectiveConfig, row: dict[str, Any]) -> list[list[str]]:
-    found = []
-    for name in _shown(plan):
-        values = row["engines"][name]
-        cells = [_us(values["median_s"]), _us(values["least_s"]), _giga(values["bus_bytes_per_s"])]
-        found.append([*cells, _times(values["ratio"])] if name in plan.peers else cells)
-    return found
+    cells = []
+    for row in rows:
+        line = [size_text(row["bytes"])]
+        for name in ("allhands", *plan.peers):
+            values = row["engines"][name]
+            line += [_us(values["median_s"]), _us(values["least_s"]), _giga(values["bus_bytes_per_s"])]
+            line += [_number(values["ratio"])] if name in plan.peers else []
+        cells.append(line + (_floor(row) if plan.floor else []))
+    return "\n".join([*aligned(groups, cells), "", *_legend(plan, rows)])
 
 
 def _floor(row: dict[str, Any]) -> list[str]:
@@ -56,22 +60,21 @@ def _floor(row: dict[str, Any]) -> list[str]:
         _giga(values["memcpy_bytes_per_s"]),
         _giga(values["stream_bytes_per_s"]),
         _us(values["floor_s"]) if judged else "-",
-        _times(values["ratio"]) if judged else "-",
+        _number(values["ratio"]) if judged else "-",
     ]
 
 
-def _us(seconds: float) -> str:
-    value = seconds * 1e6
+def _number(value: float) -> str:
     return f"{value:,.2f}" if value < 10 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _us(seconds: float) -> str:
+    return _number(seconds * 1e6)
 
 
 def _giga(value: float) -> str:
     value /= 1e9
     return "-" if not value else f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
-
-
-def _times(value: float) -> str:
-    return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
 
 
 def size_text(size: int) -> str:
@@ -91,8 +94,8 @@ def _hosts(plan: CollectiveConfig) -> str:
     return f" on {plan.hosts} hosts ({'+'.join(map(str, each))}; network namespaces of this machine)"
 
 
-def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines that say what was measured and what the columns mean."""
+def _legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines that state what was measured and define the columns."""
     what = OPERATIONS[plan.operation]
     first = rows[0]
     crowded = "more ranks than cores" if plan.ranks > first["cores"] else "a core for each rank"
@@ -102,25 +105,27 @@ def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{plan.operation}{kind}, {ranks}, {first['cores']} cores ({crowded}), one thread per rank"
         + (", tensors of one GPU, which all ranks share" if plan.device != "cpu" else ""),
-        f"each call: {what.torch[0].format(group='')}{half}",
+        f"each call: {what.torch.format(group='')}{half}",
         f"median, least: us per call of {plan.rounds} rounds; the engines take turns in the same processes;",
         "  a round's time is that of the slowest rank",
     ]
     if what.buffers:
         whole = "all parts together" if what.divided else "one rank's tensor"
-        lines.append(f"GB/s: bus bandwidth as nccl-tests has it, {what.bus}; S is {whole}, n the ranks, t the median")
+        lines.append(
+            f"GB/s: bus bandwidth as nccl-tests has it, {what.bus.text}; S is {whole}, n the ranks, t the median"
+        )
     if plan.peers:
         lines.append("ratio: the peer's median over allhands' (above 1: allhands is faster)")
     if plan.floor and what.buffers:
         lines += [
             "memcpy: GB/s that rank 0 moves when it copies S bytes alone; stream: GB/s of each rank when all copy",
             "  (a copy of S bytes loads and stores 2 S; below 64 KiB it is one of 64 KiB, in the cache)",
-            f"time: the floor in us: {what.staged},",
+            f"time: the floor in us: {what.staged.text},",
             "  which is what the busiest rank loads and stores in the staged scheme, over stream",
-            "times: allhands' median over the floor; not given below 64 KiB, where meetings cost more than bytes",
+            "times: allhands' median over the floor; not given below 64 KiB, where bytes cost less than calls",
         ]
     lines.append(
-        f"load before the start: {first['load_before']:.2f} (work of others slows engines that spin, MPI, most)"
+        f"load before the start: {first['load_before']:.2f} (other work slows engines that spin, as MPI, most)"
     )
     versions = "; ".join(
         f"{name}: {values['version']}" for name, values in first["engines"].items() if values["version"]
@@ -130,15 +135,15 @@ def legend(plan: CollectiveConfig, rows: list[dict[str, Any]]) -> list[str]:
 
 # Plot -------------------------------------------------------------------------------------------------------
 
-# More labels than this run into each other.
+# More labels overlap.
 _MOST_LABELS = 8
 
 
 def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
-    """Write the picture of ``rows`` to ``path``; its ending says which kind (.png, .svg, .pdf)."""
+    """Plot ``rows`` into ``path``, whose suffix is the format (.png, .svg, .pdf)."""
     from matplotlib.figure import Figure
 
-    # Not through pyplot, which looks for a screen.
+    # Not pyplot, which needs a display.
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     times, speeds = figure.subplots(1, 2)
     sizes = [max(1, row["bytes"]) for row in rows]
@@ -151,8 +156,9 @@ def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
     if floors:
         at = [row["bytes"] for row in floors]
         times.plot(at, [row["floor"]["floor_s"] * 1e6 for row in floors], "k--", label="floor")
-        factor = OPERATIONS[plan.operation].factor(plan.ranks)
-        limit = [factor * row["bytes"] / row["floor"]["floor_s"] / 1e9 for row in floors]
+        limit = [
+            bus_bandwidth(plan.operation, plan.ranks, row["bytes"], row["floor"]["floor_s"]) / 1e9 for row in floors
+        ]
         speeds.plot(at, limit, "k--", label="floor")
     step = -(-len(sizes) // _MOST_LABELS)
     for axes, words in ((times, "median, us"), (speeds, "bus bandwidth, GB/s")):
@@ -169,73 +175,48 @@ def plot(plan: CollectiveConfig, rows: list[dict[str, Any]], path: str) -> None:
 
 # Training ---------------------------------------------------------------------------------------------------
 
-_DDP_HEADINGS = (
-    ("", "model"),
-    ("", "ranks"),
-    ("step (ms)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
-    ("communication (ms)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
-    ("", "ratio"),
-    ("core time (ms)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
-    ("", "ratio"),
-    ("bare step (ms)", "single"),
-    ("", "apart"),
-    ("", "lockstep"),
-    ("overhead", "single"),
-    ("", "apart"),
-    ("memory (MiB)", "allhands"),
-    ("", "torch"),
-    ("", "gloo"),
+_CLASSES = ("allhands", "torch", "gloo")
+_DDP_GROUPS = (
+    ("", ("model", "ranks")),
+    ("step (ms)", _CLASSES),
+    ("communication (ms)", (*_CLASSES, "ratio")),
+    ("core time (ms)", (*_CLASSES, "ratio")),
+    ("bare step (ms)", ("single", "apart", "lockstep")),
+    ("overhead", ("single", "apart")),
+    ("memory (MiB)", _CLASSES),
 )
 
 
 def ddp_table(rows: list[dict[str, Any]]) -> str:
-    """Put ``rows`` of `training.race` into an aligned table with a legend."""
-    cells = [[top for top, _ in _DDP_HEADINGS], [low for _, low in _DDP_HEADINGS], *map(_ddp_cells, rows)]
-    widths = [max(len(line[column]) for line in cells[1:]) for column in range(len(_DDP_HEADINGS))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells[1:]]
-    top = ""
-    for column, text in enumerate(cells[0]):
-        if text:
-            top = top.ljust(sum(widths[:column]) + 2 * column) + text
-    lines.insert(0, top)
-    lines.insert(2, "-" * len(lines[1]))
-    return "\n".join([*lines, "", *_ddp_legend(rows[0])])
+    """Return the table of the rows of `training.measure`, with its legend."""
+    return "\n".join([*aligned(_DDP_GROUPS, [_ddp_cells(row) for row in rows]), "", *_ddp_legend(rows[0])])
 
 
 def _ddp_cells(row: dict[str, Any]) -> list[str]:
     who = row["contestants"]
-    order = ("allhands", "torch", "gloo")
     held = row.get("memory_bytes", {})
     return [
         row["model"],
         str(row["ranks"]),
-        *(f"{who[each]['step_s'] * 1e3:.2f}" for each in order),
+        *(f"{who[each]['step_s'] * 1e3:.2f}" for each in _CLASSES),
         *_compared(who, "communication"),
         *_compared(who, "core"),
-        f"{row['single_s'] * 1e3:.2f}",
-        f"{row['apart_s'] * 1e3:.2f}",
-        f"{row['lockstep_s'] * 1e3:.2f}",
+        *(f"{row[f'{bare}_s'] * 1e3:.2f}" for bare in ("single", "apart", "lockstep")),
         f"{row['overhead']:.1%}",
         f"{row['overhead_apart']:.1%}",
-        *(f"{held[each] / 2**20:.1f}" if each in held else "-" for each in order),
+        *(f"{held[each] / 2**20:.1f}" if each in held else "-" for each in _CLASSES),
     ]
 
 
 def _compared(who: dict[str, Any], name: str) -> list[str]:
-    """Return what ``name`` takes of each contestant, and how many times ours Gloo's is."""
+    """Return the milliseconds of ``name`` for each contestant, and the ratio of Gloo's to ours."""
     ratio = who["gloo"][f"{name}_ratio"]
-    found = [_with_error(who[each], name) for each in ("allhands", "torch", "gloo")]
+    found = [_with_error(who[each], name) for each in _CLASSES]
     return [*found, "-" if ratio is None else f"{ratio:.1f}"]
 
 
 def _with_error(values: dict[str, Any], name: str) -> str:
-    """Return milliseconds, and what they may be wrong by where that is known."""
+    """Return milliseconds, with their standard error where it is known."""
     error = values.get(f"{name}_error_s")
     return f"{values[f'{name}_s'] * 1e3:.2f}" + ("" if error is None else f" ±{error * 1e3:.2f}")
 
@@ -247,8 +228,8 @@ def _ddp_legend(row: dict[str, Any]) -> list[str]:
         f"step: median of {row['rounds']} rounds, slowest rank; torch's gradients are views; ratio: Gloo's over ours",
         "communication: step less that of the bare module whose ranks only wait for each other, middle half of all,",
         "  and its standard error; transformer-16 has the transformer's gradients and fewer tokens: less varies",
-        "core time: what all threads of a rank compute in a step, less those of the bare module",
-        "single: the bare module on one rank while the others sleep; apart: on all ranks, with no word between them",
+        "core time: processor time of a rank in a step (all its threads), less that of the bare module",
+        "single: the bare module on one rank while the others sleep; apart: on all ranks, without synchronisation",
         "lockstep: apart, with a barrier after each backward; overhead: our least step over single's, and over apart's",
         f"memory: what all ranks held at most while training, shared pages once, over what they held before{jobs}",
         f"{row['cores']} cores, one thread per rank, load before {row['load_before']:.1f}",
@@ -257,32 +238,32 @@ def _ddp_legend(row: dict[str, Any]) -> list[str]:
 
 # Roll call --------------------------------------------------------------------------------------------------
 
-# What a ratio is taken against: past this size fixed costs no longer show in the time per member.
+# The reference of a ratio: above this size the fixed costs are negligible in the time per member.
 _REFERENCE = 1024
 
-# heading, unit, key, decimals
+# title, unit, key, decimals
 _ROLLCALL_COLUMNS = (
-    ("members", "", "members", 0),
+    ("", "members", "members", 0),
     ("roll call", "s", "rollcall_s", 3),
-    ("", "us/member", "rollcall_us_per_member", 0),
+    ("roll call", "us/member", "rollcall_us_per_member", 0),
     ("coordinator", "CPU us/member", "coordinator_cpu_us_per_member", 0),
     ("memory", "KiB/member", "kib_per_member", 1),
     ("store", "us/member", "store_us_per_member", 0),
-    ("death told", "s", "death_s", 3),
+    ("death reported", "s", "death_s", 3),
     ("all left", "s", "leave_s", 3),
 )
 
 
 def rollcall_table(rows: list[dict[str, Any]]) -> str:
-    """Put ``rows`` of `rollcall.run` into an aligned table, and say how the time per member grows."""
+    """Return the table of the rows of `rollcall.run`, and how the time per member grows."""
     if not rows:
         return "nothing was measured"
-    cells = [[heading for heading, _, _, _ in _ROLLCALL_COLUMNS], [unit for _, unit, _, _ in _ROLLCALL_COLUMNS]]
-    cells += [[f"{row[key]:,.{decimals}f}" for _, _, key, decimals in _ROLLCALL_COLUMNS] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_ROLLCALL_COLUMNS))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
-    lines.insert(2, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, "", *_growth(rows), _rollcall_legend(rows[0])])
+    groups = [
+        (title, [unit for _, unit, _, _ in columns])
+        for title, columns in itertools.groupby(_ROLLCALL_COLUMNS, key=operator.itemgetter(0))
+    ]
+    cells = [[f"{row[key]:,.{decimals}f}" for _, _, key, decimals in _ROLLCALL_COLUMNS] for row in rows]
+    return "\n".join([*aligned(groups, cells), "", *_growth(rows), _rollcall_legend(rows[0])])
 
 
 def _growth(rows: list[dict[str, Any]]) -> list[str]:

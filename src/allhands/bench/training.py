@@ -16,13 +16,13 @@ __all__ = ["Sample", "compare", "measure", "memory", "row"]
 
 _Notify = Callable[[str], None]
 
-# How many times memory is measured, each time in new processes: of the same job it varies by a tenth (seven of the CNN
-# with 2 ranks: 66 to 79 MiB), with where the allocator happens to put things. The median counts.
+# How many times memory is measured, each time in new processes. It varies by a tenth between runs of the same job
+# (seven of the CNN with 2 ranks: 66 to 79 MiB) with the allocator's placement; the median counts.
 _MEMORY_RUNS = 3
 
 
 class Sample(NamedTuple):
-    """Seconds of a step on the slowest rank: of all steps, of the shortest; and the core time of one, of all ranks."""
+    """Seconds of a step on the slowest rank: mean and shortest; and the processor time of a step on all ranks."""
 
     step_s: float
     least_s: float
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 
 def measure(asked: DdpConfig, *, with_memory: bool) -> list[dict[str, Any]]:
-    """Return a row for each model of ``asked``, and show what is being done on standard error."""
+    """Return a row for each model of ``asked``; progress is shown on standard error."""
     progress = WaitingLine("allhands bench ddp")
     try:
         rows = compare(asked, progress)
@@ -49,34 +49,32 @@ def compare(asked: DdpConfig, notify: _Notify = lambda _: None) -> list[dict[str
     """Run the ranks of ``asked``, and return a row for each model, without memory. Raises engine-failed."""
     rows: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
-    with RankProcesses(asked, program="ddp_rank") as crew:
-        for words in crew.words():
-            if "spells" in words:
-                spells = {who: [Sample(*each) for each in told] for who, told in words["spells"].items()}
-                found = row(asked, words["size"], spells, words["model"])
-                rows.append({**found, "load_before": load})
-            elif "round" in words:
-                notify(f"{words['size']} on {asked.ranks} ranks: round {words['round']} of {asked.rounds}")
+    with RankProcesses(asked, program="ddp_rank") as processes:
+        for message in processes.messages():
+            if "samples" in message:
+                samples = {who: [Sample(*each) for each in found] for who, found in message["samples"].items()}
+                rows.append({**row(asked, message["size"], samples, message["model"]), "load_before": load})
+            else:
+                notify(f"{message['size']} on {asked.ranks} ranks: round {message['round']} of {asked.rounds}")
     return rows
 
 
-def row(asked: DdpConfig, model: str, spells: dict[str, list[Sample]], about: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured of one model in each round, by contestant.
+def row(asked: DdpConfig, model: str, samples: dict[str, list[Sample]], about: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of one model from the samples of each contestant in each round.
 
-    What communication takes is the step less that of the bare module whose ranks only wait for each other (lockstep):
-    what they wait for whoever is late is nobody's doing, all else is: hooks, copies, the broadcast of buffers, cores
-    that an engine's threads take from backward. The difference is taken in each round, between neighbours in time; the
-    mean of its middle half is what counts. Core time is what all threads of a rank compute in a step, less that of the
-    bare module.
+    Communication is the step less the step of the bare module whose ranks only wait for each other (lockstep). It
+    contains everything but the wait for late ranks: hooks, copies, the broadcast of buffers, and cores that an engine's
+    threads take from backward. The difference is taken in each round, and the mean of its middle half counts. Core
+    time is the processor time of all threads of a rank in a step, less that of the bare module.
     """
-    single, apart = (min(each.least_s for each in spells[who]) for who in ("single", "apart"))
+    single, apart = (min(each.least_s for each in samples[who]) for who in ("single", "apart"))
     contestants: dict[str, dict[str, Any]] = {}
     for who in ("allhands", "torch", "gloo"):
-        communication, error = _more(*([each.step_s for each in spells[one]] for one in (who, "lockstep")))
-        core, _ = _more(*([each.cores_s for each in spells[one]] for one in (who, "apart")))
+        communication, error = _more(*([each.step_s for each in samples[one]] for one in (who, "lockstep")))
+        core, _ = _more(*([each.cores_s for each in samples[one]] for one in (who, "apart")))
         contestants[who] = {
-            "step_s": statistics.median(each.step_s for each in spells[who]),
-            "least_s": min(each.least_s for each in spells[who]),
+            "step_s": statistics.median(each.step_s for each in samples[who]),
+            "least_s": min(each.least_s for each in samples[who]),
             "communication_s": communication,
             "communication_error_s": error,
             "core_s": core / asked.ranks,
@@ -85,7 +83,7 @@ def row(asked: DdpConfig, model: str, spells: dict[str, list[Sample]], about: di
     for found in contestants.values():
         found["ratio"] = found["step_s"] / ours["step_s"]
         for name in ("communication", "core"):
-            # None where ours is lost in the noise.
+            # None where ours is below the noise.
             mine = ours[f"{name}_s"]
             found[f"{name}_ratio"] = found[f"{name}_s"] / mine if mine > 0 else None
     return {
@@ -97,60 +95,55 @@ def row(asked: DdpConfig, model: str, spells: dict[str, list[Sample]], about: di
         "contestants": contestants,
         "single_s": single,
         "apart_s": apart,
-        "lockstep_s": statistics.median(each.step_s for each in spells["lockstep"]),
+        "lockstep_s": statistics.median(each.step_s for each in samples["lockstep"]),
         "overhead": ours["least_s"] / single - 1,
         "overhead_apart": ours["least_s"] / apart - 1,
     }
 
 
 def _more(these: list[float], those: list[float]) -> tuple[float, float | None]:
-    """Return how much more ``these`` are than ``those`` of the same rounds, and what that may be wrong by.
+    """Return the mean of the middle half of these - those, round by round, and its standard error (None: one round).
 
-    It is the mean of the middle half and its standard error, None where one round is all there is to it. What others
-    do on the machine makes some differences wild, which do not count; the mean of the rest varies less from run to run
-    than the median.
+    Other work on the machine makes some differences wild; the mean without them varies less from run to run than the
+    median.
     """
     more = sorted(this - that for this, that in zip(these, those, strict=True))
     wild = min(-(-len(more) // 4), (len(more) - 1) // 2)
     middle = more[wild : len(more) - wild]
-    # Each wild one as far off as the last that counts: what Tukey and McLaughlin take for the spread of such a mean.
-    kept = [middle[0]] * wild + middle + [middle[-1]] * wild
-    error = statistics.stdev(kept) * len(kept) ** 0.5 / len(middle) if len(middle) > 1 else None
+    # The standard error of a trimmed mean is that of the winsorized sample (Tukey and McLaughlin).
+    winsorized = [middle[0]] * wild + middle + [middle[-1]] * wild
+    error = statistics.stdev(winsorized) * len(winsorized) ** 0.5 / len(middle) if len(middle) > 1 else None
     return statistics.fmean(middle), error
 
 
 def memory(asked: DdpConfig, who: str) -> dict[str, float]:
-    """Return by model how many bytes more than before the ranks held at most, all together, while ``who`` trained.
+    """Return by model the bytes that all ranks held at most while ``who`` trained, less those before.
 
-    Of what is a rank's own its peak counts, which the kernel keeps; what ranks share counts once.
+    Private memory counts with its peak, which the kernel keeps; shared pages count once.
     """
     found: dict[str, float] = {}
     for model in asked.models:
-        alone = DdpConfig(asked.ranks, (model,), 1, who=(who,))
         before = 0
-        with RankProcesses(alone, program="ddp_rank") as crew:
-            for words in crew.words():
-                if words.get("phase") == "before":
-                    before = sum(map(_begin, crew.pids.values()))
-                elif words.get("phase") == "after":
-                    found[model] = float(sum(_most(pid, "VmHWM") for pid in crew.pids.values()) - before)
+        with RankProcesses(DdpConfig(asked.ranks, (model,), 1, who=(who,)), program="ddp_rank") as processes:
+            for message in processes.messages():
+                pids = processes.pids.values()
+                if message["phase"] == "before":
+                    for pid in pids:
+                        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+                    before = sum(_held(pid, "VmRSS") for pid in pids)
+                else:
+                    found[model] = float(sum(_held(pid, "VmHWM") for pid in pids) - before)
     return found
 
 
-def _begin(pid: int) -> int:
-    """Let the kernel forget the peak of a process so far; return what it holds now."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-    return _most(pid, "VmRSS")
-
-
-def _most(pid: int, own: str) -> int:
-    """Return the bytes of a process: by ``own`` what is its own, and its part of what others have too."""
+def _held(pid: int, own: str) -> int:
+    """Return the bytes of a process: of its private memory by ``own``, and its share of shared pages."""
     resident = _sizes(f"/proc/{pid}/status")
     shared = _sizes(f"/proc/{pid}/smaps_rollup")
     return resident[own] - resident["RssShmem"] - resident["RssFile"] + shared["Pss_Shmem"] + shared["Pss_File"]
 
 
 def _sizes(path: str) -> dict[str, int]:
-    """Return the sizes in a table of the kernel's, in bytes."""
+    """Return the sizes in one of the kernel's tables, in bytes."""
     lines = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(number) * 1024 for name, number, _ in lines}

@@ -22,7 +22,6 @@ from allhands.bench.config import (
     parse_peers,
     parse_sizes,
 )
-from allhands.bench.operations import OPERATIONS
 from allhands.errors import AllhandsError
 
 MIB = 1 << 20
@@ -149,11 +148,6 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(monkeypatch: pytest.Monkey
     result = call("all_reduce", "--plot", str(tmp_path / "out.png"))
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr
-
-
-def test_every_operation_is_a_command() -> None:
-    """The command line, which must not import the bench to list it, knows the same operations."""
-    assert tuple(OPERATIONS) == cli.COLLECTIVES
 
 
 def test_the_command_needs_no_torch() -> None:

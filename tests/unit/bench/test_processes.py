@@ -17,7 +17,7 @@ def test_a_rank_that_ends_while_it_is_being_ended(monkeypatch: pytest.MonkeyPatc
         raise ProcessLookupError
 
     made = processes.RankProcesses(CollectiveConfig("all_reduce", 2, (4,), 1, ("mpi",)))
-    made._pids = {0: os.getpid()}
+    made.pids = {0: os.getpid()}
     monkeypatch.setattr(processes, "_ours", lambda *_: True)
     monkeypatch.setattr(os, "kill", gone)
     made._end()

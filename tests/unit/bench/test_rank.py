@@ -14,12 +14,12 @@ DEADLINE_S = 20.0
 
 RANK = """
 import sys
-from allhands.bench.rank import CommandConnection
+from allhands.bench.processes import CommandConnection
 
-line = CommandConnection(sys.argv[1], sys.argv[2])
+line = CommandConnection(sys.argv[1])
 print("here", flush=True)
 line.tell(rank=0, wait=True)
-while sys.argv[3] == "talking":
+while sys.argv[2] == "talking":
     line.tell(rank=0)
 print("answered", flush=True)
 line.tell(rank=0, wait=True)
@@ -32,13 +32,10 @@ def test_it_ends_with_the_connection(tmp_path: Path, manner: str, *, unread: boo
     """Closed, reset because a killed command had not read everything, or broken under words on their way."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
+        server.bind(str(folder / "socket"))
         server.listen()
-        rank = subprocess.Popen(
-            [sys.executable, "-c", RANK, path, str(folder), manner], stdout=subprocess.PIPE, text=True
-        )
+        rank = subprocess.Popen([sys.executable, "-c", RANK, str(folder), manner], stdout=subprocess.PIPE, text=True)
         try:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "here\n"

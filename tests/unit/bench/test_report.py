@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allhands.bench import rollcall_table
+from allhands.bench.tables import rollcall_table
 
 
 def row(members: int, per_member: float) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def test_the_legend_defines_each_column(operation: str) -> None:
     assert "ratio: the peer's median over allhands'" in text
     assert "mpi: Open MPI v4" in text
     if OPERATIONS[operation].buffers:
-        assert f"bus bandwidth as nccl-tests has it, {OPERATIONS[operation].bus};" in text
-        assert OPERATIONS[operation].staged in text
+        assert f"bus bandwidth as nccl-tests has it, {OPERATIONS[operation].bus.text};" in text
+        assert OPERATIONS[operation].staged.text in text
 
 
 def test_what_was_not_measured_is_not_explained() -> None:

@@ -15,21 +15,21 @@ def test_a_model_that_there_is_not() -> None:
         ddp_config(2, "mlp,transfomer", 3)
 
 
-def spells(steps_s: list[float], cores_s: float = 0.020) -> list[Sample]:
-    """Return a spell for each, whose shortest step is a tenth shorter."""
+def samples(steps_s: list[float], cores_s: float = 0.020) -> list[Sample]:
+    """Return a sample for each, whose shortest step is a tenth shorter."""
     return [Sample(step, step * 0.9, cores_s) for step in steps_s]
 
 
 def test_a_row_and_its_table() -> None:
     """Communication is the middle of what a step takes more than one in lockstep; ratios are over ours."""
     taken = {
-        "allhands": spells([0.012, 0.014, 0.013], 0.022),
-        "torch": spells([0.013, 0.014, 0.015]),
+        "allhands": samples([0.012, 0.014, 0.013], 0.022),
+        "torch": samples([0.013, 0.014, 0.015]),
         # A round in which everything took longer: the difference is what it is in the others.
-        "gloo": spells([0.021, 0.033, 0.022], 0.03),
-        "lockstep": spells([0.011, 0.023, 0.012]),
-        "apart": spells([0.010, 0.012, 0.011]),
-        "single": spells([0.010, 0.010, 0.010]),
+        "gloo": samples([0.021, 0.033, 0.022], 0.03),
+        "lockstep": samples([0.011, 0.023, 0.012]),
+        "apart": samples([0.010, 0.012, 0.011]),
+        "single": samples([0.010, 0.010, 0.010]),
     }
     found = row(DdpConfig(2, ("mlp",), 3), "mlp", taken, {"bytes": 4, "tensors": 1})
     ours, gloo = found["contestants"]["allhands"], found["contestants"]["gloo"]
@@ -54,8 +54,8 @@ def test_a_row_and_its_table() -> None:
 
 def test_wild_rounds_do_not_count() -> None:
     """A quarter at either end is left out, and the rest is averaged; how far that may be off is shown beside it."""
-    taken = {who: spells([0.010] * 8) for who in ("lockstep", "torch", "gloo", "apart", "single")}
-    taken["allhands"] = spells([0.010 + 0.001 * more for more in (-50, 1, 2, 3, 4, 5, 6, 900)])
+    taken = {who: samples([0.010] * 8) for who in ("lockstep", "torch", "gloo", "apart", "single")}
+    taken["allhands"] = samples([0.010 + 0.001 * more for more in (-50, 1, 2, 3, 4, 5, 6, 900)])
     found = row(DdpConfig(2, ("mlp",), 8), "mlp", taken, {"bytes": 4, "tensors": 1})
     ours = found["contestants"]["allhands"]
     assert ours["communication_s"] == pytest.approx(0.0035)
