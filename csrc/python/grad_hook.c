@@ -219,24 +219,6 @@ static PyObject *set_places(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Whether each parameter requires a gradient as `known` says. */
-static PyObject *trained_as(PyObject *object, PyObject *known)
-{
-    struct grad_hook *self = (struct grad_hook *)object;
-    Py_ssize_t parameters = PyTuple_Size(self->parameters);
-    int alike = PyList_Check(known) && PyList_Size(known) == parameters;
-
-    for (Py_ssize_t index = 0; alike && index < parameters; index++) {
-        PyObject *now = PyObject_GetAttr(PyTuple_GetItem(self->parameters, index), self->requires_grad);
-
-        if (!now)
-            return NULL;
-        alike = now == PyList_GetItem(known, index);
-        Py_DECREF(now);
-    }
-    return PyBool_FromLong(alike);
-}
-
 /* Whether the gradient of a parameter can be reduced where it lies: it is plain and as it is to be, and used. */
 static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
 {
@@ -341,7 +323,6 @@ static PyMethodDef METHODS[] = {
     {"begin_pass", begin_pass, METH_VARARGS, "begin_pass($self, end, counts, left, used, needed, /)\n--\n\nTake part in a pass."},
     {"disable", disable, METH_NOARGS, "disable($self, /)\n--\n\nLeave everything to Python."},
     {"set_places", set_places, METH_VARARGS, "set_places($self, of, views, templates, /)\n--\n\nSay where gradients are to lie."},
-    {"trained_as", trained_as, METH_O, "trained_as($self, known, /)\n--\n\nTell whether those require gradients that did."},
     {"gather", gather, METH_O, "gather($self, order, /)\n--\n\nReturn gradients that can be reduced where they lie, or None."},
     {NULL, NULL, 0, NULL},
 };

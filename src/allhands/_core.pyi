@@ -171,9 +171,6 @@ class GradHook:
         tensors of the shape and type that each has in its bucket, None for a sparse one; they stay as they are.
         """
 
-    def trained_as(self, known: list[bool], /) -> bool:
-        """Tell whether the parameters that require gradients are those that ``known`` says, one for each."""
-
     def gather(self, order: tuple[int, ...], /) -> list[Any] | None:
         """Return the gradients of parameters by their numbers; None where one cannot be reduced where it lies."""
 

@@ -26,12 +26,10 @@ def gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
     """Return the ``data`` of each rank of ``group``, without pickling. Every rank must call this."""
-    sizes = [int(size) for size in gather(torch.tensor(len(data), device=device), group)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if not len(padded):
+    sizes: list[int] = gather(torch.tensor(len(data), device=device), group).tolist()
+    if not any(sizes):
         return [b""] * len(sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
     rows = gather(padded.to(device), group).cpu()
     return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 

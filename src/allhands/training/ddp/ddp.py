@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +15,20 @@ from torch.nn import Module
 
 from ... import _torch
 from ...groups.collectives import require_group
-from .broadcast_model import BufferBroadcast, broadcast_tensors
 from .ddp_arguments import DDPArguments, caps_bytes, check_hook
 from .ddp_failures import invalid_argument
 from .model_check import ModuleWatch, check_same_structure, check_same_values, sparse_parameters
 from .reducer import Reducer
-from .reduction import all_reduce
+from .reduction import all_reduce, broadcast
 
 __all__ = ["DistributedDataParallel", "find_tensors", "to_device"]
+
+# Tensors of at least this many bytes are broadcast by themselves, without a copy; smaller ones are copied into one flat
+# tensor, because the latency of a broadcast of few bytes is about the time that this many take.
+_LARGE_BYTES = 1 << 18
+
+# Start of each tensor in the flat one: a multiple of every dtype's size.
+_ALIGNMENT = 16
 
 
 class DistributedDataParallel(Module, Joinable):
@@ -123,14 +129,11 @@ class DistributedDataParallel(Module, Joinable):
         self._watch = ModuleWatch(self.module, frozenset(self.parameters_to_ignore))
         self._modules_list = list(self.module.modules())
         self._frozen = [each for each in named.values() if not each.requires_grad]
-        sparse = sparse_parameters(self._modules_list)
-        trained = {name: each for name, each in named.items() if each.requires_grad}
-        ignored = {id(each) for name, each in self.module.named_buffers() if name in self.parameters_to_ignore}
-        self._buffers_broadcast = BufferBroadcast(self._modules_list, ignored)
+        buffers = self.module.named_buffers()
+        self._ignored_buffers = {id(each) for name, each in buffers if name in self.parameters_to_ignore}
         self.reducer = Reducer(
-            list(trained.values()),
-            list(trained),
-            [id(each) in sparse for each in trained.values()],
+            {name: each for name, each in named.items() if each.requires_grad},
+            sparse_parameters(self._modules_list),
             self.process_group,
             caps_bytes=self._caps_bytes,
             views=self.gradient_as_bucket_view,
@@ -190,10 +193,11 @@ class DistributedDataParallel(Module, Joinable):
             # Setting an attribute of a module takes 20 us with cold caches, so only if it changes.
             self.require_forward_param_sync = self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
-            self.reducer.skip()
+            self.reducer.prepare(armed=False)
             return output
         watched = [each for each in find_tensors(output) if each.requires_grad and not each.is_leaf]
-        self.reducer.expect(watched=bool(watched))
+        # Without one, the first gradient starts the pass.
+        self.reducer.prepare(armed=True, synchronized=not watched)
         for each in watched:
             each.register_hook(self.reducer.on_output_gradient)  # type: ignore[no-untyped-call]
         return output
@@ -223,11 +227,15 @@ class DistributedDataParallel(Module, Joinable):
         """Broadcast the buffers of rank 0, inside `join` of a rank that has inputs."""
         if not (self.forward_sync_buffers and self.require_forward_param_sync):
             return
-        if not self._buffers_broadcast.buffers():
+        # torch's tables of each submodule: faster than `Module.named_buffers` in every pass.
+        tables = map(_torch.own_buffers, self._modules_list)
+        found = {id(each): each for table in tables for each in table.values() if each is not None}
+        buffers = [each for key, each in found.items() if key not in self._ignored_buffers]
+        if not buffers:
             return
         source = _common_rank(self, candidate=not joined) if self._join_config.enable else 0
         if self.reducer.averager.size > 1:
-            self._buffers_broadcast.send(self.process_group, source)
+            _broadcast_coalesced(buffers, self.process_group, source)
 
     def broadcast_model(self, source: int, *, buffers: bool) -> None:
         """Broadcast the parameters, and with ``buffers`` the buffers, of the group rank ``source``."""
@@ -236,7 +244,7 @@ class DistributedDataParallel(Module, Joinable):
         tensors: list[torch.Tensor] = list(self._named_parameters().values())
         if buffers:
             tensors += [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]
-        broadcast_tensors(tensors, self.process_group, source)
+        _broadcast_coalesced(tensors, self.process_group, source)
 
     # Uneven inputs ---------------------------------------------------------------------------------------------------
 
@@ -332,7 +340,7 @@ class DistributedDataParallel(Module, Joinable):
                 "it cannot be pickled or copied", "it has a group of its own", "pickle ddp.module, and wrap it anew"
             )
         state = copy.copy(vars(self))
-        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_buffers_broadcast"):
+        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_ignored_buffers"):
             state.pop(name, None)
         return state
 
@@ -380,14 +388,14 @@ class _DDPJoinHook(JoinHook):
 def _any_rank_syncs(ddp: DistributedDataParallel, *, mine: bool) -> bool:
     """Return whether any rank reduces gradients in this pass. All ranks of ``ddp`` call this."""
     flag = torch.tensor([int(mine)], device=ddp.device)
-    all_reduce(flag, ddp.process_group)
+    all_reduce(flag, group=ddp.process_group)
     return bool(flag)
 
 
 def _common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
     """Return the highest group rank that is a ``candidate``. All ranks of ``ddp`` call this."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
-    all_reduce(rank, ddp.process_group, torch.distributed.ReduceOp.MAX)
+    all_reduce(rank, dist.ReduceOp.MAX, ddp.process_group)
     return int(rank)
 
 
@@ -417,3 +425,27 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return type(value)((name, to_device(each, device)) for name, each in value.items())
     return value
+
+
+@torch.no_grad()
+def _broadcast_coalesced(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
+    """Broadcast ``tensors`` from the rank ``source`` of ``group``. All ranks call this."""
+    small: dict[torch.device, list[torch.Tensor]] = {}
+    for each in tensors:
+        if each.nbytes >= _LARGE_BYTES and each.is_contiguous():
+            broadcast(each.detach(), group_src=source, group=group)
+        elif each.numel():
+            small.setdefault(each.device, []).append(each.detach())
+    sends = group.rank() == source
+    for device, found in small.items():
+        sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in found]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        views = [
+            part[: each.nbytes].view(each.dtype).view(each.shape)
+            for part, each in zip(torch.split(flat, sizes), found, strict=True)
+        ]
+        if sends:
+            _torch.foreach_copy(views, found)
+        broadcast(flat, group_src=source, group=group)
+        if not sends:
+            _torch.foreach_copy(found, views)

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch.nn.parameter import UninitializedParameter
 
 from ... import _torch
-from .bucket import FIRST_BYTES
 from .ddp_failures import invalid_argument
 
 __all__ = ["DDPArguments", "caps_bytes", "check_hook"]
 
-# torch's default of bucket_cap_mb.
+# torch's default of bucket_cap_mb: large enough for the engine's full bandwidth, small enough to overlap with backward.
 _CAP_MIB = 25.0
+
+# torch's size of the first bucket: small, so that the first reduction starts early in backward.
+_FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def caps_bytes(cap_mb: float | None, caps_mb: list[float] | None) -> tuple[int, 
     if caps_mb:
         return tuple(int(each * 2**20) for each in caps_mb)
     cap = int((_CAP_MIB if cap_mb is None else cap_mb) * 2**20)
-    return (cap,) if cap_mb is not None else (min(FIRST_BYTES, cap), cap)
+    return (cap,) if cap_mb is not None else (min(_FIRST_BYTES, cap), cap)
 
 
 def check_hook(hook: Callable[..., Any], *, registered: bool) -> None:

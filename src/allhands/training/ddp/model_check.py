@@ -18,7 +18,7 @@ from ... import _torch
 from ..compare_ranks import gather_bytes
 from . import ddp_failures
 
-__all__ = ["ModuleWatch", "TableWatch", "check_same_structure", "check_same_values", "digest", "sparse_parameters"]
+__all__ = ["ModuleWatch", "check_same_structure", "check_same_values", "digest", "sparse_parameters"]
 
 # 128 bits: two models have the same digest by chance with a probability of 2**-64 at most.
 _DIGEST_BYTES = 16
@@ -95,30 +95,6 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
     return {id(part.weight) for part in modules if isinstance(part, embeddings) and part.sparse}
 
 
-class TableWatch:
-    """Detects whether any value of some dicts was replaced, added or removed.
-
-    It compares identities and keeps references to the values: the id of an object that was freed can be reused.
-    """
-
-    def __init__(self, tables: Iterable[Mapping[str, Any]]) -> None:
-        self._tables = list(tables)
-        self.values: list[Any] = []
-        self.record()
-
-    def record(self) -> None:
-        """Record the present values."""
-        self.values = self._present()
-
-    def changed(self) -> bool:
-        """Return whether the values differ from those recorded."""
-        present = self._present()
-        return len(present) != len(self.values) or not all(map(operator.is_, present, self.values))
-
-    def _present(self) -> list[Any]:
-        return list(chain.from_iterable(table.values() for table in self._tables))
-
-
 class ModuleWatch:
     """Detects that parameters of ``module`` were added, removed or replaced since it was wrapped."""
 
@@ -126,19 +102,25 @@ class ModuleWatch:
         self._module = module
         self._ignored = ignored
         self._parameters = dict(module.named_parameters())
-        self._watch = self._watch_tables()
+        self._record()
 
-    def _watch_tables(self) -> TableWatch:
+    def _record(self) -> None:
         # torch's own tables of each submodule: comparing them is faster than `Module.named_parameters` in every pass.
-        return TableWatch(
+        self._tables = [
             table
             for part in self._module.modules()
             for table in (_torch.own_parameters(part), _torch.own_modules(part))
-        )
+        ]
+        # References, not ids: the id of an object that was freed can be reused.
+        self._values = self._present()
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(table.values() for table in self._tables))
 
     def check(self, rank: int) -> None:
         """Raise module-changed if a parameter was added, removed or replaced."""
-        if not self._watch.changed():
+        present = self._present()
+        if len(present) == len(self._values) and all(map(operator.is_, present, self._values)):
             return
         now = dict(self._module.named_parameters())
         was = self._parameters
@@ -153,4 +135,4 @@ class ModuleWatch:
         if new or gone or replaced:
             raise ddp_failures.module_changed(rank, new, gone, replaced)
         # Submodules without parameters may be added and removed.
-        self._watch = self._watch_tables()
+        self._record()
