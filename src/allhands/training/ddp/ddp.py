@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from ... import _torch
 from ...groups.collectives import require_group
-from .ddp_arguments import DDPArguments, caps_bytes, check_hook
+from .ddp_arguments import caps_bytes, check_hook, checked_parameters, one_device, one_group
 from .ddp_failures import invalid_argument
 from .model_check import ModuleWatch, check_same_structure, check_same_values, sparse_parameters
 from .reducer import Reducer
@@ -83,12 +83,14 @@ class DistributedDataParallel(Module, Joinable):
             raise invalid_argument(
                 "delay_all_reduce_named_params is not supported", "", "leave it out: gradients are reduced as they come"
             )
-        given = DDPArguments.of(module, device_ids, output_device, process_group, device_mesh)
-        self.process_group = given.group
-        self.device_ids, self.output_device, self.device_type = given.device_ids, given.output_device, given.device_type
-        self.is_multi_device_module = given.is_multi_device
-        self.parameters_to_ignore = given.ignored
-        self.device = given.device
+        named = checked_parameters(module)
+        devices = {each.device for each in named.values()}
+        self.device_ids, self.output_device = one_device(device_ids, output_device, devices)
+        self.process_group = one_group(process_group, device_mesh)
+        self.device = next(iter(named.values())).device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(devices) > 1
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.dim = dim
         self.module = module
         self.static_graph = static_graph
@@ -110,14 +112,13 @@ class DistributedDataParallel(Module, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._comm_hook: tuple[Any, Any] | None = None
-        named = self._named_parameters()
         if init_sync:
             options: dict[str, Any] = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
             options |= {"bucket_cap_mb": self._caps_bytes, "broadcast_buffers": self.forward_sync_buffers}
-            check_same_structure(named.items(), options, self.process_group, self.device)
+            check_same_structure(named, options, self.process_group)
             self.broadcast_model(0, buffers=sync_buffers_once)
         else:
-            check_same_values(named.items(), self.process_group, self.device)
+            check_same_values(named, self.process_group)
         self._build()
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from ... import _torch
 from .ddp_failures import invalid_argument
 
-__all__ = ["DDPArguments", "caps_bytes", "check_hook"]
+__all__ = ["caps_bytes", "check_hook", "checked_parameters", "one_device", "one_group"]
 
 # torch's default of bucket_cap_mb: large enough for the engine's full bandwidth, small enough to overlap with backward.
 _CAP_MIB = 25.0
@@ -23,67 +22,54 @@ _CAP_MIB = 25.0
 _FIRST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DDPArguments:
-    """The arguments of DistributedDataParallel, checked, with defaults filled in."""
-
-    group: Any
-    device: torch.device
-    device_type: str
-    device_ids: list[int] | None
-    output_device: int | None
-    is_multi_device: bool
-    ignored: set[str]
-
-    @classmethod
-    def of(
-        cls, module: torch.nn.Module, device_ids: Any, output_device: Any, process_group: Any, device_mesh: Any
-    ) -> DDPArguments:
-        """Check the arguments; raises invalid-argument."""
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = [each for name, each in module.named_parameters() if name not in ignored]
-        if not any(each.requires_grad for each in parameters):
-            raise invalid_argument(
-                "it is not needed when a module has no parameter that requires a gradient",
-                f"{type(module).__name__} has {len(parameters)} parameters, none of which does",
-                "use the module as it is",
-            )
-        if any(isinstance(each, UninitializedParameter) for each in parameters):
-            raise invalid_argument(
-                "the module has parameters that are not initialised",
-                "lazy modules make their parameters in the first forward pass",
-                "run a forward pass before wrapping it",
-            )
-        types = {each.device.type for each in parameters}
-        if len(types) > 1:
-            raise invalid_argument(
-                "the parameters are on devices of several types", ", ".join(sorted(types)), "move them to one type"
-            )
-        if device_ids is not None and len(device_ids) > 1:
-            raise invalid_argument(
-                f"device_ids={device_ids} has more than one element",
-                "each process has one device",
-                "give one device to each process",
-            )
-        (device_type,) = types
-        several = len({each.device for each in parameters}) > 1
-        ids, output = None, None
-        if device_ids and device_type != "cpu" and not several:
-            given = device_ids[0]
-            device = torch.device(device_type, given) if isinstance(given, int) else torch.device(given)
-            ids = [device.index]
-            output = device.index if output_device is None else output_device
-        elif device_ids or output_device is not None:
-            raise invalid_argument(
-                f"device_ids={device_ids} and output_device={output_device} are for modules on one GPU",
-                f"the parameters are on {device_type}" + (", on several devices" if several else ""),
-                "leave them out",
-            )
-        group = _group(process_group, device_mesh)
-        return cls(group, parameters[0].device, device_type, ids, output, several, ignored)
+def checked_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of ``module`` that are not ignored. Raises invalid-argument if they cannot be trained."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = {name: each for name, each in module.named_parameters() if name not in ignored}
+    if not any(each.requires_grad for each in named.values()):
+        raise invalid_argument(
+            "it is not needed when a module has no parameter that requires a gradient",
+            f"{type(module).__name__} has {len(named)} parameters, none of which does",
+            "use the module as it is",
+        )
+    if any(map(is_lazy, named.values())):
+        raise invalid_argument(
+            "the module has parameters that are not initialised",
+            "lazy modules make their parameters in the first forward pass",
+            "run a forward pass before wrapping it",
+        )
+    types = {each.device.type for each in named.values()}
+    if len(types) > 1:
+        raise invalid_argument(
+            "the parameters are on devices of several types", ", ".join(sorted(types)), "move them to one type"
+        )
+    return named
 
 
-def _group(process_group: Any, device_mesh: Any) -> Any:
+def one_device(device_ids: Any, output_device: Any, found: set[torch.device]) -> tuple[list[int] | None, int | None]:
+    """Return the arguments as numbers, None on a CPU; ``found`` are the devices of the parameters."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise invalid_argument(
+            f"device_ids={device_ids} has more than one element",
+            "each process has one device",
+            "give one device to each process",
+        )
+    device_type = next(iter(found)).type
+    if device_ids and device_type != "cpu" and len(found) == 1:
+        given = device_ids[0]
+        index = given if isinstance(given, int) else torch.device(given).index
+        return [index], index if output_device is None else output_device
+    if device_ids or output_device is not None:
+        raise invalid_argument(
+            f"device_ids={device_ids} and output_device={output_device} are for modules on one GPU",
+            f"the parameters are on {device_type}" + (", on several devices" if len(found) > 1 else ""),
+            "leave them out",
+        )
+    return None, None
+
+
+def one_group(process_group: Any, device_mesh: Any) -> Any:
+    """Return the group that one of the arguments names, all ranks by default."""
     if device_mesh is None:
         return process_group if process_group is not None else dist.group.WORLD
     if process_group is not None:

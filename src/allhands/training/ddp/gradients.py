@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ... import _torch
 from ...groups.collectives import require_group
 from .bucket import assign
-from .ddp_arguments import DDPArguments, caps_bytes
+from .ddp_arguments import caps_bytes, checked_parameters
 from .ddp_failures import invalid_argument
 from .model_check import check_same_structure, check_same_values, sparse_parameters
 from .reducer import Reducer
@@ -98,14 +98,14 @@ def sync_gradients(model: torch.nn.Module, group: Any = None, **options: Any) ->
                 f"{name} (in sync_gradients) is not supported", "", f"leave it out; there are {', '.join(known)}"
             )
     require_group("sync_gradients")
-    given = DDPArguments.of(model, None, None, group, None)
-    named = {name: each for name, each in model.named_parameters() if each.requires_grad and name not in given.ignored}
-    check_same_structure(named.items(), options, given.group, given.device)
-    check_same_values(named.items(), given.group, given.device)
+    group = group if group is not None else dist.group.WORLD
+    named = {name: each for name, each in checked_parameters(model).items() if each.requires_grad}
+    check_same_structure(named, options, group)
+    check_same_values(named, group)
     reducer = Reducer(
         named,
         sparse_parameters(model.modules()),
-        given.group,
+        group,
         caps_bytes=caps_bytes(options.get("bucket_cap_mb"), None),
         views=bool(options.get("gradient_as_bucket_view")),
         find_unused=bool(options.get("find_unused_parameters")),

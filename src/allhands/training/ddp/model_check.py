@@ -27,18 +27,18 @@ _DIGEST_BYTES = 16
 _SHOWN = 12
 
 
-def check_same_structure(
-    parameters: Iterable[tuple[str, torch.Tensor]], options: Mapping[str, Any], group: Any, device: torch.device
-) -> None:
+def check_same_structure(parameters: Mapping[str, torch.Tensor], options: Mapping[str, Any], group: Any) -> None:
     """Raise parameters-differ on every rank if parameters or options differ between ranks. All ranks call this."""
-    described = {name: _describe(parameter) for name, parameter in parameters}
+    described = {name: _describe(parameter) for name, parameter in parameters.items()}
     described |= {f"argument {name}": str(value) for name, value in options.items()}
+    device = next(iter(parameters.values())).device
     _compare(described, group, device, "ranks wrap different modules", values=False)
 
 
-def check_same_values(parameters: Iterable[tuple[str, torch.Tensor]], group: Any, device: torch.device) -> None:
+def check_same_values(parameters: Mapping[str, torch.Tensor], group: Any) -> None:
     """Raise parameters-differ on every rank if values differ between ranks. All ranks call this."""
-    described = {name: digest(parameter) for name, parameter in parameters}
+    described = {name: digest(parameter) for name, parameter in parameters.items()}
+    device = next(iter(parameters.values())).device
     _compare(described, group, device, "parameters differ between ranks", values=True)
 
 
