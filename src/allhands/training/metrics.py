@@ -38,11 +38,9 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
     rows = [len(leaf) if leaf.dim() else -1 for leaf in leaves]
     found = compare_ranks.gather_text(f"{json.dumps(structure)}\n{json.dumps(rows)}", group, device)
     structures, row_counts = zip(*(each.split("\n") for each in found), strict=True)
-    problem = compare_ranks.mismatch(
+    compare_ranks.raise_if_different(
         "what they give to gather_metrics", structures, group, fix="give values of the same structure everywhere"
     )
-    if problem is not None:
-        raise problem
     counts = [json.loads(each) for each in row_counts]
     size = None if sampler is None else sampler.dealt
     gathered = [

@@ -28,6 +28,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # A record starts with the count of values per channel and the dtype of the batch.
 _HEADER = 2
 
+_all_gather = collectives.quick("all_gather")
 _all_reduce = collectives.quick("all_reduce")
 
 
@@ -75,27 +76,17 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
         """Normalise a batch of shape (N, C, ...). In training, every rank of the group must call it."""
-        self._check(input)
-        factor = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                # A tensor: reading the counter would synchronize a GPU.
-                factor = 1.0 / self.num_batches_tracked.double()
         group = self._group() if self.training else None
         if group is None:
-            use_batch_stats = self.training or (self.running_mean is None and self.running_var is None)
-            tracked = not self.training or self.track_running_stats
-            return nn.functional.batch_norm(
-                input,
-                self.running_mean if tracked else None,
-                self.running_var if tracked else None,
-                self.weight,
-                self.bias,
-                use_batch_stats,
-                float(factor),
-                self.eps,
-            )
+            plain: torch.Tensor = super().forward(input)
+            return plain
+        self._check_input_dim(input)
+        factor = self.momentum
+        if self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                # A tensor: reading the counter would synchronize a GPU.
+                factor = 1.0 / self.num_batches_tracked.double()
         if torch.compiler.is_compiling() and not input.numel():
             found: torch.Tensor = self._uncompiled(input, factor, group)
             return found
@@ -109,7 +100,10 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         if compare and not compiling and not self._compared:
             self._compare_layers(batch, group)
         with torch.no_grad():
-            moments = combine(_gather_records(pack(batch), group.group_name, dist.get_world_size(group)))
+            record = pack(batch)
+            records = record.new_empty((dist.get_world_size(group), *record.shape))
+            (_gather_op if compiling else _gather)(records, record, group.group_name)
+            moments = combine(records)
             if not compiling:
                 self._check_moments(batch, moments, group)
             if self.track_running_stats:
@@ -139,28 +133,28 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         group = dist.group.WORLD if self.process_group is None else self.process_group
         return group if dist.get_world_size(group) > 1 else None
 
-    def _check(self, batch: torch.Tensor) -> None:
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  # torch's name
         """Raise an error for a batch that cannot be normalised, before any communication."""
-        if batch.dim() < 2:
+        if input.dim() < 2:
             raise fail(
                 "invalid-argument",
-                f"SyncBatchNorm expects at least 2 dimensions, got {batch.dim()}",
+                f"SyncBatchNorm expects at least 2 dimensions, got {input.dim()}",
                 who="this process",
                 fix="give batches of shape (N, C, ...)",
             )
-        if batch.shape[1] != self.num_features:
+        if input.shape[1] != self.num_features:
             raise fail(
                 "invalid-argument",
-                f"SyncBatchNorm was made for {self.num_features} channels, got {batch.shape[1]}",
+                f"SyncBatchNorm was made for {self.num_features} channels, got {input.shape[1]}",
                 who="this process",
-                why=f"the batch has shape {list(batch.shape)}; its second dimension counts channels",
+                why=f"the batch has shape {list(input.shape)}; its second dimension counts channels",
                 fix=f"give batches of shape (N, {self.num_features}, ...), or make the layer with num_features="
-                f"{batch.shape[1]}",
+                f"{input.shape[1]}",
             )
-        if batch.dtype not in DTYPES:
+        if input.dtype not in DTYPES:
             raise fail(
                 "invalid-argument",
-                f"SyncBatchNorm cannot normalise {batch.dtype}",
+                f"SyncBatchNorm cannot normalise {input.dtype}",
                 who="this process",
                 fix="convert the batch to a floating-point type",
             )
@@ -168,7 +162,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
     def _compare_layers(self, batch: torch.Tensor, group: Any) -> None:
         """Compare the layer with those of the other ranks, once."""
         layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
-        _raise_if_different(
+        compare_ranks.raise_if_different(
             "the SyncBatchNorm that they call",
             compare_ranks.gather_text(layer, group, batch.device),
             group,
@@ -184,7 +178,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         """
         if batch.is_cpu and not bool((moments.dtypes == moments.dtypes[0]).all()):
             values = [f"a batch of {_name(DTYPES[int(index)])}" for index in moments.dtypes]
-            _raise_if_different(
+            compare_ranks.raise_if_different(
                 "the batch that they give to SyncBatchNorm", values, group, fix="give the same type everywhere"
             )
         if batch.numel() // batch.shape[1] <= 1 and int(moments.total) == 1:
@@ -273,12 +267,6 @@ def _move_state(source: Any, target: Any) -> nn.Module:
     return result
 
 
-def _raise_if_different(what: str, values: list[str], group: Any, *, fix: str) -> None:
-    problem = compare_ranks.mismatch(what, values, group, fix=fix)
-    if problem is not None:
-        raise problem
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -341,47 +329,19 @@ def combine(records: torch.Tensor) -> Moments:
     return Moments(mean, var, total, records[:, 1])
 
 
-def _gather_records(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """Return the records of all ranks of the group of that name, one row for each of the ``size`` ranks."""
-    if torch.compiler.is_compiling():
-        found: torch.Tensor = _gather_op(record, group, size)
-        return found
-    return compare_ranks.gather(record, _torch.group_named(group))
+def _gather(records: torch.Tensor, record: torch.Tensor, group: str) -> None:
+    """Set the rows of ``records`` to the records of all ranks of the group of that name."""
+    _all_gather(list(records.unbind(0)), record, group=_torch.group_named(group))
 
 
-def _sum_over_ranks(sums: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum of ``sums`` over the ranks of the group of that name; may reduce in place."""
-    if torch.compiler.is_compiling():
-        found: torch.Tensor = _sum_op(sums, group)
-        return found
+def _sum(sums: torch.Tensor, group: str) -> None:
+    """Add up ``sums`` over the ranks of the group of that name, in place."""
     _all_reduce(sums, group=_torch.group_named(group))
-    return sums
 
 
 # torch.compile cannot trace our collectives; custom operators stay opaque calls in its graph.
-@torch.library.custom_op("allhands::moments_gather", mutates_args=())
-def _gather_op(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    del size
-    return compare_ranks.gather(record, _torch.group_named(group))
-
-
-@_gather_op.register_fake
-def _(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    del group
-    return record.new_empty((size, *record.shape))
-
-
-@torch.library.custom_op("allhands::moments_sum", mutates_args=())
-def _sum_op(sums: torch.Tensor, group: str) -> torch.Tensor:
-    found = sums.clone()
-    _all_reduce(found, group=_torch.group_named(group))
-    return found
-
-
-@_sum_op.register_fake
-def _(sums: torch.Tensor, group: str) -> torch.Tensor:
-    del group
-    return torch.empty_like(sums)
+_gather_op = torch.library.custom_op("allhands::moments_gather", _gather, mutates_args=("records",))
+_sum_op = torch.library.custom_op("allhands::moments_sum", _sum, mutates_args=("sums",))
 
 
 class _Normalise(torch.autograd.Function):
@@ -425,7 +385,8 @@ class _Normalise(torch.autograd.Function):
         grad_bias = sum_grad.to(bias.dtype) if ctx.needs_input_grad[2] else None
         grad_batch = None
         if ctx.needs_input_grad[0]:
-            sums = _sum_over_ranks(torch.stack([sum_grad, sum_grad_hat]), ctx.group)
+            sums = torch.stack([sum_grad, sum_grad_hat])
+            (_sum_op if torch.compiler.is_compiling() else _sum)(sums, ctx.group)
             sums = sums / total.clamp(min=1).to(mean.dtype)
             # scale * inverse * (grad - sums[0] - hat * sums[1]), as a * grad + (b * batch + c).
             a = scale * inverse
