@@ -12,7 +12,7 @@ from ..diagnosis import ranks
 from ..errors import fail
 from ..groups import collectives
 
-__all__ = ["gather", "gather_bytes", "gather_text", "raise_if_different"]
+__all__ = ["gather", "gather_text", "raise_if_different"]
 
 _all_gather = collectives.quick("all_gather")
 
@@ -24,19 +24,15 @@ def gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return rows
 
 
-def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Return the ``data`` of each rank of ``group``, without pickling. Every rank must call this."""
+def gather_text(text: str, group: Any, device: torch.device) -> list[str]:
+    """Return the ``text`` of each rank of ``group``, without pickling. Every rank must call this."""
+    data = text.encode()
     sizes: list[int] = gather(torch.tensor(len(data), device=device), group).tolist()
     if not any(sizes):
-        return [b""] * len(sizes)
+        return [""] * len(sizes)
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
     rows = gather(padded.to(device), group).cpu()
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
-
-
-def gather_text(text: str, group: Any, device: torch.device) -> list[str]:
-    """Return the ``text`` of each rank of ``group``. Every rank must call this."""
-    return [each.decode() for each in gather_bytes(text.encode(), group, device)]
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def raise_if_different(what: str, values: Sequence[str], group: Any, *, fix: str) -> None:

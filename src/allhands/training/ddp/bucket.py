@@ -8,16 +8,17 @@ missing, sparse, not contiguous or overlaps another), those of the list are copi
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ... import _core, _torch
-from ...errors import ResourceError
+from ...errors import ResourceError, fail
 from ...groups import registered
 from ...groups.process_group import HostGroup
-from . import ddp_failures
 
 __all__ = [
     "Bucket",
@@ -235,7 +236,15 @@ def copy_in(parts: Sequence[BucketPart], names: Sequence[str], rank: int) -> Non
             part.view.zero_()
         elif gradient is not part.view:
             if gradient.shape != part.view.shape or gradient.dtype != part.view.dtype:
-                raise ddp_failures.parameter_changed(rank, names[part.position], part.view, gradient)
+                raise fail(
+                    "module-changed",
+                    f"the module was changed after it was wrapped: {names[part.position]} is another tensor now",
+                    who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+                    why=f"its gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}; "
+                    f"when it was wrapped it was {part.view.dtype} {tuple(part.view.shape)} on {part.view.device}",
+                    fix="convert or move the module first, then wrap it",
+                    ranks=(rank,),
+                )
             targets.append(part.view)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
     _torch.foreach_copy(targets, sources)

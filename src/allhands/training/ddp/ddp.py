@@ -15,8 +15,7 @@ from torch.nn import Module
 
 from ... import _torch
 from ...groups.collectives import require_group
-from .ddp_arguments import caps_bytes, check_hook, checked_parameters, one_device, one_group
-from .ddp_failures import invalid_argument
+from .ddp_arguments import caps_bytes, check_hook, checked_parameters, invalid_argument, one_device, one_group
 from .model_check import ModuleWatch, check_same_structure, check_same_values, sparse_parameters
 from .reducer import Reducer
 from .reduction import all_reduce, broadcast
@@ -96,12 +95,9 @@ class DistributedDataParallel(Module, Joinable):
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        if forward_sync_buffers is None:
-            forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
-            sync_buffers_once = broadcast_buffers is not False
-        else:
-            sync_buffers_once = True
-        self.forward_sync_buffers = forward_sync_buffers
+        # Two names of one argument; only the older one also prevents the first broadcast.
+        sync_buffers_once = forward_sync_buffers is not None or broadcast_buffers is not False
+        self.forward_sync_buffers = sync_buffers_once if forward_sync_buffers is None else forward_sync_buffers
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
@@ -111,7 +107,8 @@ class DistributedDataParallel(Module, Joinable):
         self.bucket_bytes_cap_list = list(self._caps_bytes) if bucket_cap_mb_list else []
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._comm_hook: tuple[Any, Any] | None = None
+        # The state and the function of `register_comm_hook`.
+        self._comm_hook: tuple[Any, Any] = (None, None)
         if init_sync:
             options: dict[str, Any] = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
             options |= {"bucket_cap_mb": self._caps_bytes, "broadcast_buffers": self.forward_sync_buffers}
@@ -121,12 +118,8 @@ class DistributedDataParallel(Module, Joinable):
             check_same_values(named, self.process_group)
         self._build()
 
-    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are not ignored, each once."""
-        return {name: each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore}
-
     def _build(self) -> None:
-        named = self._named_parameters()
+        named = checked_parameters(self.module)
         self._watch = ModuleWatch(self.module, frozenset(self.parameters_to_ignore))
         self._modules_list = list(self.module.modules())
         self._frozen = [each for each in named.values() if not each.requires_grad]
@@ -142,8 +135,7 @@ class DistributedDataParallel(Module, Joinable):
             static=self.static_graph,
             at_the_end=any("SyncBatchNorm" in type(part).__name__ for part in self._modules_list),
         )
-        if self._comm_hook is not None:
-            self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
+        self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
         self._first_pass = True
 
     # A pass ----------------------------------------------------------------------------------------------------------
@@ -167,24 +159,19 @@ class DistributedDataParallel(Module, Joinable):
         joins = self._join_config.enable
         work = Join.notify_join_context(self) if joins else None
         if work is not None:
-            self.reducer.divisor = self._divisor(work)
+            ranks = self.reducer.averager.size if self.divide_by_initial_world_size else work.get_future().wait()[0]
+            self.reducer.divisor = float(ranks)
         if grad_enabled:
             self.reducer.rebuild()
         self.sync_buffers()
         if joins:
-            _any_rank_syncs(self, mine=self.require_backward_grad_sync)
+            _highest(self, self.require_backward_grad_sync)
         else:
             self.reducer.divisor = None
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
         return inputs, kwargs
-
-    def _divisor(self, work: Any) -> float:
-        """Return the divisor of sums inside `join`."""
-        if self.divide_by_initial_world_size:
-            return float(dist.get_world_size(self.process_group))
-        return float(work.get_future().wait()[0])
 
     def _after(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -234,7 +221,7 @@ class DistributedDataParallel(Module, Joinable):
         buffers = [each for key, each in found.items() if key not in self._ignored_buffers]
         if not buffers:
             return
-        source = _common_rank(self, candidate=not joined) if self._join_config.enable else 0
+        source = _highest(self, -1 if joined else self.process_group.rank()) if self._join_config.enable else 0
         if self.reducer.averager.size > 1:
             _broadcast_coalesced(buffers, self.process_group, source)
 
@@ -242,7 +229,7 @@ class DistributedDataParallel(Module, Joinable):
         """Broadcast the parameters, and with ``buffers`` the buffers, of the group rank ``source``."""
         if dist.get_world_size(self.process_group) == 1:
             return
-        tensors: list[torch.Tensor] = list(self._named_parameters().values())
+        tensors: list[torch.Tensor] = list(checked_parameters(self.module).values())
         if buffers:
             tensors += [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]
         _broadcast_coalesced(tensors, self.process_group, source)
@@ -286,9 +273,8 @@ class DistributedDataParallel(Module, Joinable):
         The bucket has the methods of torch's GradBucket, and torch's own hooks run unchanged. A hook divides by the
         number of ranks itself.
         """
-        check_hook(hook, registered=self._comm_hook is not None)
-        self._comm_hook = (state, hook)
-        self.reducer.averager.state, self.reducer.averager.hook = state, hook
+        check_hook(hook, registered=self._comm_hook[1] is not None)
+        self._comm_hook = self.reducer.averager.state, self.reducer.averager.hook = state, hook
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -325,7 +311,7 @@ class DistributedDataParallel(Module, Joinable):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             "in_shared_memory": int(self.reducer.in_segment),
-            **({"comm_hook": getattr(self._comm_hook[1], "__qualname__", "")} if self._comm_hook is not None else {}),
+            **({"comm_hook": getattr(hook, "__qualname__", "")} if (hook := self._comm_hook[1]) is not None else {}),
         }
 
     @staticmethod
@@ -373,7 +359,7 @@ class _DDPJoinHook(JoinHook):
         ddp = self._ddp
         ddp.reducer.rebuild()
         ddp.sync_buffers(joined=True)
-        ddp.require_forward_param_sync = _any_rank_syncs(ddp, mine=False)
+        ddp.require_forward_param_sync = bool(_highest(ddp, 0))
         if ddp.require_forward_param_sync:
             # This rank contributes zeros; it divides them only to issue the same collectives.
             ddp.reducer.divisor = float(ddp.reducer.averager.size)
@@ -383,21 +369,15 @@ class _DDPJoinHook(JoinHook):
         """Receive the model of a rank that finished last."""
         ddp = self._ddp
         ddp.reducer.divisor = None
-        ddp.broadcast_model(_common_rank(ddp, candidate=is_last_joiner), buffers=ddp.forward_sync_buffers)
+        source = _highest(ddp, ddp.process_group.rank() if is_last_joiner else -1)
+        ddp.broadcast_model(source, buffers=ddp.forward_sync_buffers)
 
 
-def _any_rank_syncs(ddp: DistributedDataParallel, *, mine: bool) -> bool:
-    """Return whether any rank reduces gradients in this pass. All ranks of ``ddp`` call this."""
-    flag = torch.tensor([int(mine)], device=ddp.device)
-    all_reduce(flag, group=ddp.process_group)
-    return bool(flag)
-
-
-def _common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
-    """Return the highest group rank that is a ``candidate``. All ranks of ``ddp`` call this."""
-    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
-    all_reduce(rank, dist.ReduceOp.MAX, ddp.process_group)
-    return int(rank)
+def _highest(ddp: DistributedDataParallel, mine: int) -> int:
+    """Return the highest number of all ranks of ``ddp``, which all call this."""
+    found = torch.tensor([int(mine)], device=ddp.device)
+    all_reduce(found, dist.ReduceOp.MAX, ddp.process_group)
+    return int(found)
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:

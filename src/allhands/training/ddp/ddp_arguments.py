@@ -11,15 +11,20 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from ... import _torch
-from .ddp_failures import invalid_argument
+from ...errors import AllhandsError, fail
 
-__all__ = ["caps_bytes", "check_hook", "checked_parameters", "one_device", "one_group"]
+__all__ = ["caps_bytes", "check_hook", "checked_parameters", "invalid_argument", "one_device", "one_group"]
 
 # torch's default of bucket_cap_mb: large enough for the engine's full bandwidth, small enough to overlap with backward.
 _CAP_MIB = 25.0
 
 # torch's size of the first bucket: small, so that the first reduction starts early in backward.
 _FIRST_BYTES = 1 << 20
+
+
+def invalid_argument(problem: str, why: str, fix: str) -> AllhandsError:
+    """An argument is not supported or makes no sense."""
+    return fail("invalid-argument", f"DistributedDataParallel: {problem}", who="this rank", why=why, fix=fix)
 
 
 def checked_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from ... import _torch
 from ...groups.collectives import require_group
 from .bucket import assign
-from .ddp_arguments import caps_bytes, checked_parameters
-from .ddp_failures import invalid_argument
+from .ddp_arguments import caps_bytes, checked_parameters, invalid_argument
 from .model_check import check_same_structure, check_same_values, sparse_parameters
 from .reducer import Reducer
 from .reduction import Averager, all_reduce
@@ -58,7 +56,7 @@ def average_gradients(model: torch.nn.Module, group: Any = None) -> None:
         parameter.grad = gradient
 
 
-class GradientSync:
+class GradientSync(contextlib.AbstractContextManager["GradientSync"]):
     """Hooks that average the gradients of an unwrapped model in every backward pass, until `remove`; also a context."""
 
     def __init__(self, reducer: Reducer) -> None:
@@ -77,10 +75,7 @@ class GradientSync:
         """Remove the hooks."""
         self._reducer.remove()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

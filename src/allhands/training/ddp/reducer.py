@@ -6,7 +6,10 @@ parameter if no output could be watched). autograd calls `Reducer.finish` at its
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -17,13 +20,17 @@ import torch
 import torch.distributed as dist
 
 from ... import _core, _torch
-from ...errors import AllhandsError
+from ...diagnosis import ranks
+from ...errors import AllhandsError, fail
 from ...groups import collectives
 from ..compare_ranks import gather_text
-from . import bucket, ddp_failures
+from . import bucket
 from .reduction import Averager, all_reduce, broadcast
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "unused_parameters"]
+
+# A message names at most this many parameters and counts the others.
+_MAX_NAMES = 12
 
 
 @dataclass(slots=True)
@@ -111,12 +118,13 @@ class Reducer:
             collectives.way(), tuple(self.parameters), _weakly(self._on_gradient), _weakly(self._on_bucket)
         )
         self._arrange()
-        self._has_optimizers = False
-        handles = [
-            each.register_post_accumulate_grad_hook(functools.partial(self._grad_hook.on_gradient, index))  # type: ignore[no-untyped-call]
-            for index, each in enumerate(self.parameters)
-        ]
-        self.remove = weakref.finalize(self, _remove, handles)
+        # Parameters with the optimizers that were fused into backward.
+        self._optimizers: list[tuple[torch.nn.Parameter, list[Any]]] = []
+        handles = contextlib.ExitStack()
+        for index, each in enumerate(self.parameters):
+            hook = functools.partial(self._grad_hook.on_gradient, index)
+            handles.callback(each.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+        self.remove = weakref.finalize(self, handles.close)
 
     # Layout --------------------------------------------------------------------------------------------------------
 
@@ -208,7 +216,16 @@ class Reducer:
 
     def _reset(self) -> None:
         if self._now.ready:
-            raise ddp_failures.backward_unfinished(self.rank, self._now.ready, len(self.buckets))
+            raise fail(
+                "backward-unfinished",
+                f"the last backward pass stopped after {self._now.ready} of {len(self.buckets)} buckets were complete",
+                who=_this_rank(self.rank),
+                why="an exception ended it and was caught, while the other ranks wait for its other gradients: any "
+                "further reduction would mix gradients of different passes",
+                fix="do not catch exceptions around backward() on single ranks; let them end the job, or destroy the "
+                "group and form a new one on all ranks",
+                ranks=(self.rank,),
+            )
         self._next_pass()
 
     def _on_gradient(self, index: int) -> None:
@@ -222,7 +239,14 @@ class Reducer:
             self._count_in_core()
             now = self._now
             if not self._needed[index]:
-                raise ddp_failures.graph_changed(self.rank, self.names[index])
+                raise fail(
+                    "gradient-twice",
+                    f"{self.names[index]} got a gradient, although it had none in the first backward pass",
+                    who=_this_rank(self.rank),
+                    why="static_graph=True promises that every backward pass uses the same parameters",
+                    fix="leave out static_graph=True; find_unused_parameters=True allows for what changes",
+                    ranks=(self.rank,),
+                )
             now.counts[index] += 1
             count, needed = now.counts[index], self._needed[index]
             if count == 1:
@@ -231,7 +255,18 @@ class Reducer:
             if self.views and number >= now.launched:
                 bucket.move_in(part)
             if count > needed and number < now.ready:
-                raise ddp_failures.gradient_twice(self.rank, self.names[index], static=self.static)
+                raise fail(
+                    "gradient-twice",
+                    f"{self.names[index]} got a gradient again after its bucket was complete",
+                    who=_this_rank(self.rank),
+                    why="a backward pass inside this one computed it: activation checkpointing with use_reentrant=True "
+                    "that uses the parameter several times, or a call of backward() in a hook",
+                    fix="leave out static_graph=True where the graph changes, or checkpoint with use_reentrant=False"
+                    if self.static
+                    else "checkpoint with use_reentrant=False; or pass static_graph=True if every pass uses the same "
+                    "parameters",
+                    ranks=(self.rank,),
+                )
             if count == needed:
                 now.pending[number] -= 1
                 self._on_bucket()
@@ -334,7 +369,10 @@ class Reducer:
             self._order = list(dict.fromkeys([*now.order, *self._order]))
         self._used = [0] * len(self.parameters)
         self.passes += 1
-        self._step_optimizers()
+        for parameter, optimizers in self._optimizers:
+            for optimizer in optimizers:
+                optimizer.step()
+            parameter.grad = None
 
     def _set_gradients(self, results: Sequence[torch.Tensor]) -> None:
         """Set the gradients of parameters to their averages, except those that no rank used."""
@@ -374,22 +412,14 @@ class Reducer:
             for index in indices:
                 where.setdefault(self.names[index], []).append(rank)
         if where:
-            raise ddp_failures.unused_parameters(self.rank, where, static=self.static)
+            raise unused_parameters(self.rank, where, static=self.static)
 
     def take_over_optimizers(self) -> None:
         """Step optimizers that were fused into backward after the reduction instead of before it."""
-        for parameter in self.parameters:
-            if _torch.optimizers_in_backward(parameter):
-                self._has_optimizers = True
-                _torch.take_over_optimizers(parameter)
-
-    def _step_optimizers(self) -> None:
-        for parameter in self.parameters if self._has_optimizers else ():
-            found = _torch.optimizers_in_backward(parameter)
-            for optimizer in found:
-                optimizer.step()
-            if found:
-                parameter.grad = None
+        found = [(each, _torch.optimizers_in_backward(each)) for each in self.parameters]
+        self._optimizers = [(parameter, optimizers) for parameter, optimizers in found if optimizers]
+        for parameter, _ in self._optimizers:
+            _torch.take_over_optimizers(parameter)
 
     # A rank without inputs -----------------------------------------------------------------------------------------
 
@@ -406,6 +436,35 @@ class Reducer:
         self.passes += 1
 
 
+def unused_parameters(rank: int, where: Mapping[str, Sequence[int]], *, static: bool) -> AllhandsError:
+    """Return the error for parameters without a gradient; ``where`` has the ranks of each name."""
+    lines = [f"{name} on {ranks(found)}" for name, found in list(where.items())[:_MAX_NAMES]]
+    if len(where) > len(lines):
+        lines.append(f"and {len(where) - len(lines)} more parameters")
+    number = f"{len(where)} parameters" if len(where) > 1 else "a parameter"
+    if static:
+        what = f"{number} that had a gradient in the first backward pass got none"
+        fix = "leave out static_graph=True where the graph changes"
+    else:
+        what = f"{number} got no gradient"
+        fix = (
+            "use every parameter in the loss, freeze those that are not used (requires_grad_(False) before wrapping), "
+            "or pass find_unused_parameters=True"
+        )
+    return fail(
+        "unused-parameters",
+        f"{what} in this backward pass",
+        who=_this_rank(rank),
+        why="there is no gradient of\n" + "\n".join(lines),
+        fix=fix,
+        ranks=tuple(sorted({each for found in where.values() for each in found})),
+    )
+
+
+def _this_rank(rank: int) -> str:
+    return f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
+
+
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Return a function that calls ``method`` as long as its object lives, and holds no reference to it."""
     reference = weakref.WeakMethod(method)
@@ -416,8 +475,3 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             found(*args)
 
     return call
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -69,3 +69,18 @@ def test_modules_without_parameters_may_be_added() -> None:
     module[1].weight = nn.Parameter(torch.zeros(2))
     with pytest.raises(AllhandsError, match=r"new: 1\.weight"):
         watch.check(0)
+
+
+def test_long_lists_of_changed_parameters_are_cut() -> None:
+    """With the number of the others; a kind of change without parameters is not listed."""
+    module = nn.ParameterDict({"q": torch.zeros(1)})
+    watch = ModuleWatch(module, frozenset())
+    module["q"] = nn.Parameter(torch.ones(1))
+    for number in range(20):
+        module[f"p{number}"] = nn.Parameter(torch.ones(1))
+    with pytest.raises(AllhandsError) as caught:
+        watch.check(0)
+    assert "new: p0, p1" in str(caught.value)
+    assert "p11 and 8 more" in str(caught.value)
+    assert "replaced: q" in str(caught.value)
+    assert "gone" not in str(caught.value)
