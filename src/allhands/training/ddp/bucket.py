@@ -117,6 +117,11 @@ class Bucket:
         """Replace `buffer` for this pass."""
         self._buffer = buffer
 
+    def take_buffer(self) -> torch.Tensor:
+        """Return `buffer`, and keep no reference to what a hook returned or to a sparse gradient."""
+        found, self._buffer = self._buffer, self.flat
+        return found  # type: ignore[no-any-return]
+
     def fill(self, names: Sequence[str], rank: int) -> None:
         """Copy the gradients to `buffer`. Raises as `copy_in` does."""
         self._buffer = self.flat

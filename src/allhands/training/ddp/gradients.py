@@ -12,10 +12,9 @@ import torch.distributed as dist
 from ... import _torch
 from ...groups.collectives import require_group
 from .bucket import assign
-from .ddp_arguments import caps_bytes, checked_parameters, invalid_argument
+from .ddp import caps_bytes, checked_parameters, invalid_argument
 from .model_check import check_same_structure, check_same_values, sparse_parameters
-from .reducer import Reducer
-from .reduction import Averager, all_reduce
+from .reducer import Averager, Reducer, all_reduce
 
 __all__ = ["GradientSync", "average_gradients", "sync_gradients"]
 
@@ -44,7 +43,8 @@ def average_gradients(model: torch.nn.Module, group: Any = None) -> None:
     for indices in assign(gradients, sparse, range(len(gradients)), [_CHUNK_BYTES]):
         chunk = [gradients[index] for index in indices]
         if sparse[indices[0]]:
-            gradients[indices[0]] = averager.start_sparse(chunk[0], None)()
+            gradients[indices[0]], wait = averager.start_sparse(chunk[0], None)
+            wait()
         elif len(chunk) == 1 and chunk[0].is_contiguous():
             averager.start(chunk, None, wait=True)()
         else:

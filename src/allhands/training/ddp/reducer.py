@@ -21,16 +21,104 @@ import torch.distributed as dist
 
 from ... import _core, _torch
 from ...diagnosis import ranks
+from ...engines.shm import engine as shm
 from ...errors import AllhandsError, fail
 from ...groups import collectives
+from ...groups.process_group import HostGroup
 from ..compare_ranks import gather_text
 from . import bucket
-from .reduction import Averager, all_reduce, broadcast
 
-__all__ = ["Reducer", "unused_parameters"]
+__all__ = ["Averager", "Reducer", "all_reduce", "broadcast", "unused_parameters"]
 
 # A message names at most this many parameters and counts the others.
 _MAX_NAMES = 12
+
+
+def _coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool) -> Any:
+    """Call the group directly: torch's function warns of its deprecation each time and does not return the Work."""
+    opts = dist.AllreduceCoalescedOptions()
+    opts.reduceOp, opts.asyncOp = op, async_op
+    work = group.allreduce_coalesced(tensors, opts)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+all_reduce = collectives.quick("all_reduce")
+broadcast = collectives.quick("broadcast")
+_all_reduce_coalesced = collectives.quick("all_reduce_coalesced", _coalesced)
+
+
+class Averager:
+    """Averages tensors over ``group``, in the order of the calls."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.hook: Callable[[Any, Any], Any] | None = None
+        self.state: Any = None
+
+    def can_overlap(self) -> bool:
+        """Return whether reductions should run during backward. All ranks of the group call this and get the same.
+
+        Our own engine reduces on the ranks' cores. If all are busy with backward, reductions only slow it down, and
+        ranks wait until each other's threads are scheduled.
+        """
+        if not isinstance(self.group, HostGroup) or self.size == 1:
+            return True
+        no_spare_core = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
+        all_reduce(no_spare_core, dist.ReduceOp.MAX, self.group)
+        return not bool(no_spare_core)
+
+    def start(self, tensors: list[torch.Tensor], divisor: float | None, *, wait: bool) -> Callable[[], Any]:
+        """Start to average dense ``tensors``, all of one dtype, in place. Returns a function that waits.
+
+        Sums are divided by ``divisor``, by default the number of ranks. ``wait`` is a hint that the caller waits at
+        once: synchronous calls skip the engine's thread.
+        """
+        if self.size == 1 and divisor is None:
+            return _done
+        if isinstance(self.group, HostGroup) and divisor is None and tensors[0].is_floating_point():
+            # Our own engine divides while it reduces; with other backends each rank divides first, as torch's DDP does.
+            op = dist.ReduceOp.AVG
+        else:
+            op = dist.ReduceOp.SUM
+            for tensor in tensors:
+                tensor.mul_(1 / (divisor or self.size))
+        later = not (wait and tensors[0].is_cpu)
+        if len(tensors) == 1:
+            work = all_reduce(tensors[0], op, self.group, later)
+        else:
+            work = _all_reduce_coalesced(tensors, op, self.group, later)
+        return work.wait if later else _done
+
+    def start_sparse(self, gradient: torch.Tensor, divisor: float | None) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """Start to average a sparse ``gradient``. Returns the result, and a function that waits for it."""
+        gradient = (gradient * (1 / (divisor or self.size))).coalesce()
+        if self.size == 1:
+            return gradient, _done
+        return gradient, all_reduce(gradient, group=self.group, async_op=True).wait
+
+    def start_bucket(self, unit: bucket.Bucket, divisor: float | None, *, wait: bool) -> Callable[[], Any]:
+        """Start to average the buffer of ``unit``, as `start` does or with the communication hook if there is one."""
+        if self.hook is None and unit.flat is None:
+            gradient, finish = self.start_sparse(unit.buffer(), divisor)
+            unit.set_buffer(gradient)
+            return finish
+        if self.hook is None:
+            return self.start([unit.buffer()], divisor, wait=wait)
+        future = self.hook(self.state, unit)
+
+        def finish_hook() -> None:
+            value = future.wait()
+            unit.set_buffer(value[0] if isinstance(value, list | tuple) else value)
+
+        return finish_hook
+
+
+def _done() -> None:
+    """Wait for nothing."""
 
 
 @dataclass(slots=True)
@@ -49,7 +137,7 @@ class _BackwardPass:
     # Leading buckets that are complete, and those of them whose reduction was started.
     ready: int = 0
     launched: int = 0
-    waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    waits: list[Callable[[], Any]] = field(default_factory=list)
     # Gradients that could not be reduced in place.
     copied: list[bucket.BucketPart] = field(default_factory=list)
     # The indices of gradients in the order of arrival, unless the core counts them.
@@ -104,7 +192,7 @@ class Reducer:
         # Views of buckets cannot be reduced in place, and neither can gradients that must be unchanged if no rank used
         # the parameter, which is known only afterwards.
         plain = not (views or find_unused or any(is_sparse)) and all(each.is_cpu for each in self.parameters)
-        self._can_reduce_in_place = plain and self.averager.can_reduce_in_place()
+        self._can_reduce_in_place = plain and isinstance(group, HostGroup) and group.engine.capabilities.tensor_lists
         self._memory = bucket.BucketMemory(self.parameters, is_sparse, group, caps_bytes)
         # The order in which gradients arrive, as far as it is known.
         self._order = list(reversed(range(len(self.parameters))))
@@ -309,7 +397,6 @@ class Reducer:
         now.launched = number + 1
         wait = number == len(self._units) - 1 or not self._overlap
         with torch.no_grad():
-            start: Callable[..., Callable[[], Any]]
             if self._in_place:
                 tensors, copied = self._lists[number].gather(self._grad_hook, self.names, self.rank)
                 now.copied += copied
@@ -357,13 +444,14 @@ class Reducer:
             missing = [index for index in found if self.parameters[index].requires_grad]
         for number in range(now.launched, len(self._units)):
             self._launch(number)
-        results = [wait() for wait in now.waits]
+        for wait in now.waits:
+            wait()
         self._check_used(missing)
         with torch.no_grad():
             if self._in_place:
                 bucket.copy_out(now.copied, views=False)
             else:
-                self._set_gradients(results)
+                self._set_gradients()
         if self.passes == 0:
             # Those that did not arrive are last, so that no other gradient waits for them.
             self._order = list(dict.fromkeys([*now.order, *self._order]))
@@ -374,9 +462,10 @@ class Reducer:
                 optimizer.step()
             parameter.grad = None
 
-    def _set_gradients(self, results: Sequence[torch.Tensor]) -> None:
+    def _set_gradients(self) -> None:
         """Set the gradients of parameters to their averages, except those that no rank used."""
-        for each, result in zip(self.buckets, results, strict=True):
+        for each in self.buckets:
+            result = each.take_buffer()
             used = [part for part in each.parts if part.position not in self._unused]
             if each.flat is None:
                 for part in used:
