@@ -6,6 +6,7 @@ the records to the same moments. Backward: one all_reduce of two sums per channe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parameter import is_lazy
 
 from ... import _torch
-from ...errors import fail
+from ...errors import AllhandsError, fail
 from ...groups import collectives
 from .. import compare_ranks
 
@@ -24,9 +25,6 @@ __all__ = ["DTYPES", "AnyBatchNorm", "Moments", "SyncBatchNorm", "combine", "pac
 
 # The dtypes of batches; a record carries the index, so that ranks can compare.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-# A record starts with the count of values per channel and the dtype of the batch.
-_HEADER = 2
 
 _all_gather = collectives.quick("all_gather")
 _all_reduce = collectives.quick("all_reduce")
@@ -136,27 +134,19 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  # torch's name
         """Raise an error for a batch that cannot be normalised, before any communication."""
         if input.dim() < 2:
-            raise fail(
-                "invalid-argument",
-                f"SyncBatchNorm expects at least 2 dimensions, got {input.dim()}",
-                who="this process",
-                fix="give batches of shape (N, C, ...)",
+            raise _invalid(
+                f"SyncBatchNorm expects at least 2 dimensions, got {input.dim()}", "give batches of shape (N, C, ...)"
             )
         if input.shape[1] != self.num_features:
-            raise fail(
-                "invalid-argument",
+            raise _invalid(
                 f"SyncBatchNorm was made for {self.num_features} channels, got {input.shape[1]}",
-                who="this process",
-                why=f"the batch has shape {list(input.shape)}; its second dimension counts channels",
-                fix=f"give batches of shape (N, {self.num_features}, ...), or make the layer with num_features="
+                f"give batches of shape (N, {self.num_features}, ...), or make the layer with num_features="
                 f"{input.shape[1]}",
+                why=f"the batch has shape {list(input.shape)}; its second dimension counts channels",
             )
         if input.dtype not in DTYPES:
-            raise fail(
-                "invalid-argument",
-                f"SyncBatchNorm cannot normalise {input.dtype}",
-                who="this process",
-                fix="convert the batch to a floating-point type",
+            raise _invalid(
+                f"SyncBatchNorm cannot normalise {input.dtype}", "convert the batch to a floating-point type"
             )
 
     def _compare_layers(self, batch: torch.Tensor, group: Any) -> None:
@@ -182,12 +172,11 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 "the batch that they give to SyncBatchNorm", values, group, fix="give the same type everywhere"
             )
         if batch.numel() // batch.shape[1] <= 1 and int(moments.total) == 1:
-            raise fail(
-                "invalid-argument",
+            raise _invalid(
                 "SyncBatchNorm expects more than 1 value per channel when training",
+                "use larger batches, or eval()",
                 who="all ranks of the group together",
                 why="one value is its own mean, and its variance is 0",
-                fix="use larger batches, or eval()",
             )
 
     def _track(self, moments: Moments, factor: float | torch.Tensor) -> None:
@@ -208,11 +197,9 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
 
         def make(found: Any) -> nn.Module:
             if any(map(is_lazy, (*found.parameters(), *found.buffers()))):
-                raise fail(
-                    "invalid-argument",
+                raise _invalid(
                     f"{type(found).__name__} does not know its number of channels yet",
-                    who="this process",
-                    fix="run one batch through the model before converting it",
+                    "run one batch through the model before converting it",
                 )
             made = cls(*_arguments(found), process_group)
             if isinstance(found, SyncBatchNorm):
@@ -243,12 +230,10 @@ def _replace(module: nn.Module, kinds: Any, make: Callable[[Any], nn.Module]) ->
     """Replace each module of ``kinds`` by the result of ``make``, a shared one by the same result everywhere."""
     if isinstance(module, kinds):
         return make(module)
-    made: dict[nn.Module, nn.Module] = {}
+    made = functools.cache(make)
     found = [(name, each) for name, each in module.named_modules(remove_duplicate=False) if isinstance(each, kinds)]
     for name, each in found:
-        if each not in made:
-            made[each] = make(each)
-        module.set_submodule(name, made[each])
+        module.set_submodule(name, made(each))
     return module
 
 
@@ -256,15 +241,18 @@ def _arguments(module: Any) -> tuple[Any, Any, Any, Any, Any]:
     return module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
 
 
-def _move_state(source: Any, target: Any) -> nn.Module:
+def _move_state(source: Any, target: nn.Module) -> nn.Module:
     """Set the tensors and mode of ``target`` to those of ``source``, so that optimizers keep the same tensors."""
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         setattr(target, name, getattr(source, name))
     target.train(source.training)
     if hasattr(source, "qconfig"):  # set by torch.ao.quantization
         target.qconfig = source.qconfig
-    result: nn.Module = target
-    return result
+    return target
+
+
+def _invalid(problem: str, fix: str, *, who: str = "this process", why: str = "") -> AllhandsError:
+    return fail("invalid-argument", problem, who=who, why=why, fix=fix)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -288,18 +276,15 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack(batch: torch.Tensor) -> torch.Tensor:
-    """Return this rank's record: count, dtype, means, variances, in float64.
+    """Return this rank's record in float64: a row of count and means, and one of dtype and variances.
 
     In float64 counts are exact, and combining records adds no rounding error that is visible in float32.
     """
-    channels = batch.shape[1]
-    record = torch.zeros(_HEADER + 2 * channels, dtype=torch.float64, device=batch.device)
-    record[1] = DTYPES.index(batch.dtype)
+    record = torch.zeros(2, 1 + batch.shape[1], dtype=torch.float64, device=batch.device)
+    record[1, 0] = DTYPES.index(batch.dtype)
     if batch.numel():
-        mean, var = _local_moments(batch)
-        record[0] = batch.numel() // channels
-        record[_HEADER : _HEADER + channels] = mean
-        record[_HEADER + channels :] = var
+        record[0, 0] = batch.numel() // batch.shape[1]
+        record[0, 1:], record[1, 1:] = _local_moments(batch)
     return record
 
 
@@ -317,16 +302,14 @@ def _local_moments(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def combine(records: torch.Tensor) -> Moments:
-    """Combine the records of all ranks (one row each); the same bits on every rank."""
-    channels = (records.shape[1] - _HEADER) // 2
-    counts = records[:, :1]
-    means = records[:, _HEADER : _HEADER + channels]
+    """Combine the records of all ranks; the same bits on every rank."""
+    counts, means, variances = records[:, 0, :1], records[:, 0, 1:], records[:, 1, 1:]
     total = counts.sum()
     # clamp: no division by zero if all batches are empty.
     weights = counts / total.clamp(min=1)
     mean = (weights * means).sum(0)
-    var = (weights * (records[:, _HEADER + channels :] + (means - mean).square())).sum(0)
-    return Moments(mean, var, total, records[:, 1])
+    var = (weights * (variances + (means - mean).square())).sum(0)
+    return Moments(mean, var, total, records[:, 1, 0])
 
 
 def _gather(records: torch.Tensor, record: torch.Tensor, group: str) -> None:
