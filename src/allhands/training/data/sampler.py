@@ -100,15 +100,13 @@ class DistributedSampler(Sampler[Any]):
 
     def _own_items(self, items: Any) -> list[Any]:
         """Return this rank's share of the remaining ``items``."""
-        size, count = len(items), self._count(len(items), self._start)
-        first = self._start + self.rank
-        own = items[first : min(size, first + count * self.num_replicas) : self.num_replicas]
-        own = list(own) if isinstance(own, range | list) else own.tolist()
-        while len(own) < count:
-            # torch's padding: the order from its beginning, repeated as needed.
-            item = items[(first + len(own) * self.num_replicas - size) % size]
-            own.append(item.item() if hasattr(item, "item") else item)
-        return own
+        size, first = len(items), self._start + self.rank
+        end = first + self._count(size, self._start) * self.num_replicas
+        # Modulo: torch's padding is the order from its beginning, repeated as needed.
+        if isinstance(items, torch.Tensor):
+            own: list[int] = items[torch.arange(first, end, self.num_replicas) % max(size, 1)].tolist()
+            return own
+        return [items[index % size] for index in range(first, end, self.num_replicas)]
 
     def _count(self, size: int, start: int) -> int:
         """Return the number of this rank's items of an epoch of ``size`` from ``start`` on."""

@@ -8,6 +8,7 @@ missing, sparse, not contiguous or overlaps another), those of the list are copi
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import socket
 from collections.abc import Hashable, Iterable, Sequence
@@ -30,7 +31,6 @@ __all__ = [
     "copy_out",
     "move_in",
     "tensor_lists",
-    "view_like",
 ]
 
 # Buckets start on cache lines of their own: ranks write adjacent slices at the same time.
@@ -136,16 +136,15 @@ class Bucket:
 
     def zeros(self) -> Bucket:
         """Return a bucket of zeros with the same layout: the contribution of a rank without inputs."""
+        found = copy.copy(self)
         if self.flat is None:
-            found = Bucket(self._index, self.parts, None, last=self._last)
             found.set_buffer(torch.zeros_like(self.parts[0].parameter, layout=torch.sparse_coo))
-            return found
-        flat = torch.zeros_like(self.flat)
-        views = torch.split(flat, [part.parameter.numel() for part in self.parts])
-        parts = [
-            part._replace(view=view.view(part.parameter.shape)) for part, view in zip(self.parts, views, strict=True)
-        ]
-        return Bucket(self._index, parts, flat, last=self._last)
+        else:
+            found.flat = torch.zeros_like(self.flat)
+            found.set_buffer(found.flat)
+            views = _split(found.flat, [part.parameter for part in self.parts])
+            found.parts = [part._replace(view=view) for part, view in zip(self.parts, views, strict=True)]
+        return found
 
 
 class BucketMemory:
@@ -185,8 +184,7 @@ class BucketMemory:
                 start = ends.get(kind, 0)
                 ends[kind] = start + _padded(numel, kind[0])
                 flat = self._memory[kind][start : start + numel]
-                pieces = torch.split(flat, [each.numel() for each in parameters])
-                views = [view_like(piece, each) for piece, each in zip(pieces, parameters, strict=True)]
+                views = _split(flat, parameters)
             parts = [BucketPart(*part) for part in zip(indices, parameters, views, strict=True)]
             buckets.append(Bucket(number, parts, flat, last=number == len(assigned) - 1))
         return buckets
@@ -210,12 +208,14 @@ def _padded(numel: int, dtype: torch.dtype) -> int:
     return -(-numel // line) * line
 
 
-def view_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``flat`` with the shape and, if dense, the strides of ``parameter``.
+def _split(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return adjacent views of ``flat`` with the shapes and, if dense, the strides of ``parameters``.
 
     Optimizers are fastest if gradients have the strides of their parameters (channels_last).
     """
-    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+    pieces = torch.split(flat, [each.numel() for each in parameters])
+    like = [torch.empty_like(each, device="meta") for each in parameters]
+    return [piece.as_strided(each.shape, each.stride()) for piece, each in zip(pieces, like, strict=True)]
 
 
 def move_in(part: BucketPart) -> None:

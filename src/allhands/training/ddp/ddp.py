@@ -147,7 +147,9 @@ class DistributedDataParallel(Module, Joinable):
             views=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
-            at_the_end=any("SyncBatchNorm" in type(part).__name__ for part in self._modules_list),
+            # SyncBatchNorm issues collectives during backward: the order must not depend on which gradients a rank has.
+            at_the_end=self.find_unused_parameters
+            and any("SyncBatchNorm" in type(m).__name__ for m in self._modules_list),
         )
         self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
         self._first_pass = True

@@ -132,8 +132,6 @@ class _BackwardPass:
     synchronized: bool = False
     # The callback at its end. Only autograd's queue holds it: if it dies without a call, an exception ended the pass.
     end: weakref.ref[Callable[[], None]] | None = None
-    # Whether the C core counts the gradients (see `Reducer._count_in_core`).
-    in_core: bool = False
     # Leading buckets that are complete, and those of them whose reduction was started.
     ready: int = 0
     launched: int = 0
@@ -148,9 +146,8 @@ class Reducer:
     """Averages the gradients of the parameters in ``named`` over ``group``. All ranks make it with the same arguments.
 
     ``sparse`` has the ids of parameters with sparse gradients. ``caps_bytes`` are the sizes of the buckets; the last
-    one is that of all further ones. ``at_the_end``: with ``find_unused``, all buckets are reduced after backward,
-    because collectives of others (SyncBatchNorm's) run during it: the order of calls must not depend on which
-    gradients a rank has. ``always``: every backward pass is reduced, without a forward pass that announces it.
+    one is that of all further ones. ``at_the_end``: no bucket is reduced during backward. ``always``: every backward
+    pass is reduced, without a forward pass that announces it.
     """
 
     def __init__(
@@ -171,7 +168,7 @@ class Reducer:
         self.averager = Averager(group)
         self.find_unused = find_unused
         self.static = static
-        self.at_the_end = at_the_end
+        self._at_the_end = at_the_end
         self.views = views
         self.always = always
         # The divisor of sums if it is not the number of ranks (see join).
@@ -278,8 +275,7 @@ class Reducer:
         Not in the first pass, whose order and, in a static graph, counts are recorded.
         """
         now = self._now
-        if self.passes and now.synchronized and not now.in_core and now.end is not None:
-            now.in_core = True
+        if self.passes and now.synchronized and now.end is not None:
             self._grad_hook.begin_pass(now.end, now.counts, now.pending, self._used, self._needed)
 
     def _start_pass(self, _: torch.Tensor) -> None:
@@ -364,7 +360,7 @@ class Reducer:
         with self._lock:
             now = self._now
             # Counts are unknown in the first pass of a static graph.
-            if not now.synchronized or self._learning or (self.at_the_end and self.find_unused):
+            if not now.synchronized or self._learning or self._at_the_end:
                 return
             while now.ready < len(self.buckets) and not now.pending[now.ready]:
                 now.ready += 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from allhands import _core
 from allhands.errors import AllhandsError
 from allhands.groups import collectives
-from allhands.training.ddp.bucket import Bucket, BucketMemory, TensorList, assign, tensor_lists, view_like
+from allhands.training.ddp.bucket import Bucket, BucketMemory, TensorList, assign, tensor_lists
 
 sizes = st.lists(st.tuples(st.integers(0, 5000), st.booleans(), st.booleans()), min_size=1, max_size=30)
 
@@ -31,11 +31,13 @@ def gather(tensors: TensorList, given: list[torch.nn.Parameter]) -> tuple[list[l
 
 def test_views_have_the_strides_of_their_parameters() -> None:
     """Dense strides are kept (channels_last); others become those of a contiguous tensor."""
-    for tensor in (torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(4, 5).t()):
-        view = view_like(torch.arange(4.0, 4 + tensor.numel()), tensor)
-        assert view.stride() == tensor.stride()
-        assert sorted(view.flatten().tolist()) == [4.0 + number for number in range(tensor.numel())]
-    assert view_like(torch.arange(6.0), torch.empty(1, 3).expand(2, 3)).stride() == (3, 1)
+    tensors = [torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(4, 5).t()]
+    given = [torch.nn.Parameter(each) for each in (*tensors, torch.empty(1, 3).expand(2, 3))]
+    (bucket,) = BucketMemory(given, [False] * 3, None, [1 << 20]).arrange(range(3))
+    assert bucket.flat is not None
+    bucket.flat.copy_(torch.arange(float(bucket.flat.numel())))
+    assert [part.view.stride() for part in bucket.parts] == [*(each.stride() for each in tensors), (3, 1)]
+    assert sorted(value for part in bucket.parts for value in part.view.flatten().tolist()) == bucket.flat.tolist()
 
 
 def test_buckets_are_closed_once_they_are_full() -> None:
