@@ -27,7 +27,7 @@ __all__ = [
     "checked_parameters",
     "find_tensors",
     "invalid_argument",
-    "to_device",
+    "map_leaves",
 ]
 
 # torch's default of bucket_cap_mb: large enough for the engine's full bandwidth, small enough to overlap with backward.
@@ -186,7 +186,10 @@ class DistributedDataParallel(Module, Joinable):
             self.reducer.divisor = None
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
+            inputs, kwargs = map_leaves(
+                lambda each: each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each,
+                (inputs, kwargs),
+            )
         return inputs, kwargs
 
     def _after(self, output: Any) -> Any:
@@ -411,17 +414,18 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from find_tensors(getattr(value, field.name))
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value``, the inputs of a module, with its tensors on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with the leaves of its lists, tuples and dicts replaced by ``function`` of them."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(each, device) for each in value))
+        return type(value)(*(map_leaves(function, each) for each in value))
     if isinstance(value, list | tuple):
-        return type(value)(to_device(each, device) for each in value)
+        return type(value)(map_leaves(function, each) for each in value)
     if isinstance(value, dict):
-        return type(value)((name, to_device(each, device)) for name, each in value.items())
-    return value
+        found = copy.copy(value)
+        for name, each in value.items():
+            found[name] = map_leaves(function, each)
+        return found
+    return function(value)
 
 
 @torch.no_grad()
