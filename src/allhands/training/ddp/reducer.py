@@ -485,17 +485,13 @@ class Reducer:
             self._unused = frozenset((used == 0).nonzero().flatten().tolist())
         if self._learning or self.find_unused:
             return
-        by_rank = {self.rank: missing}
+        members, texts = [self.rank], [",".join(map(str, missing))]
         if self._device.type == "cpu" and self.averager.size > 1:
-            texts = gather_text(",".join(map(str, missing)), group, self._device)
-            by_rank = {
-                rank: [int(index) for index in text.split(",") if index]
-                for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True)
-            }
+            members, texts = dist.get_process_group_ranks(group), gather_text(texts[0], group, self._device)
         where: dict[str, list[int]] = {}
-        for rank, indices in by_rank.items():
-            for index in indices:
-                where.setdefault(self.names[index], []).append(rank)
+        for rank, text in zip(members, texts, strict=True):
+            for index in filter(None, text.split(",")):
+                where.setdefault(self.names[int(index)], []).append(rank)
         if where:
             raise unused_parameters(self.rank, where, static=self.static)
 
