@@ -217,23 +217,6 @@ static PyObject *set_places(struct grad_hook *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Whether each parameter requires a gradient exactly if `known` is true for it. */
-static PyObject *trained_as(struct grad_hook *self, PyObject *known)
-{
-    Py_ssize_t parameters = PyTuple_Size(self->parameters);
-    int alike = PyList_Check(known) && PyList_Size(known) == parameters;
-
-    for (Py_ssize_t index = 0; alike && index < parameters; index++) {
-        PyObject *now = PyObject_GetAttr(PyTuple_GetItem(self->parameters, index), self->requires_grad);
-
-        if (!now)
-            return NULL;
-        alike = now == PyList_GetItem(known, index);
-        Py_DECREF(now);
-    }
-    return PyBool_FromLong(alike);
-}
-
 /* Whether the gradient of a parameter can be reduced in place: it is plain, of the required shape and dtype, and used.
  * */
 static int can_stay(struct grad_hook *self, Py_ssize_t index, PyObject *gradient, struct ah_part *part)
@@ -333,7 +316,6 @@ static PyMethodDef METHODS[] = {
               "begin_pass(end, counts, left, used, needed): count the gradients of a backward pass"),
     AH_METHOD(disable, METH_NOARGS, "disable(): leave all gradients to Python until the next pass"),
     AH_METHOD(set_places, METH_VARARGS, "set_places(of, views, templates): where each gradient is moved to"),
-    AH_METHOD(trained_as, METH_O, "trained_as(known) -> whether each parameter requires a gradient as known states"),
     AH_METHOD(gather, METH_O, "gather(order) -> gradients that can be reduced in place, or None"),
     {NULL, NULL, 0, NULL},
 };

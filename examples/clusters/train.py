@@ -1,4 +1,4 @@
-"""Train a small network with as many ranks as there are. Every recipe here starts this script, as it is."""
+"""Train a small network on any number of ranks. Every recipe here starts this script, unchanged."""
 
 import socket
 
@@ -8,11 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allhands as dist
 
-# No rank, no address, no port: allhands reads them from whatever started this process.
+# No rank, address or port: allhands reads them from the environment of the launcher.
 dist.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 
-# Each rank makes its own share of the points; the same network starts on all of them.
+# Each rank generates different points; the initial network is the same on all.
 torch.set_num_threads(1)
 torch.manual_seed(rank)
 points = torch.rand(256, 2) * 2 - 1

@@ -164,9 +164,6 @@ class GradHook:
         each gradient has in its bucket, None for a sparse one.
         """
 
-    def trained_as(self, known: list[bool], /) -> bool:
-        """Tell whether each parameter requires a gradient exactly if its item of ``known`` is true."""
-
     def gather(self, order: tuple[int, ...], /) -> list[Any] | None:
         """Return the gradients of parameters by their numbers; None if one of them cannot be reduced in place."""
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Start-up script of the instances of a managed instance group: one agent of `allhands run` on each.
 #
-# What it reads from the instance's metadata:
+# Keys of the instance's metadata that it reads:
 #   allhands-hosts   the instances in order, the same on all: train-0,train-1
 #   allhands-token   the job's secret, the same on all
 #   allhands-ranks   ranks on each instance (default: auto, one per GPU or per core)
@@ -9,7 +9,7 @@ set -euo pipefail
 
 server=${GCE_METADATA_HOST:-metadata.google.internal}
 
-# The metadata server may still be coming up at boot, so a refusal is asked again; a key that is not there (404) is not.
+# The metadata server may still be starting at boot, so a refused connection is retried; a missing key (404) is not.
 metadata() {
   curl --silent --show-error --fail --retry 10 --retry-connrefused --max-time 30 \
     --header 'Metadata-Flavor: Google' "http://$server/computeMetadata/v1/instance/$1"

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Model(lightning.LightningModule):
-    """A line, fitted."""
+    """A linear model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,11 +21,11 @@ class Model(lightning.LightningModule):
         return nn.functional.mse_loss(self.layer(points), wanted)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return what moves the weights."""
+        """Return the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_end(self) -> None:
-        """Say what trained, while the group is still there."""
+        """Print the result while the group exists."""
         size, backend = torch.distributed.get_world_size(), torch.distributed.get_backend()
         print(
             f"rank {self.global_rank} trained with Lightning: {size} ranks, backend {backend}, {self.layer.weight.data}"

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Counting(Dataset):
-    """Sequences that count on from somewhere."""
+    """Sequences of consecutive numbers, modulo 32."""
 
     def __len__(self) -> int:
         return 64

@@ -4,12 +4,12 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=00:10:00
 
-# One agent per node; each starts RANKS ranks. The agents meet at the first node of the job.
+# One agent per node; each starts RANKS ranks. The agents connect to the first node of the job.
 set -euo pipefail
 RANKS=${RANKS:-2}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# A secret that only this job has: without it, whoever reaches the port below could join.
+# The secret of this job: without it, every process that can connect to the port below could join.
 ALLHANDS_TOKEN=$(head -c 32 /dev/urandom | base64)
 export ALLHANDS_TOKEN
 

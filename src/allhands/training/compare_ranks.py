@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ..diagnosis import ranks
-from ..errors import AllhandsError, fail
+from ..errors import fail
 from ..groups import collectives
 
-__all__ = ["gather", "gather_bytes", "gather_text", "mismatch"]
+__all__ = ["gather", "gather_text", "raise_if_different"]
 
 _all_gather = collectives.quick("all_gather")
 
@@ -24,32 +24,26 @@ def gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return rows
 
 
-def gather_bytes(data: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Return the ``data`` of each rank of ``group``, without pickling. Every rank must call this."""
-    sizes = [int(size) for size in gather(torch.tensor(len(data), device=device), group)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if not len(padded):
-        return [b""] * len(sizes)
-    rows = gather(padded.to(device), group).cpu()
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
-
-
 def gather_text(text: str, group: Any, device: torch.device) -> list[str]:
-    """Return the ``text`` of each rank of ``group``. Every rank must call this."""
-    return [each.decode() for each in gather_bytes(text.encode(), group, device)]
+    """Return the ``text`` of each rank of ``group``, without pickling. Every rank must call this."""
+    data = text.encode()
+    sizes: list[int] = gather(torch.tensor(len(data), device=device), group).tolist()
+    if not any(sizes):
+        return [""] * len(sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    rows = gather(padded.to(device), group).cpu()
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def mismatch(what: str, values: Sequence[str], group: Any, *, fix: str) -> AllhandsError | None:
-    """Return a collective-mismatch error if the ``values``, one per rank, differ. The minority is blamed."""
+def raise_if_different(what: str, values: Sequence[str], group: Any, *, fix: str) -> None:
+    """Raise collective-mismatch if the ``values``, one per rank, differ. The minority is blamed."""
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(value, []).append(dist.get_global_rank(group, rank))
     if len(by_value) < 2:
-        return None
+        return
     ordered = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-    return fail(
+    raise fail(
         "collective-mismatch",
         f"ranks of one group differ in {what}",
         who=ranks(odd := sorted(rank for _, found in ordered[1:] for rank in found)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ..errors import fail
 from ..groups import collectives
 from . import compare_ranks
 from .data.sampler import DistributedSampler
+from .ddp.ddp import map_leaves
 
 __all__ = ["gather_metrics"]
 
@@ -33,54 +33,35 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
         collectives.require_group("gather_metrics")
     group = dist.group.WORLD if group is None else group
     leaves: list[torch.Tensor] = []
-    structure = _flatten(values, leaves)
+
+    def describe(value: Any) -> str:
+        match value:
+            case torch.Tensor():
+                leaves.append(value.detach())
+            case bool() | int() | float():
+                leaves.append(torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64))
+            case _:
+                raise TypeError(
+                    f"gather_metrics takes tensors, numbers, and lists, tuples and dicts of them: {value!r}"
+                )
+        shape = list(leaves[-1].shape[1:]) if leaves[-1].dim() else "number"
+        return f"{str(leaves[-1].dtype).removeprefix('torch.')} {shape}"
+
+    structure = map_leaves(describe, values)
     device = _device(leaves, group)
     rows = [len(leaf) if leaf.dim() else -1 for leaf in leaves]
-    found = compare_ranks.gather_text(f"{json.dumps(structure)}\n{json.dumps(rows)}", group, device)
-    structures, row_counts = zip(*(each.split("\n") for each in found), strict=True)
-    problem = compare_ranks.mismatch(
+    found = compare_ranks.gather_text(f"{structure}\n{json.dumps(rows)}", group, device)
+    structures, _, row_counts = zip(*(each.rpartition("\n") for each in found), strict=True)
+    compare_ranks.raise_if_different(
         "what they give to gather_metrics", structures, group, fix="give values of the same structure everywhere"
     )
-    if problem is not None:
-        raise problem
     counts = [json.loads(each) for each in row_counts]
     size = None if sampler is None else sampler.dealt
-    gathered = [
+    gathered = iter(
         _gather_rows(leaf.to(device), [each[number] for each in counts], group, size).to(leaf.device)
         for number, leaf in enumerate(leaves)
-    ]
-    return _unflatten(values, iter(gathered))
-
-
-def _flatten(values: Any, leaves: list[torch.Tensor]) -> Any:
-    """Append the tensors in ``values`` to ``leaves``. Returns the structure in a form that ranks can compare."""
-    match values:
-        case torch.Tensor():
-            leaves.append(values.detach())
-            return [str(values.dtype).removeprefix("torch."), list(values.shape[1:]) if values.dim() else "number"]
-        case bool() | int() | float():
-            dtype = torch.float64 if isinstance(values, float) else torch.int64
-            leaves.append(torch.tensor(values, dtype=dtype))
-            return [str(dtype).removeprefix("torch."), "number"]
-        case dict():
-            return {str(key): _flatten(value, leaves) for key, value in values.items()}
-        case list() | tuple():
-            return [type(values).__name__, *(_flatten(value, leaves) for value in values)]
-        case _:
-            raise TypeError(f"gather_metrics takes tensors, numbers, and lists, tuples and dicts of them: {values!r}")
-
-
-def _unflatten(values: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return the structure of ``values`` with ``tensors`` as leaves."""
-    match values:
-        case dict():
-            return {key: _unflatten(value, tensors) for key, value in values.items()}
-        case tuple() if hasattr(values, "_fields"):
-            return type(values)(*(_unflatten(value, tensors) for value in values))
-        case list() | tuple():
-            return type(values)(_unflatten(value, tensors) for value in values)
-        case _:
-            return next(tensors)
+    )
+    return map_leaves(lambda _: next(gathered), values)
 
 
 def _device(leaves: list[torch.Tensor], group: Any) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -11,38 +12,28 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ...errors import fail
 from .loader_position import LoaderPosition
-from .sampler import size_and_rank
+from .sampler import VERSION, check_version, size_and_rank
 
 __all__ = ["IterableShard", "shard_iterable"]
-
-# The version of the state dict.
-_VERSION = 1
 
 # Indices of the state that the loop shares with its workers: the epoch of the next pass, the epoch that starts in the
 # middle, the position where it starts, the first epoch with items left, and whether workers have started the pass.
 _EPOCH, _PARTIAL, _START, _FIRST_EPOCH, _STARTED = range(5)
 
 
+@dataclass(eq=False, repr=False)
 class IterableShard(IterableDataset[Any]):
     """One rank's part of a stream, the result of `shard_iterable`."""
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        *,
-        num_replicas: int,
-        rank: int,
-        batch_size: int,
-        drop_last: bool,
-        epoch: int,
-        start: int,
-    ) -> None:
-        super().__init__()
-        self.source = source
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+    source: Iterable[Any]
+    num_replicas: int
+    rank: int
+    batch_size: int
+    drop_last: bool
+    epoch: InitVar[int]
+    start: InitVar[int]
+
+    def __post_init__(self, epoch: int, start: int) -> None:
         # In shared memory, so that persistent workers see changes.
         self._state: torch.Tensor = torch.tensor([epoch, epoch, start, 0, 0]).share_memory_()  # type: ignore[no-untyped-call]
         # The position of the pass if this process iterates; workers have none.
@@ -110,20 +101,14 @@ class IterableShard(IterableDataset[Any]):
                     "state_dict(consumed=steps * batch_size)",
                 )
             if self._position is not None and self._position.complete:
-                return {"version": _VERSION, "epoch": epoch + 1, "position": 0}
+                return {"version": VERSION, "epoch": epoch + 1, "position": 0}
             consumed = 0 if self._position is None else self._position.consumed
         position = start + consumed // self.batch_size * self.batch_size * self.num_replicas
-        return {"version": _VERSION, "epoch": epoch, "position": position}
+        return {"version": VERSION, "epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of `state_dict`. Every rank must load the same state."""
-        if state.get("version") != _VERSION:
-            raise fail(
-                "invalid-argument",
-                f"this state of a stream has version {state.get('version')!r}; this allhands reads {_VERSION}",
-                who="shard_iterable",
-                fix="load a state_dict of the same version of allhands",
-            )
+        check_version(state, "shard_iterable")
         epoch, position = int(state["epoch"]), int(state["position"])
         self._state.copy_(torch.tensor([epoch, epoch, position, epoch, 0]))
         self._position = None
@@ -153,12 +138,4 @@ def shard_iterable(
     num_replicas, rank = size_and_rank("shard_iterable", num_replicas, rank)
     if batch_size < 1 or start < 0:
         raise fail("invalid-argument", "batch_size must be at least 1, and start at least 0", who="shard_iterable")
-    return IterableShard(
-        source,
-        num_replicas=num_replicas,
-        rank=rank,
-        batch_size=batch_size,
-        drop_last=drop_last,
-        epoch=epoch,
-        start=start,
-    )
+    return IterableShard(source, num_replicas, rank, batch_size, drop_last, epoch, start)

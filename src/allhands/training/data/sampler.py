@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ...errors import fail
 from ...groups import collectives
-from .epoch_order import EpochOrder, FromSampler, InOrder, Shuffled, Weighted
 from .loader_position import LoaderPosition
 
-__all__ = ["DistributedSampler", "size_and_rank"]
+__all__ = ["VERSION", "DistributedSampler", "check_version", "size_and_rank"]
 
 _log = logging.getLogger("allhands")
 
-# The version of the state dict.
-_VERSION = 1
+# The version of the state dicts.
+VERSION = 1
 
 # A position after the items of any epoch that torch can still slice with.
 _AFTER_ALL = 2**62
@@ -97,15 +100,13 @@ class DistributedSampler(Sampler[Any]):
 
     def _own_items(self, items: Any) -> list[Any]:
         """Return this rank's share of the remaining ``items``."""
-        size, count = len(items), self._count(len(items), self._start)
-        first = self._start + self.rank
-        own = items[first : min(size, first + count * self.num_replicas) : self.num_replicas]
-        own = list(own) if isinstance(own, range | list) else own.tolist()
-        while len(own) < count:
-            # torch's padding: the order from its beginning, repeated as needed.
-            item = items[(first + len(own) * self.num_replicas - size) % size]
-            own.append(item.item() if hasattr(item, "item") else item)
-        return own
+        size, first = len(items), self._start + self.rank
+        end = first + self._count(size, self._start) * self.num_replicas
+        # Modulo: torch's padding is the order from its beginning, repeated as needed.
+        if isinstance(items, torch.Tensor):
+            own: list[int] = items[torch.arange(first, end, self.num_replicas) % max(size, 1)].tolist()
+            return own
+        return [items[index % size] for index in range(first, end, self.num_replicas)]
 
     def _count(self, size: int, start: int) -> int:
         """Return the number of this rank's items of an epoch of ``size`` from ``start`` on."""
@@ -168,7 +169,7 @@ class DistributedSampler(Sampler[Any]):
         if not self._advance:
             return
         self.epoch += 1
-        if not _warned and self.rank == 0 and type(self._order) is not InOrder:
+        if not _warned and self.rank == 0 and type(self._order) is not _InOrder:
             _warned = True
             _log.warning(
                 "DistributedSampler: set_epoch was not called, so the epoch advances by itself with each pass "
@@ -191,18 +192,12 @@ class DistributedSampler(Sampler[Any]):
             now = (self.epoch + self._advance, 0) if over else (self.epoch, self._start + count * self.num_replicas)
         epoch, position = max(now, self._loaded)
         length = self._size if self._size is not None else self._order.length()
-        return {"version": _VERSION, "epoch": epoch, "position": position, "length": length, "seed": self.seed}
+        return {"version": VERSION, "epoch": epoch, "position": position, "length": length, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of `state_dict`. Every rank must load the same state."""
+        check_version(state, "DistributedSampler")
         length = self._order.length()
-        if state.get("version") != _VERSION:
-            raise fail(
-                "invalid-argument",
-                f"this state of a sampler has version {state.get('version')!r}; this allhands reads {_VERSION}",
-                who="DistributedSampler",
-                fix="load a DistributedSampler.state_dict of the same version of allhands",
-            )
         if None not in {length, state["length"]} and length != state["length"]:
             raise fail(
                 "invalid-argument",
@@ -216,7 +211,7 @@ class DistributedSampler(Sampler[Any]):
         self._position, self._size = None, None
 
 
-def _order(dataset: Any, shuffle: bool, weights: Any, draws: int | None, replacement: bool) -> EpochOrder:
+def _order(dataset: Any, shuffle: bool, weights: Any, draws: int | None, replacement: bool) -> _InOrder:
     """Return the order that the arguments select."""
     is_sampler = isinstance(dataset, Sampler) or not hasattr(dataset, "__getitem__")
     if weights is not None:
@@ -227,10 +222,120 @@ def _order(dataset: Any, shuffle: bool, weights: Any, draws: int | None, replace
                 who="DistributedSampler",
                 why="a sampler was given" if is_sampler else f"{len(weights)} weights, {len(dataset)} items",
             )
-        return Weighted(weights, draws, replacement=replacement)
+        return _Weighted(weights, draws, replacement=replacement)
     if is_sampler:
-        return FromSampler(dataset)
-    return Shuffled(dataset.__len__) if shuffle else InOrder(dataset.__len__)
+        return _FromSampler(dataset)
+    return _Shuffled(dataset) if shuffle else _InOrder(dataset)
+
+
+class _InOrder:
+    """The order of all items of an epoch, a pure function of seed and epoch: here the indices of a data set."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def items(self, seed: int, epoch: int) -> Any:
+        """Return every item of the epoch: a tensor of indices, a range, or a list of anything."""
+        del seed, epoch
+        return range(len(self._dataset))
+
+    def length(self) -> int | None:
+        """Return the number of items of an epoch, if it is known beforehand; data sets may grow."""
+        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+
+
+class _Shuffled(_InOrder):
+    """A permutation: that of torch's DistributedSampler for the same seed and epoch."""
+
+    def items(self, seed: int, epoch: int) -> Any:
+        return torch.randperm(len(self._dataset), generator=torch.Generator().manual_seed(seed + epoch))
+
+
+class _Weighted(_InOrder):
+    """Indices drawn with probabilities proportional to weights, ``draws`` of them (by default one per weight)."""
+
+    def __init__(self, weights: Any, draws: int | None, *, replacement: bool) -> None:
+        self._weights = torch.as_tensor(weights, dtype=torch.float64).flatten()
+        self._draws = len(self._weights) if draws is None else draws
+        self._replacement = replacement
+        positive = int((self._weights > 0).sum())
+        wrong = ""
+        if not bool(torch.isfinite(self._weights).all()) or bool((self._weights < 0).any()):
+            wrong = "a weight is negative or not finite"
+        elif not positive:
+            wrong = "no weight is positive"
+        elif not replacement and self._draws > positive:
+            wrong = f"{self._draws} draws without replacement, but only {positive} weights are positive"
+        if wrong:
+            raise fail("invalid-argument", "these weights cannot be drawn from", who="DistributedSampler", why=wrong)
+
+    def items(self, seed: int, epoch: int) -> Any:
+        # torch.multinomial takes at most 2**24 weights.
+        generator = torch.Generator().manual_seed(seed + epoch)
+        if self._replacement:
+            total = self._weights.cumsum(0)
+            points = torch.rand(self._draws, generator=generator, dtype=torch.float64) * total[-1]
+            # right=True: an item with weight 0 is never drawn.
+            return torch.searchsorted(total, points, right=True).clamp_(max=len(total) - 1)
+        # Sorting exponential variables with these rates draws without replacement.
+        clocks = torch.empty(len(self._weights), dtype=torch.float64).exponential_(generator=generator)
+        return (clocks / self._weights).argsort()[: self._draws]
+
+    def length(self) -> int:
+        return self._draws
+
+
+class _FromSampler(_InOrder):
+    """The items of a sampler or batch sampler, with every source of randomness it may use seeded for the epoch.
+
+    So each rank gets the same items from its own sampler. Its ``set_epoch`` is called if it has one.
+    """
+
+    def items(self, seed: int, epoch: int) -> list[Any]:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        with _seeded(self._dataset, seed + epoch):
+            return list(self._dataset)
+
+
+@contextlib.contextmanager
+def _seeded(sampler: Any, seed: int) -> Iterator[None]:
+    """Seed the global generators of torch, Python and NumPy, and the sampler's own, for a block.
+
+    The global ones are restored: drawing an order does not change the random numbers of the training.
+    """
+    seen: set[int] = set()
+    while sampler is not None and id(sampler) not in seen:
+        seen.add(id(sampler))
+        own = getattr(sampler, "generator", None)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(seed)
+        # A batch sampler contains a sampler.
+        sampler = getattr(sampler, "sampler", None)
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def check_version(state: Mapping[str, Any], caller: str) -> None:
+    """Raise invalid-argument if ``state`` is of another version than this one; the message names the ``caller``."""
+    if state.get("version") != VERSION:
+        raise fail(
+            "invalid-argument",
+            f"this state has version {state.get('version')!r}; this allhands reads {VERSION}",
+            who=caller,
+            fix="load a state_dict of the same version of allhands",
+        )
 
 
 def size_and_rank(caller: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:

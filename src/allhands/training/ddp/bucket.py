@@ -1,101 +1,97 @@
-"""The layout of buckets, a pure function of sizes and order, and the `GradBucket` that communication hooks receive."""
+"""Buckets: which gradients are reduced together, their memory, and the copies in and out of it.
+
+`BucketMemory` allocates one tensor per dtype and device and returns buckets, which are slices of it: another order of
+the buckets needs no other memory. `TensorList` reduces gradients in their own memory; if one of them cannot be (it is
+missing, sparse, not contiguous or overlaps another), those of the list are copied to their buckets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+import contextlib
+import copy
+import os
+import socket
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["FIRST_BYTES", "GradBucket", "ItemSize", "Region", "assign", "place"]
+from ... import _core, _torch
+from ...errors import ResourceError, fail
+from ...groups import registered
+from ...groups.process_group import HostGroup
 
-# torch's size of the first bucket: small, so that the first reduction starts early in backward.
-FIRST_BYTES = 1 << 20
+__all__ = [
+    "Bucket",
+    "BucketMemory",
+    "BucketPart",
+    "TensorList",
+    "assign",
+    "copy_in",
+    "copy_out",
+    "move_in",
+    "tensor_lists",
+]
 
 # Buckets start on cache lines of their own: ranks write adjacent slices at the same time.
 _LINE_BYTES = 64
 
 
-class ItemSize(NamedTuple):
-    """The size of one gradient. Gradients share a bucket if ``kind`` (dtype and device) is equal and none is sparse."""
+def assign(
+    tensors: Sequence[torch.Tensor], sparse: Sequence[bool], order: Iterable[int], caps_bytes: Sequence[int]
+) -> list[list[int]]:
+    """Assign ``tensors`` to buckets in ``order``. Returns the indices in each bucket, in the order of reduction.
 
-    numel: int
-    element_bytes: int
-    kind: Hashable
-    sparse: bool = False
-
-
-class Region(NamedTuple):
-    """The elements of a bucket in the memory of its kind; ``reserved`` includes one counter element and padding."""
-
-    start: int
-    numel: int
-    reserved: int
-
-
-def assign(items: Sequence[ItemSize], order: Iterable[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-    """Assign ``items`` to buckets in ``order``. Returns the indices in each bucket, in the order of reduction.
-
-    A bucket is closed once it reaches its cap in ``caps_bytes``, which has one cap per bucket of a kind; the last cap
-    is that of all further ones. Buckets that are still open at the end follow in the order of their last gradient.
+    A bucket has one dtype and device, or a single sparse tensor. It is closed once it reaches its cap in
+    ``caps_bytes``, which has one cap per bucket of a dtype and device; the last cap is that of all further ones.
+    Buckets that are still open at the end follow in the order of their last tensor.
     """
     closed: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     count: dict[Hashable, int] = {}
     for index in order:
-        item = items[index]
-        if item.sparse:
+        if sparse[index]:
             closed.append([index])
             continue
+        kind = _kind(tensors[index])
         # Reinsert at the end: the kind of the last gradient is complete last.
-        bucket = open_buckets.pop(item.kind, [])
-        open_buckets[item.kind] = bucket
+        bucket = open_buckets.pop(kind, [])
+        open_buckets[kind] = bucket
         bucket.append(index)
-        filled[item.kind] = filled.get(item.kind, 0) + item.numel * item.element_bytes
-        number = count.get(item.kind, 0)
-        if filled[item.kind] >= caps_bytes[min(number, len(caps_bytes) - 1)]:
-            closed.append(open_buckets.pop(item.kind))
-            filled[item.kind] = 0
-            count[item.kind] = number + 1
+        filled[kind] = filled.get(kind, 0) + tensors[index].nbytes
+        number = count.get(kind, 0)
+        if filled[kind] >= caps_bytes[min(number, len(caps_bytes) - 1)]:
+            closed.append(open_buckets.pop(kind))
+            filled[kind] = 0
+            count[kind] = number + 1
     return [*closed, *open_buckets.values()]
 
 
-def place(items: Sequence[ItemSize], buckets: Sequence[Sequence[int]]) -> Iterator[tuple[int, Region]]:
-    """Yield the number and region of each dense bucket.
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
-    The memory that a kind needs does not depend on the order of its gradients, except for padding.
+
+class BucketPart(NamedTuple):
+    """One parameter of a bucket, and the view of the bucket for its gradient; None for a sparse gradient."""
+
+    position: int
+    parameter: torch.nn.Parameter
+    view: Any
+
+
+class Bucket:
+    """Gradients that are reduced together in ``flat``, or one sparse gradient.
+
+    Communication hooks receive it: it has the methods of `torch.distributed.GradBucket`.
     """
-    ends: dict[Hashable, int] = {}
-    for number, indices in enumerate(buckets):
-        first = items[indices[0]]
-        if first.sparse:
-            continue
-        numel = sum(items[index].numel for index in indices)
-        line = max(1, _LINE_BYTES // first.element_bytes)
-        reserved = -(-(numel + 1) // line) * line
-        start = ends.get(first.kind, 0)
-        ends[first.kind] = start + reserved
-        yield number, Region(start, numel, reserved)
 
-
-class GradBucket:
-    """The gradients of one bucket, flattened in `buffer`; has the methods of `torch.distributed.GradBucket`."""
-
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        *,
-        last: bool,
-    ) -> None:
+    def __init__(self, index: int, parts: list[BucketPart], flat: torch.Tensor | None, *, last: bool) -> None:
+        self.parts = parts
+        self.flat = flat
         self._index = index
-        self._buffer = buffer
-        self._gradients = list(gradients)
-        self._parameters = list(parameters)
         self._last = last
+        self._buffer: Any = flat
 
     def index(self) -> int:
         """Return the number of the bucket; buckets are reduced in ascending order."""
@@ -103,20 +99,209 @@ class GradBucket:
 
     def buffer(self) -> torch.Tensor:
         """Return all gradients as one flat tensor, or the sparse gradient."""
-        return self._buffer
+        return self._buffer  # type: ignore[no-any-return]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients: views of `buffer` in the shapes of their parameters."""
-        return self._gradients
+        return [self._buffer if part.view is None else part.view for part in self.parts]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of the gradients."""
-        return self._parameters
+        return [part.parameter for part in self.parts]
 
     def is_last(self) -> bool:
         """Return whether this is the last bucket of the backward pass."""
         return self._last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace `buffer`."""
+        """Replace `buffer` for this pass."""
         self._buffer = buffer
+
+    def take_buffer(self) -> torch.Tensor:
+        """Return `buffer`, and keep no reference to what a hook returned or to a sparse gradient."""
+        found, self._buffer = self._buffer, self.flat
+        return found  # type: ignore[no-any-return]
+
+    def fill(self, names: Sequence[str], rank: int) -> None:
+        """Copy the gradients to `buffer`. Raises as `copy_in` does."""
+        self._buffer = self.flat
+        if self.flat is not None:
+            copy_in(self.parts, names, rank)
+            return
+        parameter = self.parts[0].parameter
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+        self._buffer = gradient if gradient.is_sparse else gradient.to_sparse()
+
+    def zeros(self) -> Bucket:
+        """Return a bucket of zeros with the same layout: the contribution of a rank without inputs."""
+        found = copy.copy(self)
+        if self.flat is None:
+            found.set_buffer(torch.zeros_like(self.parts[0].parameter, layout=torch.sparse_coo))
+        else:
+            found.flat = torch.zeros_like(self.flat)
+            found.set_buffer(found.flat)
+            views = _split(found.flat, [part.parameter for part in self.parts])
+            found.parts = [part._replace(view=view) for part, view in zip(self.parts, views, strict=True)]
+        return found
+
+
+class BucketMemory:
+    """Allocates buckets for ``parameters``. All ranks make it with the same parameters and call `arrange` alike."""
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool], group: Any, caps_bytes: Sequence[int]
+    ) -> None:
+        self._parameters = parameters
+        self._sparse = sparse
+        self._group = group
+        self._caps_bytes = caps_bytes
+        self._memory: dict[Any, torch.Tensor] = {}
+        self._fallback = False
+        self.in_segment = False
+
+    def arrange(self, order: Iterable[int], *, fallback: bool = False) -> list[Bucket]:
+        """Return the buckets for gradients that arrive in ``order``. The contents of earlier buckets are lost.
+
+        With ``fallback`` buckets are rarely written: they are ordinary memory, whose pages exist once written.
+        """
+        if self._fallback and not fallback:
+            self._memory.clear()
+        self._fallback = fallback
+        buckets: list[Bucket] = []
+        ends: dict[Any, int] = {}
+        assigned = assign(self._parameters, self._sparse, order, self._caps_bytes)
+        for number, indices in enumerate(assigned):
+            parameters = [self._parameters[index] for index in indices]
+            views: list[Any] = [None]
+            flat = None
+            if not self._sparse[indices[0]]:
+                kind = _kind(parameters[0])
+                if kind not in self._memory:
+                    self._memory[kind] = self._allocate(*kind)
+                numel = sum(each.numel() for each in parameters)
+                start = ends.get(kind, 0)
+                ends[kind] = start + _padded(numel, kind[0])
+                flat = self._memory[kind][start : start + numel]
+                views = _split(flat, parameters)
+            parts = [BucketPart(*part) for part in zip(indices, parameters, views, strict=True)]
+            buckets.append(Bucket(number, parts, flat, last=number == len(assigned) - 1))
+        return buckets
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the gradients of one kind in any order: each may have a bucket of its own."""
+        dense = [each for each, sparse in zip(self._parameters, self._sparse, strict=True) if not sparse]
+        numel = sum(_padded(each.numel(), dtype) for each in dense if _kind(each) == (dtype, device))
+        if device.type == "cpu" and isinstance(self._group, HostGroup) and not self._fallback:
+            # A ResourceError is raised on every rank. Ordinary memory works too, with one copy more.
+            with contextlib.suppress(ResourceError):
+                memory = registered.empty(numel, dtype=dtype, group=self._group)
+                self.in_segment = True
+                return memory
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _padded(numel: int, dtype: torch.dtype) -> int:
+    """Return ``numel`` rounded up to whole cache lines: ranks write adjacent slices at the same time."""
+    line = max(1, _LINE_BYTES // dtype.itemsize)
+    return -(-numel // line) * line
+
+
+def _split(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return adjacent views of ``flat`` with the shapes and, if dense, the strides of ``parameters``.
+
+    Optimizers are fastest if gradients have the strides of their parameters (channels_last).
+    """
+    pieces = torch.split(flat, [each.numel() for each in parameters])
+    like = [torch.empty_like(each, device="meta") for each in parameters]
+    return [piece.as_strided(each.shape, each.stride()) for piece, each in zip(pieces, like, strict=True)]
+
+
+def move_in(part: BucketPart) -> None:
+    """Replace a gradient by its view of the bucket as soon as it arrives, so that its own memory is freed."""
+    gradient, view = part.parameter.grad, part.view
+    if gradient is None or view is None or gradient is view or gradient.requires_grad:
+        return
+    if (gradient.layout, gradient.dtype, gradient.shape) == (view.layout, view.dtype, view.shape):
+        with torch.no_grad():
+            view.copy_(gradient)
+        part.parameter.grad = view
+
+
+def copy_in(parts: Sequence[BucketPart], names: Sequence[str], rank: int) -> None:
+    """Copy dense gradients to their buckets, zeros for missing ones.
+
+    Raises module-changed, with the name and ``rank``, if the shape or dtype of a gradient changed.
+    """
+    targets, sources = [], []
+    for part in parts:
+        gradient = part.parameter.grad
+        if gradient is None:
+            part.view.zero_()
+        elif gradient is not part.view:
+            if gradient.shape != part.view.shape or gradient.dtype != part.view.dtype:
+                raise fail(
+                    "module-changed",
+                    f"the module was changed after it was wrapped: {names[part.position]} is another tensor now",
+                    who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+                    why=f"its gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}; "
+                    f"when it was wrapped it was {part.view.dtype} {tuple(part.view.shape)} on {part.view.device}",
+                    fix="convert or move the module first, then wrap it",
+                    ranks=(rank,),
+                )
+            targets.append(part.view)
+            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+    _torch.foreach_copy(targets, sources)
+
+
+def copy_out(parts: Iterable[BucketPart], *, views: bool) -> None:
+    """Set the gradients of parameters to the averages in their buckets; with ``views`` to views of the buckets."""
+    targets, sources = [], []
+    for _, parameter, view in parts:
+        gradient = parameter.grad
+        if gradient is view or not parameter.requires_grad:
+            continue
+        if views:
+            parameter.grad = view
+        elif gradient is None or gradient.is_sparse:
+            parameter.grad = view.clone()
+        else:
+            targets.append(gradient)
+            sources.append(view)
+    _torch.foreach_copy(targets, sources)
+
+
+class TensorList(NamedTuple):
+    """Gradients of one dtype that are reduced as one, each in its own memory."""
+
+    parts: list[BucketPart]
+    order: tuple[int, ...]
+
+    def gather(
+        self, grad_hook: _core.GradHook, names: Sequence[str], rank: int
+    ) -> tuple[list[torch.Tensor], list[BucketPart]]:
+        """Return the tensors to reduce, and the parts that were copied to buckets. Raises as `copy_in` does."""
+        found: list[torch.Tensor] | None = grad_hook.gather(self.order)
+        if found is not None:
+            return found, []
+        with torch.no_grad():
+            copy_in(self.parts, names, rank)
+        # The elements in memory order.
+        return [part.view.as_strided((part.view.numel(),), (1,)) for part in self.parts], self.parts
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Return the contribution of a rank without inputs."""
+        return [torch.zeros(part.parameter.numel(), dtype=part.parameter.dtype) for part in self.parts]
+
+
+def tensor_lists(buckets: Sequence[Bucket], *, merge: bool) -> list[TensorList]:
+    """Return one list per bucket, or with ``merge`` one per dtype, in the order of their last buckets.
+
+    The gradients that arrived last come first: they are the most likely to be in a cache.
+    """
+    merged: dict[Any, list[BucketPart]] = {}
+    for number, bucket in enumerate(buckets):
+        key = bucket.parts[0].parameter.dtype if merge else number
+        merged[key] = [*merged.pop(key, []), *bucket.parts]
+    return [TensorList(parts[::-1], tuple(part.position for part in parts[::-1])) for parts in merged.values()]

@@ -5,24 +5,43 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from ... import _torch
+from ...errors import AllhandsError, fail
 from ...groups.collectives import require_group
-from .broadcast_model import BufferBroadcast, broadcast_tensors
-from .ddp_arguments import DDPArguments, caps_bytes, check_hook
-from .ddp_failures import invalid_argument
 from .model_check import ModuleWatch, check_same_structure, check_same_values, sparse_parameters
-from .reducer import Reducer
-from .reduction import all_reduce
+from .reducer import Reducer, all_reduce, broadcast
 
-__all__ = ["DistributedDataParallel", "find_tensors", "to_device"]
+__all__ = [
+    "DistributedDataParallel",
+    "caps_bytes",
+    "checked_parameters",
+    "find_tensors",
+    "invalid_argument",
+    "map_leaves",
+]
+
+# torch's default of bucket_cap_mb: large enough for the engine's full bandwidth, small enough to overlap with backward.
+_CAP_MIB = 25.0
+
+# torch's size of the first bucket: small, so that the first reduction starts early in backward.
+_FIRST_BYTES = 1 << 20
+
+# Tensors of at least this many bytes are broadcast by themselves, without a copy; smaller ones are copied into one flat
+# tensor, because the latency of a broadcast of few bytes is about the time that this many take.
+_LARGE_BYTES = 1 << 18
+
+# Start of each tensor in the flat one: a multiple of every dtype's size.
+_ALIGNMENT = 16
 
 
 class DistributedDataParallel(Module, Joinable):
@@ -77,23 +96,22 @@ class DistributedDataParallel(Module, Joinable):
             raise invalid_argument(
                 "delay_all_reduce_named_params is not supported", "", "leave it out: gradients are reduced as they come"
             )
-        given = DDPArguments.of(module, device_ids, output_device, process_group, device_mesh)
-        self.process_group = given.group
-        self.device_ids, self.output_device, self.device_type = given.device_ids, given.output_device, given.device_type
-        self.is_multi_device_module = given.is_multi_device
-        self.parameters_to_ignore = given.ignored
-        self.device = given.device
+        named = checked_parameters(module)
+        devices = {each.device for each in named.values()}
+        self.device_ids, self.output_device = _one_device(device_ids, output_device, devices)
+        self.process_group = _one_group(process_group, device_mesh)
+        self.device = next(iter(named.values())).device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(devices) > 1
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.dim = dim
         self.module = module
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        if forward_sync_buffers is None:
-            forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
-            sync_buffers_once = broadcast_buffers is not False
-        else:
-            sync_buffers_once = True
-        self.forward_sync_buffers = forward_sync_buffers
+        # Two names of one argument; only the older one also prevents the first broadcast.
+        sync_buffers_once = forward_sync_buffers is not None or broadcast_buffers is not False
+        self.forward_sync_buffers = sync_buffers_once if forward_sync_buffers is None else forward_sync_buffers
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
@@ -103,43 +121,37 @@ class DistributedDataParallel(Module, Joinable):
         self.bucket_bytes_cap_list = list(self._caps_bytes) if bucket_cap_mb_list else []
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._comm_hook: tuple[Any, Any] | None = None
-        named = self._named_parameters()
+        # The state and the function of `register_comm_hook`.
+        self._comm_hook: tuple[Any, Any] = (None, None)
         if init_sync:
             options: dict[str, Any] = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
             options |= {"bucket_cap_mb": self._caps_bytes, "broadcast_buffers": self.forward_sync_buffers}
-            check_same_structure(named.items(), options, self.process_group, self.device)
+            check_same_structure(named, options, self.process_group)
             self.broadcast_model(0, buffers=sync_buffers_once)
         else:
-            check_same_values(named.items(), self.process_group, self.device)
+            check_same_values(named, self.process_group)
         self._build()
 
-    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are not ignored, each once."""
-        return {name: each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore}
-
     def _build(self) -> None:
-        named = self._named_parameters()
+        named = checked_parameters(self.module)
         self._watch = ModuleWatch(self.module, frozenset(self.parameters_to_ignore))
         self._modules_list = list(self.module.modules())
         self._frozen = [each for each in named.values() if not each.requires_grad]
-        sparse = sparse_parameters(self._modules_list)
-        trained = {name: each for name, each in named.items() if each.requires_grad}
-        ignored = {id(each) for name, each in self.module.named_buffers() if name in self.parameters_to_ignore}
-        self._buffers_broadcast = BufferBroadcast(self._modules_list, ignored)
+        buffers = self.module.named_buffers()
+        self._ignored_buffers = {id(each) for name, each in buffers if name in self.parameters_to_ignore}
         self.reducer = Reducer(
-            list(trained.values()),
-            list(trained),
-            [id(each) in sparse for each in trained.values()],
+            {name: each for name, each in named.items() if each.requires_grad},
+            sparse_parameters(self._modules_list),
             self.process_group,
             caps_bytes=self._caps_bytes,
             views=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
-            at_the_end=any("SyncBatchNorm" in type(part).__name__ for part in self._modules_list),
+            # SyncBatchNorm issues collectives during backward: the order must not depend on which gradients a rank has.
+            at_the_end=self.find_unused_parameters
+            and any("SyncBatchNorm" in type(m).__name__ for m in self._modules_list),
         )
-        if self._comm_hook is not None:
-            self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
+        self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
         self._first_pass = True
 
     # A pass ----------------------------------------------------------------------------------------------------------
@@ -163,24 +175,22 @@ class DistributedDataParallel(Module, Joinable):
         joins = self._join_config.enable
         work = Join.notify_join_context(self) if joins else None
         if work is not None:
-            self.reducer.divisor = self._divisor(work)
+            ranks = self.reducer.averager.size if self.divide_by_initial_world_size else work.get_future().wait()[0]
+            self.reducer.divisor = float(ranks)
         if grad_enabled:
             self.reducer.rebuild()
         self.sync_buffers()
         if joins:
-            _any_rank_syncs(self, mine=self.require_backward_grad_sync)
+            _highest(self, self.require_backward_grad_sync)
         else:
             self.reducer.divisor = None
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
+            inputs, kwargs = map_leaves(
+                lambda each: each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each,
+                (inputs, kwargs),
+            )
         return inputs, kwargs
-
-    def _divisor(self, work: Any) -> float:
-        """Return the divisor of sums inside `join`."""
-        if self.divide_by_initial_world_size:
-            return float(dist.get_world_size(self.process_group))
-        return float(work.get_future().wait()[0])
 
     def _after(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -190,10 +200,11 @@ class DistributedDataParallel(Module, Joinable):
             # Setting an attribute of a module takes 20 us with cold caches, so only if it changes.
             self.require_forward_param_sync = self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
-            self.reducer.skip()
+            self.reducer.prepare(armed=False)
             return output
         watched = [each for each in find_tensors(output) if each.requires_grad and not each.is_leaf]
-        self.reducer.expect(watched=bool(watched))
+        # Without one, the first gradient starts the pass.
+        self.reducer.prepare(armed=True, synchronized=not watched)
         for each in watched:
             each.register_hook(self.reducer.on_output_gradient)  # type: ignore[no-untyped-call]
         return output
@@ -223,20 +234,24 @@ class DistributedDataParallel(Module, Joinable):
         """Broadcast the buffers of rank 0, inside `join` of a rank that has inputs."""
         if not (self.forward_sync_buffers and self.require_forward_param_sync):
             return
-        if not self._buffers_broadcast.buffers():
+        # torch's tables of each submodule: faster than `Module.named_buffers` in every pass.
+        tables = map(_torch.own_buffers, self._modules_list)
+        found = {id(each): each for table in tables for each in table.values() if each is not None}
+        buffers = [each for key, each in found.items() if key not in self._ignored_buffers]
+        if not buffers:
             return
-        source = _common_rank(self, candidate=not joined) if self._join_config.enable else 0
+        source = _highest(self, -1 if joined else self.process_group.rank()) if self._join_config.enable else 0
         if self.reducer.averager.size > 1:
-            self._buffers_broadcast.send(self.process_group, source)
+            _broadcast_coalesced(buffers, self.process_group, source)
 
     def broadcast_model(self, source: int, *, buffers: bool) -> None:
         """Broadcast the parameters, and with ``buffers`` the buffers, of the group rank ``source``."""
         if dist.get_world_size(self.process_group) == 1:
             return
-        tensors: list[torch.Tensor] = list(self._named_parameters().values())
+        tensors: list[torch.Tensor] = list(checked_parameters(self.module).values())
         if buffers:
             tensors += [each for name, each in self.module.named_buffers() if name not in self.parameters_to_ignore]
-        broadcast_tensors(tensors, self.process_group, source)
+        _broadcast_coalesced(tensors, self.process_group, source)
 
     # Uneven inputs ---------------------------------------------------------------------------------------------------
 
@@ -277,9 +292,8 @@ class DistributedDataParallel(Module, Joinable):
         The bucket has the methods of torch's GradBucket, and torch's own hooks run unchanged. A hook divides by the
         number of ranks itself.
         """
-        check_hook(hook, registered=self._comm_hook is not None)
-        self._comm_hook = (state, hook)
-        self.reducer.averager.state, self.reducer.averager.hook = state, hook
+        _check_hook(hook, registered=self._comm_hook[1] is not None)
+        self._comm_hook = self.reducer.averager.state, self.reducer.averager.hook = state, hook
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -316,7 +330,7 @@ class DistributedDataParallel(Module, Joinable):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             "in_shared_memory": int(self.reducer.in_segment),
-            **({"comm_hook": getattr(self._comm_hook[1], "__qualname__", "")} if self._comm_hook is not None else {}),
+            **({"comm_hook": getattr(hook, "__qualname__", "")} if (hook := self._comm_hook[1]) is not None else {}),
         }
 
     @staticmethod
@@ -332,7 +346,7 @@ class DistributedDataParallel(Module, Joinable):
                 "it cannot be pickled or copied", "it has a group of its own", "pickle ddp.module, and wrap it anew"
             )
         state = copy.copy(vars(self))
-        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_buffers_broadcast"):
+        for name in ("process_group", "reducer", "_watch", "_modules_list", "_frozen", "_ignored_buffers"):
             state.pop(name, None)
         return state
 
@@ -364,7 +378,7 @@ class _DDPJoinHook(JoinHook):
         ddp = self._ddp
         ddp.reducer.rebuild()
         ddp.sync_buffers(joined=True)
-        ddp.require_forward_param_sync = _any_rank_syncs(ddp, mine=False)
+        ddp.require_forward_param_sync = bool(_highest(ddp, 0))
         if ddp.require_forward_param_sync:
             # This rank contributes zeros; it divides them only to issue the same collectives.
             ddp.reducer.divisor = float(ddp.reducer.averager.size)
@@ -374,21 +388,15 @@ class _DDPJoinHook(JoinHook):
         """Receive the model of a rank that finished last."""
         ddp = self._ddp
         ddp.reducer.divisor = None
-        ddp.broadcast_model(_common_rank(ddp, candidate=is_last_joiner), buffers=ddp.forward_sync_buffers)
+        source = _highest(ddp, ddp.process_group.rank() if is_last_joiner else -1)
+        ddp.broadcast_model(source, buffers=ddp.forward_sync_buffers)
 
 
-def _any_rank_syncs(ddp: DistributedDataParallel, *, mine: bool) -> bool:
-    """Return whether any rank reduces gradients in this pass. All ranks of ``ddp`` call this."""
-    flag = torch.tensor([int(mine)], device=ddp.device)
-    all_reduce(flag, ddp.process_group)
-    return bool(flag)
-
-
-def _common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
-    """Return the highest group rank that is a ``candidate``. All ranks of ``ddp`` call this."""
-    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
-    all_reduce(rank, ddp.process_group, torch.distributed.ReduceOp.MAX)
-    return int(rank)
+def _highest(ddp: DistributedDataParallel, mine: int) -> int:
+    """Return the highest number of all ranks of ``ddp``, which all call this."""
+    found = torch.tensor([int(mine)], device=ddp.device)
+    all_reduce(found, dist.ReduceOp.MAX, ddp.process_group)
+    return int(found)
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -406,14 +414,151 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from find_tensors(getattr(value, field.name))
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value``, the inputs of a module, with its tensors on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with the leaves of its lists, tuples and dicts replaced by ``function`` of them."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(each, device) for each in value))
+        return type(value)(*(map_leaves(function, each) for each in value))
     if isinstance(value, list | tuple):
-        return type(value)(to_device(each, device) for each in value)
+        return type(value)(map_leaves(function, each) for each in value)
     if isinstance(value, dict):
-        return type(value)((name, to_device(each, device)) for name, each in value.items())
-    return value
+        found = copy.copy(value)
+        for name, each in value.items():
+            found[name] = map_leaves(function, each)
+        return found
+    return function(value)
+
+
+@torch.no_grad()
+def _broadcast_coalesced(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
+    """Broadcast ``tensors`` from the rank ``source`` of ``group``. All ranks call this."""
+    small: dict[torch.device, list[torch.Tensor]] = {}
+    for each in tensors:
+        if each.nbytes >= _LARGE_BYTES and each.is_contiguous():
+            broadcast(each.detach(), group_src=source, group=group)
+        elif each.numel():
+            small.setdefault(each.device, []).append(each.detach())
+    sends = group.rank() == source
+    for device, found in small.items():
+        sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in found]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        views = [
+            part[: each.nbytes].view(each.dtype).view(each.shape)
+            for part, each in zip(torch.split(flat, sizes), found, strict=True)
+        ]
+        if sends:
+            _torch.foreach_copy(views, found)
+        broadcast(flat, group_src=source, group=group)
+        if not sends:
+            _torch.foreach_copy(found, views)
+
+
+# Arguments ---------------------------------------------------------------------------------------------------------
+
+
+def invalid_argument(problem: str, why: str, fix: str) -> AllhandsError:
+    """An argument is not supported or makes no sense."""
+    return fail("invalid-argument", f"DistributedDataParallel: {problem}", who="this rank", why=why, fix=fix)
+
+
+def checked_parameters(module: Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of ``module`` that are not ignored. Raises invalid-argument if they cannot be trained."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = {name: each for name, each in module.named_parameters() if name not in ignored}
+    if not any(each.requires_grad for each in named.values()):
+        raise invalid_argument(
+            "it is not needed when a module has no parameter that requires a gradient",
+            f"{type(module).__name__} has {len(named)} parameters, none of which does",
+            "use the module as it is",
+        )
+    if any(map(is_lazy, named.values())):
+        raise invalid_argument(
+            "the module has parameters that are not initialised",
+            "lazy modules make their parameters in the first forward pass",
+            "run a forward pass before wrapping it",
+        )
+    types = {each.device.type for each in named.values()}
+    if len(types) > 1:
+        raise invalid_argument(
+            "the parameters are on devices of several types", ", ".join(sorted(types)), "move them to one type"
+        )
+    return named
+
+
+def _one_device(device_ids: Any, output_device: Any, found: set[torch.device]) -> tuple[list[int] | None, int | None]:
+    """Return the arguments as numbers, None on a CPU; ``found`` are the devices of the parameters."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise invalid_argument(
+            f"device_ids={device_ids} has more than one element",
+            "each process has one device",
+            "give one device to each process",
+        )
+    device_type = next(iter(found)).type
+    if device_ids and device_type != "cpu" and len(found) == 1:
+        given = device_ids[0]
+        index = given if isinstance(given, int) else torch.device(given).index
+        return [index], index if output_device is None else output_device
+    if device_ids or output_device is not None:
+        raise invalid_argument(
+            f"device_ids={device_ids} and output_device={output_device} are for modules on one GPU",
+            f"the parameters are on {device_type}" + (", on several devices" if len(found) > 1 else ""),
+            "leave them out",
+        )
+    return None, None
+
+
+def _one_group(process_group: Any, device_mesh: Any) -> Any:
+    """Return the group that one of the arguments names, all ranks by default."""
+    if device_mesh is None:
+        return process_group if process_group is not None else dist.group.WORLD
+    if process_group is not None:
+        raise invalid_argument(
+            "Cannot specify both process_group and device_mesh arguments.", "both name the group", "give one of them"
+        )
+    if device_mesh.ndim != 1:
+        raise invalid_argument(
+            f"Only 1D device mesh is supported, and this one has {device_mesh.ndim} dimensions",
+            "the ranks of one group share a model",
+            'give one dimension of it: mesh["name"]',
+        )
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def caps_bytes(cap_mb: float | None, caps_mb: list[float] | None) -> tuple[int, ...]:
+    """Return the sizes of the buckets; the last one is that of all further ones."""
+    if cap_mb is not None and caps_mb is not None:
+        raise invalid_argument(
+            "bucket_cap_mb and bucket_cap_mb_list were both given", "both name sizes", "give one of them"
+        )
+    if caps_mb:
+        return tuple(int(each * 2**20) for each in caps_mb)
+    cap = int((_CAP_MIB if cap_mb is None else cap_mb) * 2**20)
+    return (cap,) if cap_mb is not None else (min(_FIRST_BYTES, cap), cap)
+
+
+def _check_hook(hook: Callable[..., Any], *, registered: bool) -> None:
+    """Raise an error if ``hook`` is no communication hook, or one is registered already."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    if registered:
+        raise invalid_argument(
+            "a communication hook is registered already", "there can be one", "make one hook of both"
+        )
+    signature = inspect.signature(hook)
+    if len(signature.parameters) < 2:
+        raise invalid_argument(
+            "a communication hook takes a state and a bucket", f"{hook} takes neither", "hook(state, bucket)"
+        )
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in {inspect.Parameter.empty, _torch.GradBucket, "dist.GradBucket"}:
+        raise invalid_argument(
+            "Communication hook: bucket annotation should be dist.GradBucket.",
+            f"it is {bucket.annotation}",
+            "annotate it so, or not at all",
+        )
+    returns = signature.return_annotation
+    if not isinstance(returns, str) and returns not in {inspect.Signature.empty, torch.futures.Future[torch.Tensor]}:
+        raise invalid_argument(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
+            f"it is {returns}",
+            "annotate it so, or not at all",
+        )

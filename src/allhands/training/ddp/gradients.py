@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ... import _torch
 from ...groups.collectives import require_group
-from .bucket import GradBucket
-from .ddp_arguments import DDPArguments, caps_bytes
-from .ddp_failures import invalid_argument
+from .bucket import assign
+from .ddp import caps_bytes, checked_parameters, invalid_argument
 from .model_check import check_same_structure, check_same_values, sparse_parameters
-from .reducer import Reducer
-from .reduction import Averager, all_reduce
+from .reducer import Averager, Reducer, all_reduce
 
 __all__ = ["GradientSync", "average_gradients", "sync_gradients"]
 
@@ -39,43 +36,27 @@ def average_gradients(model: torch.nn.Module, group: Any = None) -> None:
     if averager.size == 1 or not parameters:
         return
     has = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8, device=parameters[0].device)
-    all_reduce(has, group, dist.ReduceOp.MAX)
-    dense: dict[Any, list[torch.Tensor]] = {}
-    for parameter, any_has in zip(parameters, has.tolist(), strict=True):
-        if not any_has:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            parameter.grad = _average(parameter.grad, averager)
+    all_reduce(has, dist.ReduceOp.MAX, group)
+    parameters = [each for each, any_has in zip(parameters, has.tolist(), strict=True) if any_has]
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+    sparse = [each.is_sparse for each in gradients]
+    for indices in assign(gradients, sparse, range(len(gradients)), [_CHUNK_BYTES]):
+        chunk = [gradients[index] for index in indices]
+        if sparse[indices[0]]:
+            gradients[indices[0]], wait = averager.start_sparse(chunk[0], None)
+            wait()
+        elif len(chunk) == 1 and chunk[0].is_contiguous():
+            averager.start(chunk, None, wait=True)()
         else:
-            dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
-    for gradients in dense.values():
-        for chunk in _chunks(gradients):
-            if len(chunk) == 1 and chunk[0].is_contiguous():
-                _average(chunk[0], averager)
-                continue
-            flat = _average(torch.cat([each.reshape(-1) for each in chunk]), averager)
+            flat = torch.cat([each.reshape(-1) for each in chunk])
+            averager.start([flat], None, wait=True)()
             parts = torch.split(flat, [each.numel() for each in chunk])
             _torch.foreach_copy(chunk, [part.view(each.shape) for part, each in zip(parts, chunk, strict=True)])
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
-def _chunks(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    chunk: list[torch.Tensor] = []
-    for gradient in gradients:
-        chunk.append(gradient)
-        if sum(each.nbytes for each in chunk) >= _CHUNK_BYTES:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-def _average(gradient: torch.Tensor, averager: Averager) -> torch.Tensor:
-    return averager.start(GradBucket(0, gradient, [gradient], [], last=True), None, None, wait=True)()
-
-
-class GradientSync:
+class GradientSync(contextlib.AbstractContextManager["GradientSync"]):
     """Hooks that average the gradients of an unwrapped model in every backward pass, until `remove`; also a context."""
 
     def __init__(self, reducer: Reducer) -> None:
@@ -94,10 +75,7 @@ class GradientSync:
         """Remove the hooks."""
         self._reducer.remove()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -115,16 +93,14 @@ def sync_gradients(model: torch.nn.Module, group: Any = None, **options: Any) ->
                 f"{name} (in sync_gradients) is not supported", "", f"leave it out; there are {', '.join(known)}"
             )
     require_group("sync_gradients")
-    given = DDPArguments.of(model, None, None, group, None)
-    named = {name: each for name, each in model.named_parameters() if each.requires_grad and name not in given.ignored}
-    check_same_structure(named.items(), options, given.group, given.device)
-    check_same_values(named.items(), given.group, given.device)
-    sparse = sparse_parameters(model.modules())
+    group = group if group is not None else dist.group.WORLD
+    named = {name: each for name, each in checked_parameters(model).items() if each.requires_grad}
+    check_same_structure(named, options, group)
+    check_same_values(named, group)
     reducer = Reducer(
-        list(named.values()),
-        list(named),
-        [id(each) in sparse for each in named.values()],
-        given.group,
+        named,
+        sparse_parameters(model.modules()),
+        group,
         caps_bytes=caps_bytes(options.get("bucket_cap_mb"), None),
         views=bool(options.get("gradient_as_bucket_view")),
         find_unused=bool(options.get("find_unused_parameters")),

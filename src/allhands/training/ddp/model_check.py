@@ -6,6 +6,8 @@ import ctypes
 import hashlib
 import json
 import operator
+import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,30 +17,34 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ... import _torch
-from ..compare_ranks import gather_bytes
-from . import ddp_failures
+from ...diagnosis import join, ranks
+from ...errors import fail
+from ..compare_ranks import gather_text
 
-__all__ = ["ModuleWatch", "TableWatch", "check_same_structure", "check_same_values", "digest", "sparse_parameters"]
+__all__ = ["ModuleWatch", "check_same_structure", "check_same_values", "digest", "sparse_parameters"]
 
 # 128 bits: two models have the same digest by chance with a probability of 2**-64 at most.
 _DIGEST_BYTES = 16
+
+# A message names at most this many parameters and counts the others.
+_MAX_NAMES = 12
 
 # Hexadecimal digits in messages; the whole digest is compared.
 _SHOWN = 12
 
 
-def check_same_structure(
-    parameters: Iterable[tuple[str, torch.Tensor]], options: Mapping[str, Any], group: Any, device: torch.device
-) -> None:
+def check_same_structure(parameters: Mapping[str, torch.Tensor], options: Mapping[str, Any], group: Any) -> None:
     """Raise parameters-differ on every rank if parameters or options differ between ranks. All ranks call this."""
-    described = {name: _describe(parameter) for name, parameter in parameters}
+    described = {name: _describe(parameter) for name, parameter in parameters.items()}
     described |= {f"argument {name}": str(value) for name, value in options.items()}
+    device = next(iter(parameters.values())).device
     _compare(described, group, device, "ranks wrap different modules", values=False)
 
 
-def check_same_values(parameters: Iterable[tuple[str, torch.Tensor]], group: Any, device: torch.device) -> None:
+def check_same_values(parameters: Mapping[str, torch.Tensor], group: Any) -> None:
     """Raise parameters-differ on every rank if values differ between ranks. All ranks call this."""
-    described = {name: digest(parameter) for name, parameter in parameters}
+    described = {name: digest(parameter) for name, parameter in parameters.items()}
+    device = next(iter(parameters.values())).device
     _compare(described, group, device, "parameters differ between ranks", values=True)
 
 
@@ -59,23 +65,38 @@ def _describe(parameter: torch.Tensor) -> str:
 def _compare(described: dict[str, str], group: Any, device: torch.device, what: str, *, values: bool) -> None:
     if dist.get_world_size(group) == 1:
         return
-    text = json.dumps(list(described.items())).encode()
-    summaries = gather_bytes(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest(), group, device)
-    if len(set(summaries)) == 1:
+    text = json.dumps(list(described.items()))
+    summary = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    if len(set(gather_text(summary, group, device))) == 1:
         return
-    tables = [json.loads(each) for each in gather_bytes(text, group, device)]
+    tables = [json.loads(each) for each in gather_text(text, group, device)]
     rows = _differences(tables, dist.get_process_group_ranks(group), values=values)
-    raise ddp_failures.parameters_differ(dist.get_rank(), what, rows, values=values)
+    lines = [
+        f"{name}: " + ", ".join(f"{value} on {ranks(where)}" for value, where in found.items())
+        for name, found in list(rows.items())[:_MAX_NAMES]
+    ]
+    if len(rows) > _MAX_NAMES:
+        lines.append(f"and {len(rows) - _MAX_NAMES} more")
+    raise fail(
+        "parameters-differ",
+        what,
+        who=f"rank {dist.get_rank()} ({socket.gethostname()}, pid {os.getpid()})",
+        why="\n".join(lines),
+        fix="give every rank the same values: seed each rank alike before the model is made, load the same checkpoint, "
+        "or use init_sync=True (the default), which broadcasts those of rank 0"
+        if values
+        else "build the same module with the same arguments on every rank",
+    )
 
 
 def _differences(
-    tables: Sequence[list[tuple[str, str]]], ranks: Sequence[int], *, values: bool
+    tables: Sequence[list[tuple[str, str]]], members: Sequence[int], *, values: bool
 ) -> dict[str, dict[str, list[int]]]:
     """Return, for each name whose value differs, which ranks have which value."""
     found: dict[str, dict[str, list[int]]] = {}
     by_rank = [dict(each) for each in tables]
     for name in dict.fromkeys(name for table in by_rank for name in table):
-        for rank, table in zip(ranks, by_rank, strict=True):
+        for rank, table in zip(members, by_rank, strict=True):
             value = table.get(name, "missing")
             shown = f"hash {value[:_SHOWN]}" if values and name in table else value
             found.setdefault(name, {}).setdefault(shown, []).append(rank)
@@ -84,7 +105,7 @@ def _differences(
         # The same parameters in another order: report the first position that differs.
         orders = [[*table] for table in by_rank]
         index = next(index for index, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
-        for rank, order in zip(ranks, orders, strict=True):
+        for rank, order in zip(members, orders, strict=True):
             rows.setdefault(f"parameter {index}", {}).setdefault(order[index], []).append(rank)
     return rows
 
@@ -95,30 +116,6 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
     return {id(part.weight) for part in modules if isinstance(part, embeddings) and part.sparse}
 
 
-class TableWatch:
-    """Detects whether any value of some dicts was replaced, added or removed.
-
-    It compares identities and keeps references to the values: the id of an object that was freed can be reused.
-    """
-
-    def __init__(self, tables: Iterable[Mapping[str, Any]]) -> None:
-        self._tables = list(tables)
-        self.values: list[Any] = []
-        self.record()
-
-    def record(self) -> None:
-        """Record the present values."""
-        self.values = self._present()
-
-    def changed(self) -> bool:
-        """Return whether the values differ from those recorded."""
-        present = self._present()
-        return len(present) != len(self.values) or not all(map(operator.is_, present, self.values))
-
-    def _present(self) -> list[Any]:
-        return list(chain.from_iterable(table.values() for table in self._tables))
-
-
 class ModuleWatch:
     """Detects that parameters of ``module`` were added, removed or replaced since it was wrapped."""
 
@@ -126,19 +123,25 @@ class ModuleWatch:
         self._module = module
         self._ignored = ignored
         self._parameters = dict(module.named_parameters())
-        self._watch = self._watch_tables()
+        self._record()
 
-    def _watch_tables(self) -> TableWatch:
+    def _record(self) -> None:
         # torch's own tables of each submodule: comparing them is faster than `Module.named_parameters` in every pass.
-        return TableWatch(
+        self._tables = [
             table
             for part in self._module.modules()
             for table in (_torch.own_parameters(part), _torch.own_modules(part))
-        )
+        ]
+        # References, not ids: the id of an object that was freed can be reused.
+        self._values = self._present()
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(table.values() for table in self._tables))
 
     def check(self, rank: int) -> None:
         """Raise module-changed if a parameter was added, removed or replaced."""
-        if not self._watch.changed():
+        present = self._present()
+        if len(present) == len(self._values) and all(map(operator.is_, present, self._values)):
             return
         now = dict(self._module.named_parameters())
         was = self._parameters
@@ -151,6 +154,18 @@ class ModuleWatch:
             if name in was and each is not was[name] and name not in self._ignored and isinstance(each, Parameter)
         ]
         if new or gone or replaced:
-            raise ddp_failures.module_changed(rank, new, gone, replaced)
+            lines = []
+            for change, names in (("new", new), ("gone", gone), ("replaced", replaced)):
+                more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+                lines += [f"{change}: {join([*names[:_MAX_NAMES], *more])}"] if names else []
+            raise fail(
+                "module-changed",
+                "the module was changed after it was wrapped",
+                who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+                why="\n".join(lines)
+                + "\n(observed: the module's parameters are not those of which gradients are averaged)",
+                fix="change the module first, then wrap it; or wrap the changed module anew",
+                ranks=(rank,),
+            )
         # Submodules without parameters may be added and removed.
-        self._watch = self._watch_tables()
+        self._record()

@@ -6,10 +6,13 @@ parameter if no output could be watched). autograd calls `Reducer.finish` at its
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +20,105 @@ import torch
 import torch.distributed as dist
 
 from ... import _core, _torch
-from ...errors import AllhandsError
+from ...diagnosis import ranks
+from ...engines.shm import engine as shm
+from ...errors import AllhandsError, fail
 from ...groups import collectives
-from ..compare_ranks import gather_bytes
-from . import bucket_memory, ddp_failures
-from .bucket import FIRST_BYTES, GradBucket
-from .bucket_memory import Bucket, BucketMemory, BucketPart, tensor_lists
-from .reduction import Averager, all_reduce, broadcast
+from ...groups.process_group import HostGroup
+from ..compare_ranks import gather_text
+from . import bucket
 
-__all__ = ["Reducer"]
+__all__ = ["Averager", "Reducer", "all_reduce", "broadcast", "unused_parameters"]
 
-# torch's bucket size: large enough for the engine's full bandwidth, small enough to overlap with backward.
-_CAP_BYTES = 25 << 20
+# A message names at most this many parameters and counts the others.
+_MAX_NAMES = 12
+
+
+def _coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool) -> Any:
+    """Call the group directly: torch's function warns of its deprecation each time and does not return the Work."""
+    opts = dist.AllreduceCoalescedOptions()
+    opts.reduceOp, opts.asyncOp = op, async_op
+    work = group.allreduce_coalesced(tensors, opts)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+all_reduce = collectives.quick("all_reduce")
+broadcast = collectives.quick("broadcast")
+_all_reduce_coalesced = collectives.quick("all_reduce_coalesced", _coalesced)
+
+
+class Averager:
+    """Averages tensors over ``group``, in the order of the calls."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.hook: Callable[[Any, Any], Any] | None = None
+        self.state: Any = None
+
+    def can_overlap(self) -> bool:
+        """Return whether reductions should run during backward. All ranks of the group call this and get the same.
+
+        Our own engine reduces on the ranks' cores. If all are busy with backward, reductions only slow it down, and
+        ranks wait until each other's threads are scheduled.
+        """
+        if not isinstance(self.group, HostGroup) or self.size == 1:
+            return True
+        no_spare_core = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
+        all_reduce(no_spare_core, dist.ReduceOp.MAX, self.group)
+        return not bool(no_spare_core)
+
+    def start(self, tensors: list[torch.Tensor], divisor: float | None, *, wait: bool) -> Callable[[], Any]:
+        """Start to average dense ``tensors``, all of one dtype, in place. Returns a function that waits.
+
+        Sums are divided by ``divisor``, by default the number of ranks. ``wait`` is a hint that the caller waits at
+        once: synchronous calls skip the engine's thread.
+        """
+        if self.size == 1 and divisor is None:
+            return _done
+        if isinstance(self.group, HostGroup) and divisor is None and tensors[0].is_floating_point():
+            # Our own engine divides while it reduces; with other backends each rank divides first, as torch's DDP does.
+            op = dist.ReduceOp.AVG
+        else:
+            op = dist.ReduceOp.SUM
+            for tensor in tensors:
+                tensor.mul_(1 / (divisor or self.size))
+        later = not (wait and tensors[0].is_cpu)
+        if len(tensors) == 1:
+            work = all_reduce(tensors[0], op, self.group, later)
+        else:
+            work = _all_reduce_coalesced(tensors, op, self.group, later)
+        return work.wait if later else _done
+
+    def start_sparse(self, gradient: torch.Tensor, divisor: float | None) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """Start to average a sparse ``gradient``. Returns the result, and a function that waits for it."""
+        gradient = (gradient * (1 / (divisor or self.size))).coalesce()
+        if self.size == 1:
+            return gradient, _done
+        return gradient, all_reduce(gradient, group=self.group, async_op=True).wait
+
+    def start_bucket(self, unit: bucket.Bucket, divisor: float | None, *, wait: bool) -> Callable[[], Any]:
+        """Start to average the buffer of ``unit``, as `start` does or with the communication hook if there is one."""
+        if self.hook is None and unit.flat is None:
+            gradient, finish = self.start_sparse(unit.buffer(), divisor)
+            unit.set_buffer(gradient)
+            return finish
+        if self.hook is None:
+            return self.start([unit.buffer()], divisor, wait=wait)
+        future = self.hook(self.state, unit)
+
+        def finish_hook() -> None:
+            value = future.wait()
+            unit.set_buffer(value[0] if isinstance(value, list | tuple) else value)
+
+        return finish_hook
+
+
+def _done() -> None:
+    """Wait for nothing."""
 
 
 @dataclass(slots=True)
@@ -42,57 +132,51 @@ class _BackwardPass:
     synchronized: bool = False
     # The callback at its end. Only autograd's queue holds it: if it dies without a call, an exception ended the pass.
     end: weakref.ref[Callable[[], None]] | None = None
-    # Whether the C core counts the gradients (see `Reducer._count_in_core`).
-    in_core: bool = False
     # Leading buckets that are complete, and those of them whose reduction was started.
     ready: int = 0
     launched: int = 0
-    waits: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    waits: list[Callable[[], Any]] = field(default_factory=list)
     # Gradients that could not be reduced in place.
-    copied: list[BucketPart] = field(default_factory=list)
+    copied: list[bucket.BucketPart] = field(default_factory=list)
     # The indices of gradients in the order of arrival, unless the core counts them.
     order: list[int] = field(default_factory=list)
 
 
 class Reducer:
-    """Averages the gradients of ``parameters`` over ``group``. All ranks make it with the same arguments.
+    """Averages the gradients of the parameters in ``named`` over ``group``. All ranks make it with the same arguments.
 
-    ``caps_bytes`` are the sizes of the buckets; the last one is that of all further ones.
+    ``sparse`` has the ids of parameters with sparse gradients. ``caps_bytes`` are the sizes of the buckets; the last
+    one is that of all further ones. ``at_the_end``: no bucket is reduced during backward. ``always``: every backward
+    pass is reduced, without a forward pass that announces it.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        sparse: Sequence[bool],
+        named: Mapping[str, torch.nn.Parameter],
+        sparse: Container[int],
         group: Any,
         *,
-        caps_bytes: Sequence[int] = (FIRST_BYTES, _CAP_BYTES),
+        caps_bytes: Sequence[int],
         views: bool = False,
         find_unused: bool = False,
         static: bool = False,
         at_the_end: bool = False,
         always: bool = False,
     ) -> None:
-        self.parameters = list(parameters)
-        self.names = list(names)
+        self.names = list(named)
+        self.parameters = list(named.values())
         self.averager = Averager(group)
         self.find_unused = find_unused
         self.static = static
-        # Whether collectives of others (SyncBatchNorm's) run during backward: the order of calls must not depend on
-        # which gradients a rank has.
-        self.at_the_end = at_the_end
+        self._at_the_end = at_the_end
         self.views = views
+        self.always = always
         # The divisor of sums if it is not the number of ranks (see join).
         self.divisor: float | None = None
         self.passes = 0
         self.rebuilt = False
         # Whether the next backward pass is reduced even if no watched output announces it.
         self.armed = False
-        # Whether every backward pass is reduced, without a forward pass that announces it.
-        self.always = always
-        self._group = group
-        self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()
         self._device = self.parameters[0].device
         # Whether buckets are reduced during backward, or all of them by its own thread at the end.
@@ -101,40 +185,43 @@ class Reducer:
         # How often each gradient arrives in a pass; counted in the first pass of a static graph.
         self._needed = [1] * len(self.parameters)
         self._lock = threading.RLock()
+        is_sparse = [id(each) in sparse for each in self.parameters]
         # Views of buckets cannot be reduced in place, and neither can gradients that must be unchanged if no rank used
         # the parameter, which is known only afterwards.
-        plain = not (views or find_unused or any(sparse)) and all(each.is_cpu for each in self.parameters)
-        self._can_reduce_in_place = plain and self.averager.can_reduce_in_place()
-        self._memory = BucketMemory(self.parameters, sparse, group, caps_bytes)
-        self._order: list[int] = []
-        self._first_order: Sequence[int] = ()
+        plain = not (views or find_unused or any(is_sparse)) and all(each.is_cpu for each in self.parameters)
+        self._can_reduce_in_place = plain and isinstance(group, HostGroup) and group.engine.capabilities.tensor_lists
+        self._memory = bucket.BucketMemory(self.parameters, is_sparse, group, caps_bytes)
+        # The order in which gradients arrive, as far as it is known.
+        self._order = list(reversed(range(len(self.parameters))))
         self._unused: frozenset[int] = frozenset()
-        self.buckets: list[Bucket] = []
+        self.buckets: list[bucket.Bucket] = []
         self._trained: list[bool] = []
         self._pending: list[int] = []
-        self._grad_hook = self._make_grad_hook()
-        self._arrange(list(reversed(range(len(self.parameters)))))
-        self._next_pass()
-        self._has_optimizers = False
-        handles = [
-            each.register_post_accumulate_grad_hook(functools.partial(self._grad_hook.on_gradient, index))  # type: ignore[no-untyped-call]
-            for index, each in enumerate(self.parameters)
-        ]
-        self.remove = weakref.finalize(self, _remove, handles)
+        self.on_output_gradient = _weakly(self._start_pass)
+        # The hook of all parameters, in the core.
+        self._grad_hook = _core.GradHook(
+            collectives.way(), tuple(self.parameters), _weakly(self._on_gradient), _weakly(self._on_bucket)
+        )
+        self._arrange()
+        # Parameters with the optimizers that were fused into backward.
+        self._optimizers: list[tuple[torch.nn.Parameter, list[Any]]] = []
+        handles = contextlib.ExitStack()
+        for index, each in enumerate(self.parameters):
+            hook = functools.partial(self._grad_hook.on_gradient, index)
+            handles.callback(each.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+        self.remove = weakref.finalize(self, handles.close)
 
     # Layout --------------------------------------------------------------------------------------------------------
 
-    def _arrange(self, order: list[int]) -> None:
-        views = {id(part.view) for bucket in self.buckets for part in bucket.parts}
+    def _arrange(self) -> None:
+        views = {id(part.view) for each in self.buckets for part in each.parts}
         for parameter in self.parameters:
             if parameter.grad is not None and id(parameter.grad) in views:
                 # Its memory may become that of another gradient.
                 parameter.grad = parameter.grad.clone()
-        self._order = order
-        self.buckets = self._memory.arrange(order, fallback=self._in_place)
-        self._of = {
-            part.position: (number, part) for number, bucket in enumerate(self.buckets) for part in bucket.parts
-        }
+        self.buckets = self._memory.arrange(self._order, fallback=self._in_place)
+        self.in_segment = self._memory.in_segment
+        self._of = {part.position: (each.index(), part) for each in self.buckets for part in each.parts}
         places = [self._of[index] for index in range(len(self.parameters))]
         layouts = tuple(part.view for _, part in places)
         views_to_fill = layouts if self.views else (None,) * len(layouts)
@@ -142,13 +229,9 @@ class Reducer:
         self._grad_hook.set_places(
             tuple(number for number, _ in places), None if self._can_reduce_in_place else views_to_fill, layouts
         )
+        self._lists = bucket.tensor_lists(self.buckets, merge=not self._overlap) if self._can_reduce_in_place else []
         self._trained = []
-        # The last bucket is complete when all others are, so its counter can carry the number of missing gradients.
-        counted = self.buckets[-1].counted
-        self._last_element = counted[-1] if counted is not None and not self.find_unused else None
-        self._lists = (
-            tensor_lists(self.buckets, self._last_element, merge=not self._overlap) if self._can_reduce_in_place else []
-        )
+        self._next_pass()
 
     @property
     def _in_place(self) -> bool:
@@ -156,38 +239,29 @@ class Reducer:
         return self._can_reduce_in_place and not self.static and self.averager.hook is None
 
     @property
-    def _counter(self) -> torch.Tensor | None:
-        """The element that is averaged with the last bucket; None with a hook, which would not expect it."""
-        return self._last_element if self.averager.hook is None else None
+    def _units(self) -> Sequence[Any]:
+        """What is reduced by one call each: lists or buckets."""
+        return self._lists if self._in_place else self.buckets
 
-    @property
-    def in_segment(self) -> bool:
-        """Whether the buckets are in shared memory."""
-        return self._memory.in_segment
-
-    def rebuild(self) -> bool:
+    def rebuild(self) -> None:
         """Arrange the buckets, once, in the order in which gradients arrived. All ranks call this at the same time."""
         if self.rebuilt or not self.passes:
-            return False
+            return
         self.rebuilt = True
-        arrived = set(self._first_order)
-        # Those that did not arrive are last, so that no other gradient waits for them.
-        order = [*self._first_order, *(index for index in self._order if index not in arrived)]
-        decided = torch.tensor(order, dtype=torch.int64, device=self._device)
+        decided = torch.tensor(self._order, dtype=torch.int64, device=self._device)
         if self.averager.size > 1:
-            broadcast(decided, self._group)
-        self._arrange(decided.tolist())
-        self._next_pass()
-        return True
+            broadcast(decided, group_src=0, group=self.averager.group)
+        self._order = decided.tolist()
+        self._arrange()
 
-    def _next_pass(self, *, check_trained: bool = True) -> None:
-        """Prepare for the next pass; without ``check_trained`` the trained parameters are those of the last one."""
-        trained = [each.requires_grad for each in self.parameters] if check_trained else self._trained
+    def _next_pass(self) -> None:
+        """Prepare for the next pass."""
+        trained = [each.requires_grad for each in self.parameters]
         if trained != self._trained or not self._pending:
             # Neither frozen parameters nor those that a static graph does not use get gradients.
             self._pending = [
-                sum(trained[part.position] and self._needed[part.position] > 0 for part in bucket.parts)
-                for bucket in self.buckets
+                sum(trained[part.position] and self._needed[part.position] > 0 for part in each.parts)
+                for each in self.buckets
             ]
             self._trained = trained
         self._now = _BackwardPass([0] * len(self.parameters), self._pending.copy(), synchronized=self.always)
@@ -195,39 +269,16 @@ class Reducer:
 
     # Gradients arrive ----------------------------------------------------------------------------------------------
 
-    def _make_grad_hook(self) -> _core.GradHook:
-        """Return the hook of all parameters. It holds no reference to the reducer, whose end removes the hooks."""
-        reference = weakref.ref(self)
-
-        def on_gradient(index: int) -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer.on_gradient(index)
-
-        def on_bucket() -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer.on_bucket()
-
-        def on_output_gradient(_: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer.start_pass()
-
-        self.on_output_gradient = on_output_gradient
-        return _core.GradHook(collectives.way(), tuple(self.parameters), on_gradient, on_bucket)
-
     def _count_in_core(self) -> None:
-        """Let the core count the gradients of this pass; it calls `on_gradient` for unusual ones.
+        """Let the core count the gradients of this pass; it calls `_on_gradient` for unusual ones.
 
         Not in the first pass, whose order and, in a static graph, counts are recorded.
         """
         now = self._now
-        if self.passes and now.synchronized and not now.in_core and now.end is not None:
-            now.in_core = True
+        if self.passes and now.synchronized and now.end is not None:
             self._grad_hook.begin_pass(now.end, now.counts, now.pending, self._used, self._needed)
 
-    def start_pass(self) -> None:
+    def _start_pass(self, _: torch.Tensor) -> None:
         """Reduce the gradients of the backward pass that calls this."""
         with self._lock:
             self._queue_finish()
@@ -248,17 +299,20 @@ class Reducer:
         return self._now.end is not None and self._now.end() is None
 
     def _reset(self) -> None:
-        now = self._now
-        if now.ready:
-            raise ddp_failures.backward_unfinished(self.rank, now.ready, len(self.buckets))
-        if now.end is None and (not self._overlap or self._grad_hook.trained_as(self._trained)):
-            # No gradient has arrived since it was prepared. If all are reduced at the end, trained parameters are
-            # checked there.
-            now.synchronized = self.always
-        else:
-            self._next_pass()
+        if self._now.ready:
+            raise fail(
+                "backward-unfinished",
+                f"the last backward pass stopped after {self._now.ready} of {len(self.buckets)} buckets were complete",
+                who=_this_rank(self.rank),
+                why="an exception ended it and was caught, while the other ranks wait for its other gradients: any "
+                "further reduction would mix gradients of different passes",
+                fix="do not catch exceptions around backward() on single ranks; let them end the job, or destroy the "
+                "group and form a new one on all ranks",
+                ranks=(self.rank,),
+            )
+        self._next_pass()
 
-    def on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int) -> None:
         """Count a gradient that arrived. The core does the same for usual ones."""
         with self._lock:
             # autograd may call hooks without a gradient, if it is known to be zero.
@@ -269,48 +323,61 @@ class Reducer:
             self._count_in_core()
             now = self._now
             if not self._needed[index]:
-                raise ddp_failures.graph_changed(self.rank, self.names[index])
+                raise fail(
+                    "gradient-twice",
+                    f"{self.names[index]} got a gradient, although it had none in the first backward pass",
+                    who=_this_rank(self.rank),
+                    why="static_graph=True promises that every backward pass uses the same parameters",
+                    fix="leave out static_graph=True; find_unused_parameters=True allows for what changes",
+                    ranks=(self.rank,),
+                )
             now.counts[index] += 1
             count, needed = now.counts[index], self._needed[index]
             if count == 1:
                 now.order.append(index)
             number, part = self._of[index]
             if self.views and number >= now.launched:
-                bucket_memory.move_in(part)
+                bucket.move_in(part)
             if count > needed and number < now.ready:
-                raise ddp_failures.gradient_twice(self.rank, self.names[index], static=self.static)
+                raise fail(
+                    "gradient-twice",
+                    f"{self.names[index]} got a gradient again after its bucket was complete",
+                    who=_this_rank(self.rank),
+                    why="a backward pass inside this one computed it: activation checkpointing with use_reentrant=True "
+                    "that uses the parameter several times, or a call of backward() in a hook",
+                    fix="leave out static_graph=True where the graph changes, or checkpoint with use_reentrant=False"
+                    if self.static
+                    else "checkpoint with use_reentrant=False; or pass static_graph=True if every pass uses the same "
+                    "parameters",
+                    ranks=(self.rank,),
+                )
             if count == needed:
                 now.pending[number] -= 1
-                self.on_bucket()
+                self._on_bucket()
 
-    def on_bucket(self) -> None:
+    def _on_bucket(self) -> None:
         """Start the reduction of the leading buckets that are complete, unless all wait for the end of the pass."""
         with self._lock:
             now = self._now
             # Counts are unknown in the first pass of a static graph.
-            if not now.synchronized or (self.static and not self.passes) or (self.at_the_end and self.find_unused):
+            if not now.synchronized or self._learning or self._at_the_end:
                 return
             while now.ready < len(self.buckets) and not now.pending[now.ready]:
                 now.ready += 1
                 if self._overlap:
                     self._launch(now.ready - 1)
 
-    def expect(self, *, watched: bool) -> None:
-        """Prepare for a backward pass. Without ``watched`` outputs its first gradient starts it."""
+    def prepare(self, *, armed: bool, synchronized: bool = False) -> None:
+        """Prepare for a backward pass, which is reduced if a watched output starts it.
+
+        With ``armed`` it is reduced in any case: with ``synchronized`` from its first gradient on, else at its end.
+        """
         with self._lock:
             # Not during a pass: checkpointing runs a forward pass again.
             if self._now.end is None or self._was_interrupted():
                 self._reset()
-            self.armed = True
-            if not watched:
-                self._now.synchronized = True
-
-    def skip(self) -> None:
-        """Leave the gradients of the next backward pass local, unless a watched output starts it."""
-        with self._lock:
-            self.armed = False
-            if self._now.end is None or self._was_interrupted():
-                self._reset()
+            self.armed = armed
+            self._now.synchronized |= synchronized
 
     def set_always(self, *, always: bool) -> None:
         """Reduce every backward pass from now on, or only those that a forward pass announces."""
@@ -320,43 +387,25 @@ class Reducer:
 
     # Buckets are reduced -------------------------------------------------------------------------------------------
 
-    def _launch(self, number: int, missing: int = 0) -> None:
-        """Start the reduction of a bucket or list; the last one carries the number of ``missing`` gradients."""
-        now, in_place = self._now, self._in_place
-        last = number == len(self._lists if in_place else self.buckets) - 1
+    def _launch(self, number: int) -> None:
+        """Start the reduction of a bucket or list."""
+        now = self._now
         now.launched = number + 1
+        wait = number == len(self._units) - 1 or not self._overlap
         with torch.no_grad():
-            start: Callable[..., Callable[[], Any]]
-            if in_place:
-                found = self._lists[number].gather(self._grad_hook, self.names, self.rank)
-                now.copied += found.copied
-                start = functools.partial(self.averager.start_list, found.tensors)
+            if self._in_place:
+                tensors, copied = self._lists[number].gather(self._grad_hook, self.names, self.rank)
+                now.copied += copied
+                start = functools.partial(self.averager.start, tensors)
             else:
-                bucket = self.buckets[number]
-                counted = bucket.counted if last and self._counter is not None else None
-                start = functools.partial(self.averager.start, self._fill(number, last=last), counted)
-            if last and self._counter is not None:
-                self._counter.fill_(missing)
+                self.buckets[number].fill(self.names, self.rank)
+                start = functools.partial(self.averager.start_bucket, self.buckets[number])
             try:
-                now.waits.append(start(self.divisor, wait=last or not self._overlap))
+                now.waits.append(start(self.divisor, wait=wait))
             except AllhandsError:
                 # The group has failed; the next call reports why.
                 now.ready = now.launched = 0
                 raise
-
-    def _fill(self, number: int, *, last: bool) -> GradBucket:
-        """Copy the gradients of a bucket to its memory."""
-        bucket = self.buckets[number]
-        if bucket.flat is None:
-            parameter = bucket.parts[0].parameter
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-            buffer = gradient if gradient.is_sparse else gradient.to_sparse()
-        else:
-            bucket_memory.copy_in(bucket.parts, self.names, self.rank)
-            buffer = bucket.flat
-        return _grad_bucket(number, buffer, bucket, last=last)
 
     # The end of a pass ---------------------------------------------------------------------------------------------
 
@@ -369,143 +418,141 @@ class Reducer:
                     self._now.synchronized = True
                     self._complete()
         finally:
-            # If all gradients arrived, the next forward pass checks which parameters are trained.
-            self._next_pass(check_trained=self.always or any(self._now.pending))
+            self._next_pass()
             self.armed = False
         if self.always:
             self.rebuild()
 
+    @property
+    def _learning(self) -> bool:
+        """Whether this is the first pass of a static graph, which finds how often each gradient arrives."""
+        return self.static and not self.passes
+
     def _complete(self) -> None:
-        now, in_place = self._now, self._in_place
-        learning = self.static and self.passes == 0
-        if learning:
+        now = self._now
+        if self._learning:
             self._needed, self._pending = list(now.counts), []
-        checked = not (self.find_unused or learning)
-        missing = self._missing() if checked and now.counts != self._needed else []
-        for number in range(now.launched, len(self._lists if in_place else self.buckets)):
-            self._launch(number, len(missing))
-        results = [wait() for wait in now.waits]
-        if checked:
-            self._raise_if_missing(missing, self._counter)
-        elif learning or not self.static:
-            self._agree_on_unused()
+        missing: list[int] = []
+        if now.counts != self._needed and not self.find_unused:
+            # The trained parameters whose gradients arrived too seldom.
+            pairs = zip(now.counts, self._needed, strict=True)
+            found = [index for index, (count, needed) in enumerate(pairs) if count < needed]
+            missing = [index for index in found if self.parameters[index].requires_grad]
+        for number in range(now.launched, len(self._units)):
+            self._launch(number)
+        for wait in now.waits:
+            wait()
+        self._check_used(missing)
         with torch.no_grad():
-            if in_place:
-                bucket_memory.copy_out(now.copied, views=False)
+            if self._in_place:
+                bucket.copy_out(now.copied, views=False)
             else:
-                self._set_gradients(results)
+                self._set_gradients()
         if self.passes == 0:
-            self._first_order = tuple(now.order)
+            # Those that did not arrive are last, so that no other gradient waits for them.
+            self._order = list(dict.fromkeys([*now.order, *self._order]))
         self._used = [0] * len(self.parameters)
         self.passes += 1
-        self._step_optimizers()
+        for parameter, optimizers in self._optimizers:
+            for optimizer in optimizers:
+                optimizer.step()
+            parameter.grad = None
 
-    def _set_gradients(self, results: Sequence[torch.Tensor]) -> None:
+    def _set_gradients(self) -> None:
         """Set the gradients of parameters to their averages, except those that no rank used."""
-        for bucket, result in zip(self.buckets, results, strict=True):
-            used = [part for part in bucket.parts if part.position not in self._unused]
-            if bucket.flat is None:
+        for each in self.buckets:
+            result = each.take_buffer()
+            used = [part for part in each.parts if part.position not in self._unused]
+            if each.flat is None:
                 for part in used:
                     part.parameter.grad = result
                 continue
-            if result.data_ptr() != bucket.flat.data_ptr():
-                bucket.flat.copy_(result.view(-1))
-            bucket_memory.copy_out(used, views=self.views)
+            if result.data_ptr() != each.flat.data_ptr():
+                each.flat.copy_(result.view(-1))
+            bucket.copy_out(used, views=self.views)
 
-    def _missing(self) -> list[int]:
-        """Return the trained parameters whose gradients arrived too seldom."""
-        pairs = zip(self._now.counts, self._needed, strict=True)
-        found = [index for index, (count, needed) in enumerate(pairs) if count < needed]
-        return [index for index in found if self.parameters[index].requires_grad]
+    def _check_used(self, missing: list[int]) -> None:
+        """Raise unused-parameters on every rank if any rank is ``missing`` gradients; or find the unused parameters.
 
-    def _raise_if_missing(self, missing: list[int], counter: torch.Tensor | None) -> None:
-        """Raise unused-parameters on every rank if any rank is ``missing`` gradients.
-
-        ``counter`` is the average of all ranks' numbers. On a GPU a rank only checks its own gradients, because reading
-        the counter would synchronize the device; the others fail with it.
+        The latter are those that no rank used, whose gradients stay as they are; of a static graph, for good. On a GPU
+        a rank only checks its own gradients, because comparing would synchronize the device; the others fail with it.
         """
-        size = self.averager.size
-        if self._device.type != "cpu" or size == 1:
-            by_rank = {self.rank: missing}
-        else:
-            if counter is None:
-                counter = torch.tensor([len(missing)])
-                all_reduce(counter, self._group)
-            if not float(counter):
-                return
-            text = ",".join(map(str, missing)).encode()
-            found = gather_bytes(text, self._group, self._device)
-            by_rank = {
-                rank: [int(index) for index in each.decode().split(",") if index]
-                for rank, each in zip(self.ranks, found, strict=True)
-            }
+        group = self.averager.group
+        if self._learning or (self.find_unused and not self.static):
+            used = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
+            if self.averager.size > 1:
+                all_reduce(used, dist.ReduceOp.MAX, group)
+            self._unused = frozenset((used == 0).nonzero().flatten().tolist())
+        if self._learning or self.find_unused:
+            return
+        members, texts = [self.rank], [",".join(map(str, missing))]
+        if self._device.type == "cpu" and self.averager.size > 1:
+            members, texts = dist.get_process_group_ranks(group), gather_text(texts[0], group, self._device)
         where: dict[str, list[int]] = {}
-        for rank, indices in by_rank.items():
-            for index in indices:
-                where.setdefault(self.names[index], []).append(rank)
+        for rank, text in zip(members, texts, strict=True):
+            for index in filter(None, text.split(",")):
+                where.setdefault(self.names[int(index)], []).append(rank)
         if where:
-            raise ddp_failures.unused_parameters(self.rank, where, static=self.static)
-
-    def _agree_on_unused(self) -> None:
-        """Find the parameters that no rank used, whose gradients stay as they are; of a static graph, for good."""
-        used = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
-        if self.averager.size > 1:
-            all_reduce(used, self._group, dist.ReduceOp.MAX)
-        self._unused = frozenset((used == 0).nonzero().flatten().tolist())
+            raise unused_parameters(self.rank, where, static=self.static)
 
     def take_over_optimizers(self) -> None:
         """Step optimizers that were fused into backward after the reduction instead of before it."""
-        for parameter in self.parameters:
-            if _torch.optimizers_in_backward(parameter):
-                self._has_optimizers = True
-                _torch.take_over_optimizers(parameter)
-
-    def _step_optimizers(self) -> None:
-        for parameter in self.parameters if self._has_optimizers else ():
-            found = _torch.optimizers_in_backward(parameter)
-            for optimizer in found:
-                optimizer.step()
-            if found:
-                parameter.grad = None
+        found = [(each, _torch.optimizers_in_backward(each)) for each in self.parameters]
+        self._optimizers = [(parameter, optimizers) for parameter, optimizers in found if optimizers]
+        for parameter, _ in self._optimizers:
+            _torch.take_over_optimizers(parameter)
 
     # A rank without inputs -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def reduce_zeros(self) -> None:
         """Contribute zeros to the reductions of one backward pass of other ranks, and drop the results."""
-        waits: list[Callable[[], Any]] = []
-        counter = None
-        for number, each in enumerate(self._lists if self._in_place else ()):
-            zeros = each.zeros()
-            counter = zeros[-1]
-            waits.append(self.averager.start_list(zeros, self.divisor, wait=number == len(self._lists) - 1))
-        for number, bucket in enumerate(() if self._in_place else self.buckets):
-            last = number == len(self.buckets) - 1
-            zero = bucket_memory.zeros(bucket)
-            counted = zero.counted if last and self._counter is not None else None
-            counter = None if counted is None else counted[-1]
-            buffer = zero.flat if zero.flat is not None else zero.parts[0].view
-            made = _grad_bucket(number, buffer, zero, last=last)
-            waits.append(self.averager.start(made, counted, self.divisor, wait=last))
+        start = self.averager.start if self._in_place else self.averager.start_bucket
+        last = len(self._units) - 1
+        waits = [start(unit.zeros(), self.divisor, wait=number == last) for number, unit in enumerate(self._units)]
         for wait in waits:
             wait()
-        learning = self.static and self.passes == 0
-        if not (self.find_unused or learning):
-            self._raise_if_missing([], None if self._counter is None else counter)
-        elif learning or not self.static:
-            self._used = [0] * len(self.parameters)
-            self._agree_on_unused()
+        self._used = [0] * len(self.parameters)
+        self._check_used([])
         self.passes += 1
 
 
-def _grad_bucket(number: int, buffer: torch.Tensor | None, bucket: Bucket, *, last: bool) -> GradBucket:
-    """Return the argument of a communication hook; ``buffer`` is the only gradient of a sparse ``bucket``."""
-    if buffer is None:
-        raise ValueError("a bucket has a buffer")
-    gradients = [buffer if part.view is None else part.view for part in bucket.parts]
-    return GradBucket(number, buffer, gradients, [part.parameter for part in bucket.parts], last=last)
+def unused_parameters(rank: int, where: Mapping[str, Sequence[int]], *, static: bool) -> AllhandsError:
+    """Return the error for parameters without a gradient; ``where`` has the ranks of each name."""
+    lines = [f"{name} on {ranks(found)}" for name, found in list(where.items())[:_MAX_NAMES]]
+    if len(where) > len(lines):
+        lines.append(f"and {len(where) - len(lines)} more parameters")
+    number = f"{len(where)} parameters" if len(where) > 1 else "a parameter"
+    if static:
+        what = f"{number} that had a gradient in the first backward pass got none"
+        fix = "leave out static_graph=True where the graph changes"
+    else:
+        what = f"{number} got no gradient"
+        fix = (
+            "use every parameter in the loss, freeze those that are not used (requires_grad_(False) before wrapping), "
+            "or pass find_unused_parameters=True"
+        )
+    return fail(
+        "unused-parameters",
+        f"{what} in this backward pass",
+        who=_this_rank(rank),
+        why="there is no gradient of\n" + "\n".join(lines),
+        fix=fix,
+        ranks=tuple(sorted({each for found in where.values() for each in found})),
+    )
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _this_rank(rank: int) -> str:
+    return f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls ``method`` as long as its object lives, and holds no reference to it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call

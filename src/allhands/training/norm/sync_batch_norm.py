@@ -6,6 +6,7 @@ the records to the same moments. Backward: one all_reduce of two sums per channe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parameter import is_lazy
 
 from ... import _torch
-from ...errors import fail
+from ...errors import AllhandsError, fail
 from ...groups import collectives
 from .. import compare_ranks
 
@@ -25,9 +26,7 @@ __all__ = ["DTYPES", "AnyBatchNorm", "Moments", "SyncBatchNorm", "combine", "pac
 # The dtypes of batches; a record carries the index, so that ranks can compare.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-# A record starts with the count of values per channel and the dtype of the batch.
-_HEADER = 2
-
+_all_gather = collectives.quick("all_gather")
 _all_reduce = collectives.quick("all_reduce")
 
 
@@ -75,27 +74,17 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
         """Normalise a batch of shape (N, C, ...). In training, every rank of the group must call it."""
-        self._check(input)
-        factor = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                # A tensor: reading the counter would synchronize a GPU.
-                factor = 1.0 / self.num_batches_tracked.double()
         group = self._group() if self.training else None
         if group is None:
-            use_batch_stats = self.training or (self.running_mean is None and self.running_var is None)
-            tracked = not self.training or self.track_running_stats
-            return nn.functional.batch_norm(
-                input,
-                self.running_mean if tracked else None,
-                self.running_var if tracked else None,
-                self.weight,
-                self.bias,
-                use_batch_stats,
-                float(factor),
-                self.eps,
-            )
+            plain: torch.Tensor = super().forward(input)
+            return plain
+        self._check_input_dim(input)
+        factor = self.momentum
+        if self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                # A tensor: reading the counter would synchronize a GPU.
+                factor = 1.0 / self.num_batches_tracked.double()
         if torch.compiler.is_compiling() and not input.numel():
             found: torch.Tensor = self._uncompiled(input, factor, group)
             return found
@@ -109,7 +98,10 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         if compare and not compiling and not self._compared:
             self._compare_layers(batch, group)
         with torch.no_grad():
-            moments = combine(_gather_records(pack(batch), group.group_name, dist.get_world_size(group)))
+            record = pack(batch)
+            records = record.new_empty((dist.get_world_size(group), *record.shape))
+            (_gather_op if compiling else _gather)(records, record, group.group_name)
+            moments = combine(records)
             if not compiling:
                 self._check_moments(batch, moments, group)
             if self.track_running_stats:
@@ -139,36 +131,28 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         group = dist.group.WORLD if self.process_group is None else self.process_group
         return group if dist.get_world_size(group) > 1 else None
 
-    def _check(self, batch: torch.Tensor) -> None:
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  # torch's name
         """Raise an error for a batch that cannot be normalised, before any communication."""
-        if batch.dim() < 2:
-            raise fail(
-                "invalid-argument",
-                f"SyncBatchNorm expects at least 2 dimensions, got {batch.dim()}",
-                who="this process",
-                fix="give batches of shape (N, C, ...)",
+        if input.dim() < 2:
+            raise _invalid(
+                f"SyncBatchNorm expects at least 2 dimensions, got {input.dim()}", "give batches of shape (N, C, ...)"
             )
-        if batch.shape[1] != self.num_features:
-            raise fail(
-                "invalid-argument",
-                f"SyncBatchNorm was made for {self.num_features} channels, got {batch.shape[1]}",
-                who="this process",
-                why=f"the batch has shape {list(batch.shape)}; its second dimension counts channels",
-                fix=f"give batches of shape (N, {self.num_features}, ...), or make the layer with num_features="
-                f"{batch.shape[1]}",
+        if input.shape[1] != self.num_features:
+            raise _invalid(
+                f"SyncBatchNorm was made for {self.num_features} channels, got {input.shape[1]}",
+                f"give batches of shape (N, {self.num_features}, ...), or make the layer with num_features="
+                f"{input.shape[1]}",
+                why=f"the batch has shape {list(input.shape)}; its second dimension counts channels",
             )
-        if batch.dtype not in DTYPES:
-            raise fail(
-                "invalid-argument",
-                f"SyncBatchNorm cannot normalise {batch.dtype}",
-                who="this process",
-                fix="convert the batch to a floating-point type",
+        if input.dtype not in DTYPES:
+            raise _invalid(
+                f"SyncBatchNorm cannot normalise {input.dtype}", "convert the batch to a floating-point type"
             )
 
     def _compare_layers(self, batch: torch.Tensor, group: Any) -> None:
         """Compare the layer with those of the other ranks, once."""
         layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
-        _raise_if_different(
+        compare_ranks.raise_if_different(
             "the SyncBatchNorm that they call",
             compare_ranks.gather_text(layer, group, batch.device),
             group,
@@ -184,16 +168,15 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         """
         if batch.is_cpu and not bool((moments.dtypes == moments.dtypes[0]).all()):
             values = [f"a batch of {_name(DTYPES[int(index)])}" for index in moments.dtypes]
-            _raise_if_different(
+            compare_ranks.raise_if_different(
                 "the batch that they give to SyncBatchNorm", values, group, fix="give the same type everywhere"
             )
         if batch.numel() // batch.shape[1] <= 1 and int(moments.total) == 1:
-            raise fail(
-                "invalid-argument",
+            raise _invalid(
                 "SyncBatchNorm expects more than 1 value per channel when training",
+                "use larger batches, or eval()",
                 who="all ranks of the group together",
                 why="one value is its own mean, and its variance is 0",
-                fix="use larger batches, or eval()",
             )
 
     def _track(self, moments: Moments, factor: float | torch.Tensor) -> None:
@@ -214,11 +197,9 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
 
         def make(found: Any) -> nn.Module:
             if any(map(is_lazy, (*found.parameters(), *found.buffers()))):
-                raise fail(
-                    "invalid-argument",
+                raise _invalid(
                     f"{type(found).__name__} does not know its number of channels yet",
-                    who="this process",
-                    fix="run one batch through the model before converting it",
+                    "run one batch through the model before converting it",
                 )
             made = cls(*_arguments(found), process_group)
             if isinstance(found, SyncBatchNorm):
@@ -249,12 +230,10 @@ def _replace(module: nn.Module, kinds: Any, make: Callable[[Any], nn.Module]) ->
     """Replace each module of ``kinds`` by the result of ``make``, a shared one by the same result everywhere."""
     if isinstance(module, kinds):
         return make(module)
-    made: dict[nn.Module, nn.Module] = {}
+    made = functools.cache(make)
     found = [(name, each) for name, each in module.named_modules(remove_duplicate=False) if isinstance(each, kinds)]
     for name, each in found:
-        if each not in made:
-            made[each] = make(each)
-        module.set_submodule(name, made[each])
+        module.set_submodule(name, made(each))
     return module
 
 
@@ -262,21 +241,18 @@ def _arguments(module: Any) -> tuple[Any, Any, Any, Any, Any]:
     return module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
 
 
-def _move_state(source: Any, target: Any) -> nn.Module:
+def _move_state(source: Any, target: nn.Module) -> nn.Module:
     """Set the tensors and mode of ``target`` to those of ``source``, so that optimizers keep the same tensors."""
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         setattr(target, name, getattr(source, name))
     target.train(source.training)
     if hasattr(source, "qconfig"):  # set by torch.ao.quantization
         target.qconfig = source.qconfig
-    result: nn.Module = target
-    return result
+    return target
 
 
-def _raise_if_different(what: str, values: list[str], group: Any, *, fix: str) -> None:
-    problem = compare_ranks.mismatch(what, values, group, fix=fix)
-    if problem is not None:
-        raise problem
+def _invalid(problem: str, fix: str, *, who: str = "this process", why: str = "") -> AllhandsError:
+    return fail("invalid-argument", problem, who=who, why=why, fix=fix)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -300,18 +276,15 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack(batch: torch.Tensor) -> torch.Tensor:
-    """Return this rank's record: count, dtype, means, variances, in float64.
+    """Return this rank's record in float64: a row of count and means, and one of dtype and variances.
 
     In float64 counts are exact, and combining records adds no rounding error that is visible in float32.
     """
-    channels = batch.shape[1]
-    record = torch.zeros(_HEADER + 2 * channels, dtype=torch.float64, device=batch.device)
-    record[1] = DTYPES.index(batch.dtype)
+    record = torch.zeros(2, 1 + batch.shape[1], dtype=torch.float64, device=batch.device)
+    record[1, 0] = DTYPES.index(batch.dtype)
     if batch.numel():
-        mean, var = _local_moments(batch)
-        record[0] = batch.numel() // channels
-        record[_HEADER : _HEADER + channels] = mean
-        record[_HEADER + channels :] = var
+        record[0, 0] = batch.numel() // batch.shape[1]
+        record[0, 1:], record[1, 1:] = _local_moments(batch)
     return record
 
 
@@ -329,59 +302,29 @@ def _local_moments(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def combine(records: torch.Tensor) -> Moments:
-    """Combine the records of all ranks (one row each); the same bits on every rank."""
-    channels = (records.shape[1] - _HEADER) // 2
-    counts = records[:, :1]
-    means = records[:, _HEADER : _HEADER + channels]
+    """Combine the records of all ranks; the same bits on every rank."""
+    counts, means, variances = records[:, 0, :1], records[:, 0, 1:], records[:, 1, 1:]
     total = counts.sum()
     # clamp: no division by zero if all batches are empty.
     weights = counts / total.clamp(min=1)
     mean = (weights * means).sum(0)
-    var = (weights * (records[:, _HEADER + channels :] + (means - mean).square())).sum(0)
-    return Moments(mean, var, total, records[:, 1])
+    var = (weights * (variances + (means - mean).square())).sum(0)
+    return Moments(mean, var, total, records[:, 1, 0])
 
 
-def _gather_records(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """Return the records of all ranks of the group of that name, one row for each of the ``size`` ranks."""
-    if torch.compiler.is_compiling():
-        found: torch.Tensor = _gather_op(record, group, size)
-        return found
-    return compare_ranks.gather(record, _torch.group_named(group))
+def _gather(records: torch.Tensor, record: torch.Tensor, group: str) -> None:
+    """Set the rows of ``records`` to the records of all ranks of the group of that name."""
+    _all_gather(list(records.unbind(0)), record, group=_torch.group_named(group))
 
 
-def _sum_over_ranks(sums: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum of ``sums`` over the ranks of the group of that name; may reduce in place."""
-    if torch.compiler.is_compiling():
-        found: torch.Tensor = _sum_op(sums, group)
-        return found
+def _sum(sums: torch.Tensor, group: str) -> None:
+    """Add up ``sums`` over the ranks of the group of that name, in place."""
     _all_reduce(sums, group=_torch.group_named(group))
-    return sums
 
 
 # torch.compile cannot trace our collectives; custom operators stay opaque calls in its graph.
-@torch.library.custom_op("allhands::moments_gather", mutates_args=())
-def _gather_op(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    del size
-    return compare_ranks.gather(record, _torch.group_named(group))
-
-
-@_gather_op.register_fake
-def _(record: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    del group
-    return record.new_empty((size, *record.shape))
-
-
-@torch.library.custom_op("allhands::moments_sum", mutates_args=())
-def _sum_op(sums: torch.Tensor, group: str) -> torch.Tensor:
-    found = sums.clone()
-    _all_reduce(found, group=_torch.group_named(group))
-    return found
-
-
-@_sum_op.register_fake
-def _(sums: torch.Tensor, group: str) -> torch.Tensor:
-    del group
-    return torch.empty_like(sums)
+_gather_op = torch.library.custom_op("allhands::moments_gather", _gather, mutates_args=("records",))
+_sum_op = torch.library.custom_op("allhands::moments_sum", _sum, mutates_args=("sums",))
 
 
 class _Normalise(torch.autograd.Function):
@@ -425,7 +368,8 @@ class _Normalise(torch.autograd.Function):
         grad_bias = sum_grad.to(bias.dtype) if ctx.needs_input_grad[2] else None
         grad_batch = None
         if ctx.needs_input_grad[0]:
-            sums = _sum_over_ranks(torch.stack([sum_grad, sum_grad_hat]), ctx.group)
+            sums = torch.stack([sum_grad, sum_grad_hat])
+            (_sum_op if torch.compiler.is_compiling() else _sum)(sums, ctx.group)
             sums = sums / total.clamp(min=1).to(mean.dtype)
             # scale * inverse * (grad - sums[0] - hat * sums[1]), as a * grad + (b * batch + c).
             a = scale * inverse

@@ -1,49 +1,122 @@
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+import torch
+from hypothesis import given as with_given
 from hypothesis import strategies as st
 
-from allhands.training.ddp.bucket import ItemSize, assign, place
+from allhands import _core
+from allhands.errors import AllhandsError
+from allhands.groups import collectives
+from allhands.training.ddp.bucket import Bucket, BucketMemory, TensorList, assign, tensor_lists
 
-items = st.lists(
-    st.builds(
-        ItemSize,
-        numel=st.integers(0, 5000),
-        element_bytes=st.sampled_from([2, 4, 8]),
-        kind=st.sampled_from(["a", "b"]),
-        sparse=st.booleans(),
-    ),
-    min_size=1,
-    max_size=30,
-).map(lambda found: [item._replace(element_bytes=4 if item.kind == "a" else 8) for item in found])
+sizes = st.lists(st.tuples(st.integers(0, 5000), st.booleans(), st.booleans()), min_size=1, max_size=30)
+
+
+def make_buckets(*dtypes: torch.dtype) -> tuple[list[torch.nn.Parameter], list[Bucket]]:
+    """Return parameters of three elements and their buckets, one for each."""
+    given = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+    return given, BucketMemory(given, [False] * len(given), None, [1]).arrange(range(len(given)))
+
+
+def gather(tensors: TensorList, given: list[torch.nn.Parameter]) -> tuple[list[list[float]], list[int]]:
+    """Return the values that a list contributes, and the positions of the gradients that were copied."""
+    grad_hook = _core.GradHook(collectives.way(), tuple(given), lambda _: None, lambda: None)
+    views = {part.position: part.view for part in tensors.parts}
+    layouts = tuple(views[position] for position in range(len(given)))
+    grad_hook.set_places((0,) * len(given), (None,) * len(given), layouts)
+    found, copied = tensors.gather(grad_hook, [f"p{position}" for position in range(len(given))], 0)
+    return [each.view(-1).tolist() for each in found], [part.position for part in copied]
+
+
+def test_views_have_the_strides_of_their_parameters() -> None:
+    """Dense strides are kept (channels_last); others become those of a contiguous tensor."""
+    tensors = [torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(4, 5).t()]
+    given = [torch.nn.Parameter(each) for each in (*tensors, torch.empty(1, 3).expand(2, 3))]
+    (bucket,) = BucketMemory(given, [False] * 3, None, [1 << 20]).arrange(range(3))
+    assert bucket.flat is not None
+    bucket.flat.copy_(torch.arange(float(bucket.flat.numel())))
+    assert [part.view.stride() for part in bucket.parts] == [*(each.stride() for each in tensors), (3, 1)]
+    assert sorted(value for part in bucket.parts for value in part.view.flatten().tolist()) == bucket.flat.tolist()
 
 
 def test_buckets_are_closed_once_they_are_full() -> None:
     """Each bucket has its own cap, and gradients are assigned in the given order."""
-    sizes = [ItemSize(100, 4, "f")] * 6
-    assert assign(sizes, [5, 4, 3, 2, 1, 0], [400, 800]) == [[5], [4, 3], [2, 1], [0]]
+    assert assign([torch.empty(100)] * 6, [False] * 6, [5, 4, 3, 2, 1, 0], [400, 800]) == [[5], [4, 3], [2, 1], [0]]
 
 
-def test_kinds_do_not_share_andsparse_ones_have_their_own() -> None:
+def test_kinds_do_not_share_and_sparse_ones_have_their_own() -> None:
     """A bucket has one dtype and device; open buckets follow in the order of their last gradient."""
-    sizes = [ItemSize(1, 4, "f"), ItemSize(1, 8, "d"), ItemSize(1, 4, "f", sparse=True), ItemSize(1, 4, "f")]
-    assert assign(sizes, range(4), [1 << 20]) == [[2], [1], [0, 3]]
+    given = [torch.empty(1, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float32, torch.float32)]
+    assert assign(given, [False, False, True, False], range(4), [1 << 20]) == [[2], [1], [0, 3]]
 
 
-@given(items, st.randoms(use_true_random=False), st.lists(st.integers(1, 30_000), min_size=1, max_size=3))
-def test_every_gradient_has_one_place(sizes: list[ItemSize], random: object, caps: list[int]) -> None:
-    """Each gradient is in one bucket, regions of a kind do not overlap, and each has space for its counter."""
-    order = list(range(len(sizes)))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    buckets = assign(sizes, order, caps)
-    assert sorted(index for bucket in buckets for index in bucket) == sorted(order)
-    assert all(len({sizes[index].kind for index in bucket}) == 1 for bucket in buckets)
-    ends: dict[object, int] = {}
-    for number, found in place(sizes, buckets):
-        members = buckets[number]
-        kind = sizes[members[0]].kind
-        assert found.start == ends.get(kind, 0)
-        assert found.numel == sum(sizes[index].numel for index in members)
-        assert found.reserved > found.numel
-        assert found.start * sizes[members[0]].element_bytes % 64 == 0
-        ends[kind] = found.start + found.reserved
+@with_given(sizes, st.randoms(use_true_random=False), st.lists(st.integers(1, 30_000), min_size=1, max_size=3))
+def test_every_gradient_has_one_place(items: list[tuple[int, bool, bool]], random: object, caps: list[int]) -> None:
+    """In any order each gradient is in one bucket; buckets are apart, start on cache lines and reuse the memory."""
+    given = [
+        torch.nn.Parameter(torch.empty(numel, dtype=[torch.float32, torch.float64][wide])) for numel, wide, _ in items
+    ]
+    memory = BucketMemory(given, [sparse for *_, sparse in items], None, caps)
+    used: set[int] = set()
+    for _ in range(3):
+        order = list(range(len(given)))
+        random.shuffle(order)  # type: ignore[attr-defined]
+        buckets = memory.arrange(order)
+        assert sorted(part.position for bucket in buckets for part in bucket.parts) == sorted(order)
+        assert [bucket.is_last() for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+        places = []
+        for bucket in buckets:
+            if bucket.flat is None:
+                assert [items[part.position][2] for part in bucket.parts] == [True]
+                continue
+            assert {part.parameter.dtype for part in bucket.parts} == {bucket.flat.dtype}
+            assert [part.view.shape for part in bucket.parts] == [part.parameter.shape for part in bucket.parts]
+            assert bucket.flat.numel() == sum(part.parameter.numel() for part in bucket.parts)
+            assert bucket.flat.storage_offset() * bucket.flat.itemsize % 64 == 0
+            places.append((bucket.flat.data_ptr(), bucket.flat.nbytes))
+            used.add(bucket.flat.untyped_storage().data_ptr())
+        ends = [0]
+        for start, size in sorted(place for place in places if place[1]):
+            assert start >= ends[-1]
+            ends.append(start + size)
+    assert len(used) <= 2
+
+
+def test_order_of_tensor_lists() -> None:
+    """One list per bucket, or merged per dtype with that of the last bucket last; the last gradients come first."""
+    _, buckets = make_buckets(torch.float32, torch.float64, torch.float32)
+    assert [each.order for each in tensor_lists(buckets, merge=True)] == [(1,), (2, 0)]
+    assert [each.order for each in tensor_lists(buckets, merge=False)] == [(0,), (1,), (2,)]
+
+
+def test_gradients_that_cannot_be_reduced_in_place_are_copied() -> None:
+    """A missing gradient contributes zeros, the others of its list their values."""
+    given, buckets = make_buckets(*[torch.float32] * 4)
+    tensors = tensor_lists(buckets, merge=True)[0]
+    given[0].grad, given[1].grad, given[3].grad = torch.full((3,), 1.0), torch.arange(6.0)[::2], torch.full((3,), 3.0)
+    values, copied = gather(tensors, given)
+    assert values == [[3.0] * 3, [0.0] * 3, [0.0, 2.0, 4.0], [1.0] * 3]
+    assert copied == [3, 2, 1, 0]
+    assert [len(each) for each in values] == [each.numel() for each in tensors.zeros()]
+    given[1].grad, given[2].grad = torch.full((3,), 1.0), torch.full((3,), 2.0)
+    assert gather(tensors, given)[1] == []
+
+
+def test_gradients_that_share_memory_are_copied() -> None:
+    """In place, the average of one would be the input of the other."""
+    given, buckets = make_buckets(torch.float32, torch.float32)
+    flat = torch.ones(5)
+    given[0].grad, given[1].grad = flat[:3], flat[2:]
+    assert gather(tensor_lists(buckets, merge=True)[0], given) == ([[1.0] * 3] * 2, [1, 0])
+
+
+def test_gradient_of_another_shape_is_named() -> None:
+    """The module was changed after it was wrapped."""
+    given, buckets = make_buckets(torch.float32, torch.float32)
+    given[0].grad = torch.ones(3)
+    given[1].data = torch.zeros(4)
+    given[1].grad = torch.ones(4)
+    with pytest.raises(AllhandsError, match="p1") as caught:
+        gather(tensor_lists(buckets, merge=True)[0], given)
+    assert caught.value.slug == "module-changed"

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
 import torch
 
-from allhands.training.ddp.ddp import find_tensors, to_device
+from allhands.training.ddp.ddp import find_tensors, map_leaves
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024  # as models return it
 
@@ -30,10 +30,11 @@ def test_find_tensors_in_containers() -> None:
     assert list(find_tensors(Found)) == []
 
 
-def test_to_device_keeps_containers() -> None:
-    """Tensors are moved to the device; container types and other values stay the same."""
-    value = {"x": [torch.ones(1)], "y": Pair(torch.ones(1), "text")}
-    found = to_device(value, torch.device("meta"))
-    assert found["x"][0].is_meta
+def test_map_leaves_keeps_containers() -> None:
+    """Leaves are replaced; container types stay the same."""
+    value = OrderedDict(x=[1], y=Pair(2, "text"), z=(), w=defaultdict(int, a=3))
+    found = map_leaves(lambda leaf: leaf * 2, value)
+    assert found == OrderedDict(x=[2], y=Pair(4, "texttext"), z=(), w={"a": 6})
+    assert isinstance(found, OrderedDict)
+    assert isinstance(found["w"], defaultdict)
     assert isinstance(found["y"], Pair)
-    assert found["y"].b == "text"

@@ -80,16 +80,6 @@ def test_gradients_in_place_are_checked_when_gathered() -> None:
     assert fixture.grad_hook.gather((0, 1)) is None
 
 
-def test_trained_as_compares_requires_grad() -> None:
-    """A parameter that was frozen or unfrozen is detected, and so is a list of another length."""
-    fixture = _Fixture()
-    assert fixture.grad_hook.trained_as([True] * 3)
-    fixture.parameters[1].requires_grad_(False)
-    assert not fixture.grad_hook.trained_as([True] * 3)
-    assert fixture.grad_hook.trained_as([True, False, True])
-    assert not fixture.grad_hook.trained_as([])
-
-
 def test_each_parameter_has_a_place() -> None:
     """A table of another length raises: the core would read beyond its end."""
     fixture = _Fixture()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from allhands.errors import AllhandsError
-from allhands.training.ddp.model_check import ModuleWatch, TableWatch, _differences, digest
+from allhands.training.ddp.model_check import ModuleWatch, _differences, digest
 
 
 def test_differences_by_value_and_rank() -> None:
@@ -33,23 +33,18 @@ def test_digest_depends_on_values_only() -> None:
     assert digest(torch.empty(0)) == digest(torch.empty(0, 3))
 
 
-def test_replaced_value_is_detected_even_at_the_same_address() -> None:
+def test_replaced_parameter_is_detected_even_at_the_same_address() -> None:
     """An object that was freed is not confused with a new one that the allocator puts in its place."""
-
-    class Value:
-        pass
-
-    table: dict[str, Value] = {"a": Value()}
-    watch = TableWatch([table])
-    address = id(table["a"])
-    del table["a"]
+    module = nn.Linear(2, 2, bias=False)
+    watch = ModuleWatch(module, frozenset())
+    address = id(module.weight)
+    module._parameters.clear()
     gc.collect()
-    others = [Value() for _ in range(1000)]
+    others = [nn.Parameter(torch.zeros(2, 2)) for _ in range(1000)]
     # Without a reference in the watch, one of these would have the address of the first.
-    table["a"] = next((other for other in others if id(other) == address), others[0])
-    assert watch.changed()
-    watch.record()
-    assert not watch.changed()
+    module.weight = next((other for other in others if id(other) == address), others[0])
+    with pytest.raises(AllhandsError, match="replaced: weight"):
+        watch.check(0)
 
 
 def test_added_removed_and_replaced_parameters_are_named() -> None:
@@ -74,3 +69,18 @@ def test_modules_without_parameters_may_be_added() -> None:
     module[1].weight = nn.Parameter(torch.zeros(2))
     with pytest.raises(AllhandsError, match=r"new: 1\.weight"):
         watch.check(0)
+
+
+def test_long_lists_of_changed_parameters_are_cut() -> None:
+    """With the number of the others; a kind of change without parameters is not listed."""
+    module = nn.ParameterDict({"q": torch.zeros(1)})
+    watch = ModuleWatch(module, frozenset())
+    module["q"] = nn.Parameter(torch.ones(1))
+    for number in range(20):
+        module[f"p{number}"] = nn.Parameter(torch.ones(1))
+    with pytest.raises(AllhandsError) as caught:
+        watch.check(0)
+    assert "new: p0, p1" in str(caught.value)
+    assert "p11 and 8 more" in str(caught.value)
+    assert "replaced: q" in str(caught.value)
+    assert "gone" not in str(caught.value)
