@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +21,11 @@ from ..engines.base import CallMismatch, EngineFailure, EngineTimeout
 from ..engines.cuda.stream import StreamEngine
 from ..errors import AllhandsError, error, fail
 from . import failure
+from .staging import shapes
+from .work import Operation
 
 if TYPE_CHECKING:
-    from .process_group import HostGroup
+    from .process_group import Group
 
 __all__ = ["CudaCalls", "StreamWork"]
 
@@ -37,53 +38,38 @@ _RELEASE_S = 0.002
 # How long rank 0 waits for the others to unmap its memory: they end their groups at about the same time.
 _UNMAP_S = 0.5
 
-# How many characters of a refusal the other ranks receive, and how many shapes a mismatch shows.
-_MAX_REASON, _MAX_SHAPES = 120, 3
-
 
 @_torch.untraced
-class StreamWork(dist.Work):
+class StreamWork(Operation):
     """An operation on a stream. `wait` makes the current stream wait, not the caller, as with NCCL."""
 
     def __init__(self, calls: CudaCalls, event: Any, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._calls = calls
         self._event = event
-        self._tensors = tensors
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait for it. With a ``timeout``, the caller waits too, at most as long."""
+    def _finish_by(self, limit_s: float | None, /) -> bool:
+        """Make the current stream wait for it. With a limit, the caller waits too, at most as long."""
         self._calls.check()
         torch.cuda.current_stream(self._calls.device).wait_event(self._event)
-        if timeout is not None and timeout > timedelta(0):
-            until = time.monotonic() + timeout.total_seconds()
-            while not self._event.query():
-                self._calls.check()
-                if time.monotonic() > until:
-                    raise RuntimeError(f"Operation timed out: it was not done within {timeout.total_seconds()} s")
-                time.sleep(_RELEASE_S)
+        if limit_s is None:
+            return True
+        until = time.monotonic() + limit_s
+        while not self._event.query():
             self._calls.check()
+            if time.monotonic() > until:
+                return False
+            time.sleep(_RELEASE_S)
+        self._calls.check()
         return True
+
+    @property
+    def _problem(self) -> BaseException | None:  # type: ignore[override]
+        return self._calls.problem
 
     def is_completed(self) -> bool:
         """Return whether the GPU has finished it."""
         return bool(self._event.query())
-
-    def is_success(self) -> bool:
-        """Return whether the GPU has finished it and the group has not failed."""
-        return self.is_completed() and self._calls.problem is None
-
-    def exception(self) -> BaseException | None:
-        """Return what ended the group, if anything."""
-        return self._calls.problem
-
-    def synchronize(self) -> None:
-        """Make the current stream wait for it."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """Return its tensors."""
-        return self._tensors
 
     def get_future(self) -> Any:
         """Return a future that is done once the operation is queued; its value is valid on that stream."""
@@ -111,7 +97,7 @@ class _Pending:
 class CudaCalls:
     """The calls of a group on one GPU. They are issued in the same order on every rank."""
 
-    def __init__(self, group: HostGroup, engine: StreamEngine) -> None:
+    def __init__(self, group: Group, engine: StreamEngine) -> None:
         self.device = engine.device
         self.problem: AllhandsError | None = None
         self._group = group
@@ -143,10 +129,9 @@ class CudaCalls:
                 why="each call waits for a number of its own, and a graph would wait for the same one again",
                 fix="leave collectives out of the capture",
             )
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MAX_SHAPES])
         with self._call_lock, torch.cuda.device(self.device):
             engine, stream = self.engine, self.engine.stream
-            engine.site, engine.shape = site, shapes
+            engine.site, engine.shape = site, shapes(tensors)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             began, before = time.monotonic(), engine.sequence()
             try:
@@ -172,9 +157,7 @@ class CudaCalls:
             raise
         except Exception as problem:
             if self.engine.sequence() == before and self.problem is None and self._group.session.member.verdict is None:
-                reason = problem.diagnosis.what if isinstance(problem, AllhandsError) else str(problem)
-                first = (reason.splitlines() or [type(problem).__name__])[0]
-                self.engine.refuse(name, first[:_MAX_REASON], within_ns)
+                self.engine.refuse(name, failure.reason(problem), within_ns)
             raise
 
     def _late(self, name: str, site: str, began: float) -> AllhandsError:

@@ -27,7 +27,7 @@ from .cuda_issue import CudaCalls
 
 if TYPE_CHECKING:
     from ..engines.shm.fd_passing import FdPassing
-    from .process_group import HostGroup
+    from .process_group import Group
 
 __all__ = ["CudaRoute"]
 
@@ -47,7 +47,7 @@ class _Offer(msgspec.Struct):
 class CudaRoute:
     """The GPUs that this rank used in a group so far, and the engine of each."""
 
-    def __init__(self, group: HostGroup, store: Store, timeout_s: float) -> None:
+    def __init__(self, group: Group, store: Store, timeout_s: float) -> None:
         self._group = group
         self._store = store
         self._timeout_s = timeout_s

@@ -23,6 +23,7 @@ from ..engines.shm.engine import MAX_RANKS
 from ..engines.shm.fd_passing import FdPassing
 from . import arguments, failure
 from .arguments import TABLE
+from .process_group import Group
 from .session import Session
 
 __all__ = ["DesyncCheck", "start", "stop"]
@@ -116,7 +117,7 @@ def _uneven(parts: Any) -> bool:
 def start(session: Session, group: Any) -> None:
     """Begin to compare the calls of ``group`` where it is torch's own, on one host. Each of its ranks calls this."""
     ranks = dist.get_process_group_ranks(group)
-    if getattr(group, "records_calls", False) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
+    if isinstance(group, Group) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
         return
     try:
         counters = _torch.counters(group)

@@ -38,9 +38,9 @@ from .session import NOT_THE_USERS, Session, call_site
 
 if TYPE_CHECKING:
     from ..diagnosis.majority import Judgement
-    from .process_group import HostGroup
+    from .process_group import Group
 
-__all__ = ["Ranked", "announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group"]
+__all__ = ["Ranked", "announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group", "reason"]
 
 # How long a failed call waits for the coordinator's verdict. A death reaches the coordinator as a closed connection,
 # so that the verdict arrives within milliseconds unless the machine is overloaded.
@@ -61,6 +61,9 @@ _BARRIER_STATUS_S = 0.3
 
 # Gloo's messages are pages of C++; a diagnosis keeps the first line.
 _MAX_MESSAGE = 300
+
+# How many characters of a refusal the other ranks receive.
+_MAX_REASON = 120
 
 # More ranks than this are not listed one by one.
 _MAX_LISTED = 16
@@ -136,7 +139,7 @@ def announce(session: Session, problem: BaseException) -> None:
     session.member.report_failure(type(problem).__name__, message, trace, follows=consequential)
 
 
-def barrier_timeout(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:
+def barrier_timeout(group: Group, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:
     """Return the exception for a monitored barrier that ranks are missing from; it ends the group for all."""
     member = group.session.member
     missing = [group.ranks[index] for index in _shm(group).missing()]
@@ -179,8 +182,8 @@ def _diagnose(  # noqa: PLR0917  # what is known of a call
         if found.judgement is not None:
             return _different_calls(group, found.judgement, who)
         if found.message is not None:
-            return _different_message(cast("HostGroup", group), found.message, who)
-        return _different_calls_in_segment(cast("HostGroup", group), group.ranks[found.culprit or 0], who)
+            return _different_message(cast("Group", group), found.message, who)
+        return _different_calls_in_segment(cast("Group", group), group.ranks[found.culprit or 0], who)
     culprit = None if found.culprit is None or group is None else group.ranks[found.culprit]
     if culprit is not None:
         match found:
@@ -213,7 +216,7 @@ def _fix_calls(odd: Sequence[int]) -> str:
     )
 
 
-def _different_message(group: HostGroup, odd: MessageMismatch, who: str) -> Diagnosis:
+def _different_message(group: Group, odd: MessageMismatch, who: str) -> Diagnosis:
     source, target = group.ranks[odd.source], group.ranks[odd.target]
     everyone = {status.rank: status for status in group.session.member.statuses()}
     lines = [
@@ -406,7 +409,7 @@ def last_call_mismatch(group: Any) -> AllhandsError | None:
 # Calls that differ in shared memory -------------------------------------------------------------------------------
 
 
-def _different_calls_in_segment(group: HostGroup, culprit: int, who: str) -> Diagnosis:
+def _different_calls_in_segment(group: Group, culprit: int, who: str) -> Diagnosis:
     """Compare the fingerprints in the segment, with shapes and lines from the ranks' flight recorders."""
     everyone = {status.rank: status for status in group.session.member.statuses()}
     arrived = _wait_for_calls(group)
@@ -444,7 +447,7 @@ def _different_calls_in_segment(group: HostGroup, culprit: int, who: str) -> Dia
     )
 
 
-def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
+def _wait_for_calls(group: Group) -> dict[int, tuple[int, ...]]:
     """Return the calls of the ranks that arrived, once a majority is known, or after _ARRIVE_S."""
     deadline = time.monotonic() + _ARRIVE_S
     segment = _shm(group).segment
@@ -477,7 +480,7 @@ def _sets(calls: dict[int, tuple[int, ...]], key: Callable[[tuple[int, ...]], ob
     return sorted(found.values(), key=lambda same: (-len(same), same))
 
 
-def _shape_and_site(group: HostGroup, index: int, sequence: int) -> str:
+def _shape_and_site(group: Group, index: int, sequence: int) -> str:
     """Return shape and line of a rank's call from its flight recorder, "" where that cannot be read."""
     pid = _shm(group).pids[index]
     if not pid:
@@ -518,7 +521,7 @@ def _call_text(call: tuple[int, ...]) -> str:
 # Parts of a message -----------------------------------------------------------------------------------------------
 
 
-def _shm(group: HostGroup) -> ShmEngine:
+def _shm(group: Group) -> ShmEngine:
     return cast("ShmEngine", group.engine)
 
 
@@ -526,7 +529,12 @@ def _caller(session: Session, name: str, site: str) -> str:
     return f"rank {session.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
 
 
-def _first_line(problem: BaseException) -> str:
+def reason(problem: BaseException) -> str:
+    """Return why this rank cannot make its call, as the other ranks receive it."""
+    return _first_line(problem.diagnosis.what if isinstance(problem, AllhandsError) else problem)[:_MAX_REASON]
+
+
+def _first_line(problem: object) -> str:
     return str(problem).splitlines()[0][:_MAX_MESSAGE] if str(problem) else type(problem).__name__
 
 

@@ -36,9 +36,9 @@ from . import desync_check, engine_choice, failure, registration
 from . import session as _session
 from .bootstrap import Bootstrap, bootstrap
 from .collectives import note_destroyed
-from .session import Session, call_site
+from .session import Session, call_site, positive_timeout
 
-__all__ = ["attend", "destroy_process_group", "end", "forming", "init_process_group", "process_group"]
+__all__ = ["attend", "destroy_process_group", "end", "init_process_group", "process_group"]
 
 _log = logging.getLogger("allhands")
 
@@ -63,12 +63,6 @@ _ABANDONED_S = 0.2
 
 # Counts the groups that this process formed; all ranks count alike.
 _generation = 0
-_forming = threading.local()
-
-
-def forming() -> bool:
-    """Return whether this thread is in `init_process_group`, past the roll call."""
-    return bool(getattr(_forming, "now", False))
 
 
 def init_process_group(  # noqa: PLR0917  # torch's signature
@@ -105,7 +99,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         dist.init_process_group(backend, world_size=world_size, rank=rank, store=store)
         return
     torch_backend, engine = engine_choice.split(backend)
-    limit = _check_timeout(timeout)
+    limit = positive_timeout(timeout)
     started = time.monotonic()
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
@@ -119,22 +113,17 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     chosen = torch_backend if torch_backend is not None else _default_backend()
 
     def form() -> None:
-        _forming.now = True
-        try:
-            with engine_choice.asking_for(engine):
-                dist.init_process_group(
-                    backend=chosen,
-                    store=session.store,
-                    rank=found.world.rank,
-                    world_size=found.world.world_size,
-                    timeout=session.timeout,
-                    group_name=group_name,
-                    pg_options=pg_options,
-                    device_id=device_id,
-                    **more,
-                )
-        finally:
-            _forming.now = False
+        dist.init_process_group(
+            backend=chosen,
+            store=session.store,
+            rank=found.world.rank,
+            world_size=found.world.world_size,
+            timeout=session.timeout,
+            group_name=group_name,
+            pg_options=engine or pg_options,
+            device_id=device_id,
+            **more,
+        )
 
     session.enter("init_process_group", session.formed_at)
     session.connections.probe_until = None if session.one_host else deadline - _REPORT_S
@@ -156,6 +145,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     finally:
         session.connections.probe_until = None
         session.leave(None)
+    session.formed = True
     _hook(session, before)
     note_destroyed("")
 
@@ -170,6 +160,7 @@ def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Sess
     except BaseException as problem:
         _abandon(session, problem)
         raise
+    session.formed = True
     _hook(session, sys.excepthook)
     return session
 
@@ -182,7 +173,7 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
     world = found.world
     # From here on this rank may wait for others, and its stack may be asked for.
     stacks.register()
-    flight_recorder.set_rank(world.rank, world.world_size)
+    flight_recorder.own().set_rank(world.rank, world.world_size)
     trouble = (
         found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank, device)
     )
@@ -210,19 +201,6 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
 
 
 # Forming torch's group -----------------------------------------------------------------------------------------------
-
-
-def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """Return the timeout as torch takes it, from that or seconds; raise for one that is not positive."""
-    if timeout is None or isinstance(timeout, timedelta):
-        limit = timeout
-    elif isinstance(timeout, int | float):
-        limit = timedelta(seconds=timeout)
-    else:
-        raise TypeError(f"timeout must be a datetime.timedelta or a number of seconds, not {type(timeout).__name__}")
-    if limit is not None and limit <= timedelta(0):
-        raise fail("invalid-argument", f"timeout={timeout} leaves no time", who="this process", fix="pass more than 0")
-    return limit
 
 
 def _default_backend() -> str:

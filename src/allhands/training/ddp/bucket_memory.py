@@ -15,7 +15,7 @@ import torch
 from ... import _core, _torch
 from ...errors import ResourceError
 from ...groups import registered
-from ...groups.process_group import HostGroup
+from ...groups.process_group import Group
 from ...groups.staging import extents
 from . import ddp_failures
 from .bucket import ItemSize, Region, assign, place
@@ -93,7 +93,7 @@ class BucketMemory:
         dtype, device = kind
         # Another order may need more padding: at most one cache line per gradient.
         numel += 16 * len(self._items)
-        if device.type == "cpu" and isinstance(self._group, HostGroup) and not self._fallback:
+        if device.type == "cpu" and isinstance(self._group, Group) and not self._fallback:
             try:
                 memory = registered.empty(numel, dtype=dtype, group=self._group)
             except ResourceError:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...engines.shm import engine as shm
 from ...groups import collectives
-from ...groups.process_group import HostGroup
+from ...groups.process_group import Group
 from .bucket import GradBucket
 
 __all__ = ["Averager", "all_reduce", "broadcast"]
@@ -55,7 +55,7 @@ class Averager:
         self.hook: Callable[[Any, Any], Any] | None = None
         self.state: Any = None
         # Our own engine divides while it reduces; with other backends each rank divides first, as torch's DDP does.
-        self._engine_divides = isinstance(group, HostGroup)
+        self._engine_divides = isinstance(group, Group)
 
     def can_overlap(self) -> bool:
         """Return whether reductions should run during backward. All ranks of the group call this and get the same.
@@ -63,7 +63,7 @@ class Averager:
         Our own engine reduces on the ranks' cores. If all are busy with backward, reductions only slow it down, and
         ranks wait until each other's threads are scheduled.
         """
-        if not isinstance(self.group, HostGroup) or self.size == 1:
+        if not isinstance(self.group, Group) or self.size == 1:
             return True
         no_spare_core = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
         all_reduce(no_spare_core, self.group, dist.ReduceOp.MAX)
@@ -71,7 +71,7 @@ class Averager:
 
     def can_reduce_in_place(self) -> bool:
         """Return whether the group reduces several tensors as one, wherever they are in memory."""
-        return isinstance(self.group, HostGroup) and self.group.engine.capabilities.tensor_lists
+        return isinstance(self.group, Group) and self.group.engine.capabilities.tensor_lists
 
     def start(
         self, bucket: GradBucket, counted: torch.Tensor | None, divisor: float | None, *, wait: bool
