@@ -338,7 +338,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         if group in _torch.groups():
             session = _session.current()
             if session is not None:
-                desync_check.stop(session, group)
+                session.desync_checks.pop(group, None)
             dist.destroy_process_group(group)
         return
     site = call_site()
