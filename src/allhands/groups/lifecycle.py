@@ -34,7 +34,7 @@ from ..errors import AllhandsError, error, fail
 from ..observe import flight_recorder, stacks
 from . import desync_check, engine_choice, failure, registration
 from . import session as _session
-from .bootstrap import Bootstrap, bootstrap
+from .bootstrap import bootstrap
 from .collectives import note_destroyed
 from .session import Session, call_site, positive_timeout
 
@@ -103,11 +103,16 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     started = time.monotonic()
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
-    found = bootstrap(
-        init_method, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline
+    session = _attend(
+        init_method,
+        store,
+        rank=rank,
+        world_size=world_size,
+        name=name,
+        device=_current_device(device_id),
+        deadline=deadline,
+        timeout=limit or _torch.default_timeout(name or "gloo"),
     )
-    device = _current_device(device_id)
-    session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     before = sys.excepthook  # torch sets its own and never removes it
     more: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}  # not in every torch
     chosen = torch_backend if torch_backend is not None else _default_backend()
@@ -116,8 +121,8 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         dist.init_process_group(
             backend=chosen,
             store=session.store,
-            rank=found.world.rank,
-            world_size=found.world.world_size,
+            rank=session.member.rank,
+            world_size=session.member.world_size,
             timeout=session.timeout,
             group_name=group_name,
             pg_options=engine or pg_options,
@@ -128,7 +133,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     session.enter("init_process_group", session.formed_at)
     session.connections.probe_until = None if session.one_host else deadline - _REPORT_S
     try:
-        _prepare(session, name, found.world.local_world_size)
+        _prepare(session, name)
         _torch.forget_failed_groups()
         if "nccl" in chosen:
             form()  # The current GPU belongs to the thread.
@@ -153,10 +158,11 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
 def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Session:
     """Hold the roll call for a group that torch itself is forming; the ranks meet by torch's store."""
     deadline = time.monotonic() + timeout.total_seconds()
-    found = bootstrap(None, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline)
-    session = _attend(found, "allhands", None, deadline, timeout)
+    session = _attend(
+        None, store, rank=rank, world_size=world_size, name="allhands", device=None, deadline=deadline, timeout=timeout
+    )
     try:
-        _prepare(session, "allhands", found.world.local_world_size)
+        _prepare(session, "allhands")
     except BaseException as problem:
         _abandon(session, problem)
         raise
@@ -165,18 +171,28 @@ def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Sess
     return session
 
 
-def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: float, timeout: timedelta) -> Session:
+def _attend(
+    init_method: str | None,
+    store: Store | None,
+    *,
+    rank: int,
+    world_size: int,
+    name: str,
+    device: torch.device | None,
+    deadline: float,
+    timeout: timedelta,
+) -> Session:
     """Answer the roll call; return the session of the complete group."""
     global _generation  # noqa: PLW0603  # counts for this process, as torch's group counter does
+    world, board, problem = bootstrap(
+        init_method, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline
+    )
     # Counted here, where all ranks take part: a rank that fails earlier must not get out of step.
     _generation += 1
-    world = found.world
     # From here on this rank may wait for others, and its stack may be asked for.
     stacks.register()
     flight_recorder.own().set_rank(world.rank, world.world_size)
-    trouble = (
-        found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank, device)
-    )
+    trouble = problem.diagnosis if problem is not None else needs(name, world.world_size, world.rank, device)
     read = settings.read()
     uses_nccl = "nccl" in name
     claim = Claim(
@@ -194,8 +210,8 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
         trouble=trouble,
         generation=_generation,
     )
-    membership = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=found.board)
-    session = Session(membership, timeout, call_site())
+    membership = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=board)
+    session = Session(membership, timeout, call_site(), world.local_world_size)
     _session.set_current(session)
     return session
 
@@ -220,7 +236,7 @@ def _current_device(device_id: torch.device | int | None) -> torch.device | None
     return device_id
 
 
-def _prepare(session: Session, name: str, local_world_size: int | None) -> None:
+def _prepare(session: Session, name: str) -> None:
     """Point Gloo at the interface that leads to the peers, for as long as the group lives."""
     rank = session.member.rank
     chosen = os.environ.get(connections.IFNAME, "")
@@ -233,13 +249,9 @@ def _prepare(session: Session, name: str, local_world_size: int | None) -> None:
         )
         if interface:
             os.environ[connections.IFNAME] = interface
-            session.undo.append(_unset_interface)
+            session.undo.callback(os.environ.pop, connections.IFNAME, None)
     if "nccl" in name and session.one_host and session.member.world_size > 1:
-        nccl.check_shared_memory(local_world_size or session.member.world_size, rank)
-
-
-def _unset_interface() -> None:
-    os.environ.pop(connections.IFNAME, None)
+        nccl.check_shared_memory(session.local_world_size or session.member.world_size, rank)
 
 
 def _not_formed(session: Session, name: str, problem: Exception) -> AllhandsError:
@@ -395,8 +407,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> AllhandsError | No
     if session.coordinator_process is not None:
         # It ends by itself once every member is gone; ranks that are still busy keep it for a moment.
         session.coordinator_process.end(1.0) if member.verdict is None else session.coordinator_process.detach()
-    for step in reversed(session.undo):
-        step()
+    session.undo.close()
     return late
 
 
@@ -450,24 +461,20 @@ def _hook(session: Session, before: Callable[..., None]) -> None:
         inner(kind, problem, trace)
         _print_cause(session, problem)
 
+    def restore() -> None:
+        # torch may have wrapped it, and its wrapper would print one more "[rank0]:" for each group; a hook that the
+        # user has set since is kept.
+        if sys.excepthook is announced or getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = before
+
     sys.excepthook = announced
-    session.undo.append(_restore(announced, before))
+    session.undo.callback(restore)
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
     if multiprocessing.parent_process() is not None:
         # In a child of multiprocessing neither hook runs: its exception is caught above the user's function, and a
         # forked one ends without atexit. Its finalizers run while the exception is being handled.
         multiprocessing.util.Finalize(None, _at_process_exit, exitpriority=100)
-
-
-def _restore(ours: Callable[..., None], before: Callable[..., None]) -> Callable[[], None]:
-    def restore() -> None:
-        # torch may have wrapped it, and its wrapper would print one more "[rank0]:" for each group; a hook that the
-        # user has set since is kept.
-        if sys.excepthook is ours or getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
-            sys.excepthook = before
-
-    return restore
 
 
 def _print_cause(session: Session, problem: BaseException) -> None:

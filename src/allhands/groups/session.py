@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -97,11 +97,14 @@ def positive_timeout(timeout: timedelta | float | None) -> timedelta | None:
 class Session:
     """One default group, from the roll call to its end."""
 
-    def __init__(self, membership: Membership, timeout: timedelta, formed_at: str) -> None:
+    def __init__(
+        self, membership: Membership, timeout: timedelta, formed_at: str, local_world_size: int | None = None
+    ) -> None:
         self.member: Member = membership.member
         self.coordinator_process = membership.coordinator_process
         self.one_host = membership.complete.one_host
         self.own_address = membership.own_address
+        self.local_world_size = local_world_size
         self.timeout = timeout
         # Whether the default group is there; the roll call is held before torch forms it.
         self.formed = False
@@ -111,8 +114,8 @@ class Session:
         # Whether this rank reported an exception of its own, or left without the others.
         self.failed = False
         flight_recorder.own().set_rank(membership.member.rank, membership.member.world_size)
-        # Run in reverse order at the end.
-        self.undo: list[Callable[[], None]] = []
+        # Closed at the end.
+        self.undo = contextlib.ExitStack()
         # By group: compares the calls of torch's own groups (`desync_check.DesyncCheck`).
         self.desync_checks: dict[Any, Any] = {}
         # Of threads that wait for an operation in Python; ``abandoned`` once their waits were ended.
