@@ -176,11 +176,15 @@ class CudaCalls:
     # Watching ----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while self._wait_for_work():
-            self._drop_done()
-            member = self._group.session.member
-            if self.problem is None and member.verdict is not None:
-                self._fail(error(member.verdict))
+        while True:
+            with self._issued:
+                self._issued.wait_for(lambda: self._pending or self._closed)
+            if not self._pending:
+                return
+            while self._pending and self._pending[0].event.query():
+                done = self._pending.popleft()
+                self._group.recorder.end(done.number, self.problem is None)
+            self._note_verdict()
             if self.problem is not None:
                 self.engine.abort(self._group.rank())
                 time.sleep(_RELEASE_S)
@@ -192,17 +196,10 @@ class CudaCalls:
                     self._call_lock.release()
             time.sleep(_POLL_S)
 
-    def _wait_for_work(self) -> bool:
-        with self._issued:
-            while not self._pending and not self._closed:
-                self._issued.wait()
-            return bool(self._pending)
-
-    def _drop_done(self) -> None:
-        """Drop the calls that are done."""
-        while self._pending and self._pending[0].event.query():
-            done = self._pending.popleft()
-            self._group.recorder.end(done.number, self.problem is None)
+    def _note_verdict(self) -> None:
+        verdict = self._group.session.member.verdict
+        if self.problem is None and verdict is not None:
+            self._fail(error(verdict))
 
     def _check_calls(self) -> None:
         """Compare the calls and enforce the deadline. The next call raises; the stream is released at once."""
@@ -221,21 +218,22 @@ class CudaCalls:
 
     def release(self) -> None:
         """Release the stream: the group is over. The thread repeats that until the stream is empty."""
-        if self.problem is None and self._group.session.member.verdict is not None:
-            self._fail(error(self._group.session.member.verdict))
+        self._note_verdict()
         self.engine.abort(self._group.rank())
 
-    def close(self, within_s: float) -> None:
-        """Finish what is under way, and free the GPU's memory once the other ranks have unmapped it."""
+    def _drain(self, within_s: float) -> bool:
+        """Return whether all calls are done within ``within_s``."""
         until = time.monotonic() + within_s
         while self._pending and time.monotonic() < until:
             time.sleep(_RELEASE_S)
-        if self._pending:
+        return not self._pending
+
+    def close(self, within_s: float) -> None:
+        """Finish what is under way, and free the GPU's memory once the other ranks have unmapped it."""
+        if not self._drain(within_s):
             # A rank is missing. The stream must be empty before the memory is freed.
-            self._fail(self.problem or fail("already-destroyed", "the group was shut down with calls under way"))
-            end = time.monotonic() + within_s
-            while self._pending and time.monotonic() < end:
-                time.sleep(_RELEASE_S)
+            self._fail(fail("already-destroyed", "the group was shut down with calls under way"))
+            self._drain(within_s)
         with self._issued:
             self._closed = True
             self._issued.notify()

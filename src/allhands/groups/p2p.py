@@ -89,7 +89,7 @@ class Message(Operation):
                 return
             try:
                 self._peer = self._messages.outcome(self._call, outcome)
-                self._call.copy_back()
+                self._call.staged.copy_back()
             except BaseException as problem:  # noqa: BLE001  # raised by `wait`
                 self._problem = problem
             self._call.close(well=self._problem is None)
@@ -133,24 +133,15 @@ class Call:
 
     def __init__(self, name: str, group: str, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
         self.name = name
-        self.tag = tag
         self.site = _session.call_site()
         self.tensors = tensors
         self.peer = peer
-        self._staged = Staged(tensors[0], back=name == "recv")
-        self.flat = self._staged.tensor
-        self._entry = _session.begin_entry(name, group, tensors, self.site, root=-1 if peer is None else peer)
+        self.staged = Staged(tensors[0], back=name == "recv")
+        number = -1 if peer is None else peer
+        # Address, bytes, type, peer and tag, as the core takes them.
+        self.arguments = (*self.staged.place, dtype_code(tensors[0].dtype), number, tag)
+        self._entry = _session.begin_entry(name, group, tensors, self.site, root=number)
         flight_recorder.own().run(self._entry, 0)
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int, int]:
-        """Address, bytes, type, peer and tag, as the core takes them."""
-        flat, peer = self.flat, -1 if self.peer is None else self.peer
-        return flat.data_ptr(), flat.nbytes, dtype_code(flat.dtype), peer, self.tag
-
-    def copy_back(self) -> None:
-        """Copy what was received to the caller's tensor."""
-        self._staged.copy_back()
 
     def close(self, *, well: bool) -> None:
         """Close the recorder entry."""
@@ -191,7 +182,7 @@ class Messages:
             before, well = session.enter(call.name, call.site), False
             try:
                 found = self.outcome(call, (core.send if sends else core.recv)(*call.arguments, limit_ns))
-                call.copy_back()
+                call.staged.copy_back()
                 well = True
             finally:
                 call.close(well=well)
@@ -201,14 +192,22 @@ class Messages:
         # The progress thread may complete it before it is stored.
         self._pending[key] = None
         posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
-        if isinstance(posted, int):
-            del self._pending[key]
-            return self._at_once(call, posted)
-        message = Message(self, call, key, posted)
-        self._pending[key] = message
-        if self._thread is None:
-            self._start()
-        return message
+        if not isinstance(posted, int):
+            message = self._pending[key] = Message(self, call, key, posted)
+            with self._starting:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
+                    self._thread.start()
+            return message
+        del self._pending[key]
+        if posted & 255:
+            # A failure is raised by `wait`.
+            message = Message(self, call, -1, None)
+            message.finish(posted)
+            return message
+        call.staged.copy_back()
+        call.close(well=True)
+        return Sent(call.tensors, posted >> 8)
 
     def close(self, within_s: float) -> None:
         """Wait for sends that nobody waited for, then end what is left, all within about ``within_s``."""
@@ -267,23 +266,6 @@ class Messages:
         self._pending.pop(message.key, None)
 
     # Inside ------------------------------------------------------------------------------------------------
-
-    def _at_once(self, call: Call, outcome: int) -> dist.Work:
-        """Return the Work of a message that is complete. A failure is raised by `wait`."""
-        if outcome & 255:
-            message = Message(self, call, -1, None)
-            message.finish(outcome)
-            return message
-        call.copy_back()
-        call.close(well=True)
-        return Sent(call.tensors, outcome >> 8)
-
-    def _start(self) -> None:
-        """Start the progress thread."""
-        with self._starting:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
-                self._thread.start()
 
     def _run(self) -> None:
         while keys := self.core.progress():
