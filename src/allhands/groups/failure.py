@@ -197,16 +197,70 @@ def _diagnose(  # noqa: PLR0917  # what is known of a call
             return _different_message(cast("Group", group), found.message, who)
         return _different_calls_in_segment(cast("Group", group), group.ranks[found.culprit or 0], who)
     culprit = None if found.culprit is None or group is None else group.ranks[found.culprit]
-    if culprit is not None:
-        match found:
-            case PeerDead():
-                return _lost(culprit, who, "its process ended (seen through its pidfd)")
-            case PeerLeft():
-                why = f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call"
-                return _left([culprit], who, why, name, site=site)
-            case EngineAborted():
-                return _lost(culprit, who, "it ended the group")
-    return _from_statuses(session, found, name, site, group.ranks if group is not None else None, peers, culprit)
+    if culprit is not None and isinstance(found, PeerDead | EngineAborted):
+        aborted = isinstance(found, EngineAborted)
+        return Diagnosis(
+            "peer-lost",
+            f"rank {culprit} is gone",
+            who=who,
+            why="it ended the group" if aborted else "its process ended (seen through its pidfd)",
+            fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg); then run the job again",
+            ranks=(culprit,),
+        )
+    if culprit is not None and isinstance(found, PeerLeft):
+        why = f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call"
+        return _left([culprit], who, why, name, site=site)
+    # A timeout or a lost connection, by what the ranks report.
+    member, mine = session.member, session.member.rank
+    waited_s = session.waited_s()
+    waited = duration(waited_s) if waited_s is not None else "the time it was given"
+    expected = peers if peers is not None else group.ranks if group is not None else None
+    census = member.statuses()
+    everyone = [status for status in census if expected is None or status.rank in expected or status.rank == mine]
+    others = [status for status in everyone if status.rank != mine]
+    if member.verdict is not None:
+        return member.verdict
+    if not everyone and member.over:
+        why = "the coordinator ended in good order (observed), as it does once rank 0 beside it has left"
+        return _left([0], who, why, name, site=site)
+    silent = [status for status in others if status.state == "silent"]
+    between = ""
+    if peers is not None and not silent:
+        # A message's peer that answers may itself wait for one that does not.
+        silent = [status for status in census if status.state == "silent" and status.rank != mine]
+        between = f"; {ranks(peers)} {'answers' if len(peers) == 1 else 'answer'}, and may wait for it too"
+    if silent:
+        return _silent(silent, who, f"{name} did not finish within {waited}", between)
+    if left := [status for status in others if status.state in {"left", "gone"}]:
+        why = join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]])
+        return _left([status.rank for status in left], who, why, name, site=site, hosts=_hosts(left))
+    if not isinstance(found, EngineTimeout):
+        return Diagnosis(
+            "engine-failed",
+            f"{name} failed although every rank is there",
+            who=who,
+            why=_first_line(found),
+            fix="look at the network between the hosts, and at the messages of the other ranks",
+            ranks=(mine,),
+        )
+    # Two ranks that wait for a message from each other are in the same call, and neither has sent.
+    elsewhere = [status for status in others if peers is not None or not status.doing.startswith(f"in {name} ")]
+    if not elsewhere:
+        # All are in a call of this name; the missing rank is in one of another group.
+        elsewhere = [status for status in everyone if status.rank == culprit]
+    missing = ranks(status.rank for status in elsewhere) if elsewhere else ""
+    return Diagnosis(
+        "collective-timeout",
+        f"{name} did not finish within {waited}" + (f": {missing} did not come" if missing else ""),
+        who=who,
+        why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:_MAX_LISTED]])
+        or _first_line(found),
+        fix=f"see what keeps {missing or 'a rank'} from coming to {site} in time, or give the call a longer timeout "
+        "(timeout= of init_process_group or new_group)",
+        ranks=tuple(status.rank for status in elsewhere),
+        hosts=_hosts(elsewhere),
+        certain=False,
+    )
 
 
 def _different_calls(odd: tuple[int, ...], lines: Sequence[str], who: str, hosts: tuple[str, ...] = ()) -> Diagnosis:
@@ -243,17 +297,6 @@ def _different_message(group: Group, odd: MessageMismatch, who: str) -> Diagnosi
     )
 
 
-def _lost(culprit: int, who: str, why: str) -> Diagnosis:
-    return Diagnosis(
-        "peer-lost",
-        f"rank {culprit} is gone",
-        who=who,
-        why=why,
-        fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg); then run the job again",
-        ranks=(culprit,),
-    )
-
-
 def _left(
     culprits: Sequence[int], who: str, why: str, call: str, *, site: str, hosts: tuple[str, ...] = ()
 ) -> Diagnosis:
@@ -283,95 +326,21 @@ def _shared_gpu(session: Session, reason: str, name: str, site: str) -> Diagnosi
     )
 
 
-# A timeout or a lost connection, by what the ranks report ---------------------------------------------------------
-
-
-def _from_statuses(  # noqa: PLR0917  # what is known of a call
-    session: Session,
-    found: EngineFailure,
-    name: str,
-    site: str,
-    among: Collection[int] | None,
-    peers: Collection[int] | None,
-    culprit: int | None,
-) -> Diagnosis:
-    member, mine = session.member, session.member.rank
-    waited_s = session.waited_s()
-    waited = duration(waited_s) if waited_s is not None else "the time it was given"
-    expected = peers if peers is not None else among
-    census = member.statuses()
-    everyone = [status for status in census if expected is None or status.rank in expected or status.rank == mine]
-    if member.verdict is not None:
-        return member.verdict
-    who = _caller(session, name, site)
-    if not everyone and member.over:
-        why = "the coordinator ended in good order (observed), as it does once rank 0 beside it has left"
-        return _left([0], who, why, name, site=site)
-    silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
-    between = ""
-    if peers is not None and not silent:
-        # A message's peer that answers may itself wait for one that does not.
-        silent = [status for status in census if status.state == "silent" and status.rank != mine]
-        between = f"; {ranks(peers)} {'answers' if len(peers) == 1 else 'answer'}, and may wait for it too"
-    if silent:
-        return _silent(silent, who, f"{name} did not finish within {waited}", between)
-    left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
-    if left:
-        why = join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]])
-        return _left([status.rank for status in left], who, why, name, site=site, hosts=_hosts(left))
-    if not isinstance(found, EngineTimeout):
-        return Diagnosis(
-            "engine-failed",
-            f"{name} failed although every rank is there",
-            who=who,
-            why=_first_line(found),
-            fix="look at the network between the hosts, and at the messages of the other ranks",
-            ranks=(mine,),
-        )
-    # Two ranks that wait for a message from each other are in the same call, and neither has sent.
-    elsewhere = [
-        status
-        for status in everyone
-        if (peers is not None or not status.doing.startswith(f"in {name} ")) and status.rank != mine
-    ]
-    if not elsewhere:
-        # All are in a call of this name; the missing rank is in one of another group.
-        elsewhere = [status for status in everyone if status.rank == culprit]
-    return Diagnosis(
-        "collective-timeout",
-        f"{name} did not finish within {waited}"
-        + (f": {ranks(status.rank for status in elsewhere)} did not come" if elsewhere else ""),
-        who=who,
-        why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:_MAX_LISTED]])
-        or _first_line(found),
-        fix=f"see what keeps {ranks(status.rank for status in elsewhere) if elsewhere else 'a rank'} from "
-        f"coming to {site} in time, or give the call a longer timeout (timeout= of init_process_group or "
-        "new_group)",
-        ranks=tuple(status.rank for status in elsewhere),
-        hosts=_hosts(elsewhere),
-        certain=False,
-    )
-
-
 def _silent(silent: Sequence[Status], who: str, what: str, between: str) -> Diagnosis:
     """Ranks are connected and do not answer the coordinator's pings."""
-    first = silent[0]
-    unreachable = (
-        f"; where {first.host} cannot be reached, see that it is up and its network is (`ip link`), and run the job "
-        "again"
-        if first.host != socket.gethostname()
-        else ""
-    )
+    first, unreachable = silent[0], ""
+    if first.host != socket.gethostname():
+        unreachable = f"; where {first.host} cannot be reached, see that it is up and its network is (`ip link`), "
+        unreachable += "and run the job again"
+    said = [
+        f"rank {each.rank} ({each.host}, pid {each.pid}) has said nothing for {duration(each.since_s)}"
+        for each in silent[:8]
+    ]
     return Diagnosis(
         "peer-silent",
         f"{what}: {ranks(status.rank for status in silent)} {'does' if len(silent) == 1 else 'do'} not answer",
         who=who,
-        why=join(
-            [
-                f"rank {status.rank} ({status.host}, pid {status.pid}) has said nothing for {duration(status.since_s)}"
-                for status in silent[:8]
-            ]
-        )
+        why=join(said)
         + " though connected (observed); probably stopped, swapped out, or in native code with the GIL"
         + between,
         fix=f"on {first.host}: `ps -o stat,wchan,cmd -p {first.pid}`; T is stopped, and `kill -CONT "

@@ -27,8 +27,7 @@ from ..errors import fail
 from ..observe import flight_recorder
 from . import failure
 from . import session as _session
-from .cuda_issue import CudaCalls
-from .cuda_route import CudaRoute
+from .cuda_route import CudaCalls, CudaRoute
 from .p2p import Messages
 from .staging import HOST, Staged, dense, extents, shapes, when_ready
 from .work import CallQueue, Done
@@ -93,7 +92,6 @@ class Group(_Base):  # type: ignore[misc]
         self._kept: BaseException | None = None
         self._cuda = CudaRoute(self, store, timeout.total_seconds())
         self._group_name = ""
-        self._group_desc = ""
         session.member.on_end(self._end)
 
     # Collectives -------------------------------------------------------------------------------------------
@@ -175,13 +173,14 @@ class Group(_Base):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """Copy several tensors of each rank to all ranks, each as one tensor."""
+        name = "all_gather_into_tensor"
 
         def run(route: Route, timeout_ns: int) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 with route.staged(output) as flat:
-                    self._gather_into(self._equal_parts(flat.tensor), tensor, route, timeout_ns)
+                    self._gather_into(self._split(name, flat.tensor.view(-1)), tensor, route, timeout_ns)
 
-        return self._collective("all_gather_into_tensor", run, opts or _torch.AllgatherOptions(), outputs, by=inputs)
+        return self._collective(name, run, opts or _torch.AllgatherOptions(), outputs, by=inputs)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -259,14 +258,15 @@ class Group(_Base):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """Reduce each part of several tensors to the rank it is for."""
+        name = "reduce_scatter_tensor"
         opts = opts or dist.ReduceScatterOptions()
 
         def run(route: Route, timeout_ns: int) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 with route.staged(tensor, back=False) as flat:
-                    self._reduce_into(output, self._equal_parts(flat.tensor), opts.reduceOp, route, timeout_ns)
+                    self._reduce_into(output, self._split(name, flat.tensor.view(-1)), opts.reduceOp, route, timeout_ns)
 
-        return self._collective("reduce_scatter_tensor", run, opts, outputs, others=inputs)
+        return self._collective(name, run, opts, outputs, others=inputs)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         """Copy to each rank its tensor of the list."""
@@ -291,8 +291,8 @@ class Group(_Base):  # type: ignore[misc]
 
         def run(route: Route, timeout_ns: int) -> None:
             with route.staged(output) as out, route.staged(tensor, back=False) as given:
-                gives = parts_of(self._rows(given.tensor, input_splits))
-                takes = parts_of(self._rows(out.tensor, output_splits))
+                gives = parts_of(self._split("all_to_all_single", given.tensor, input_splits))
+                takes = parts_of(self._split("all_to_all_single", out.tensor, output_splits))
                 route.engine.all_to_all(gives, takes, dtype_code(tensor.dtype), timeout_ns)
 
         return self._collective("all_to_all_single", run, opts or dist.AllToAllOptions(), [output], by=[output, tensor])
@@ -379,14 +379,6 @@ class Group(_Base):  # type: ignore[misc]
     def getGroupName(self) -> str:  # noqa: N802
         """Return it."""
         return self._group_name
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Set the description."""
-        self._group_desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return it."""
-        return self._group_desc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -602,25 +594,17 @@ class Group(_Base):  # type: ignore[misc]
             raise self._invalid(name, f"PREMUL_SUM of {dtype} takes no complex factor")
         return factor
 
-    def _equal_parts(self, tensor: torch.Tensor) -> _Tensors:
-        """Cut a contiguous tensor into one part for each rank."""
-        each, rest = divmod(tensor.numel(), self.size())
-        if rest:
-            raise self._invalid(
-                "this call", f"{tensor.numel()} elements cannot be split evenly among {self.size()} ranks"
-            )
-        return list(torch.split(tensor.view(-1), each)) if each else [tensor.view(-1)] * self.size()
-
-    def _rows(self, tensor: torch.Tensor, splits: list[int]) -> _Tensors:
-        """Cut a tensor into parts of ``splits`` rows, one for each rank; [] for even ones."""
+    def _split(self, name: str, tensor: torch.Tensor, splits: Sequence[int] = ()) -> _Tensors:
+        """Cut a tensor into a part for each rank, along its first dimension; without ``splits`` into even ones."""
         size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % size:
-                raise self._invalid("all_to_all_single", f"{rows} rows cannot be split evenly among {size} ranks")
+                unit = "rows" if tensor.dim() > 1 else "elements"
+                raise self._invalid(name, f"{rows} {unit} cannot be split evenly among {size} ranks")
             splits = [rows // size] * size
         if sum(splits) != rows or len(splits) != size:
-            raise self._invalid("all_to_all_single", f"splits {splits} do not add up to {rows} rows for {size} ranks")
-        return list(torch.split(tensor, splits))
+            raise self._invalid(name, f"splits {splits} do not add up to {rows} rows for {size} ranks")
+        return list(torch.split(tensor, list(splits)))
 
     def _same_number(self, name: str, tensors: _Tensors) -> None:
         if len(tensors) != self.size():

@@ -49,11 +49,7 @@ def register(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
             who="this rank",
             fix="give an ordinary tensor of the CPU",
         )
-    moved = (
-        empty(*tensor.shape, dtype=tensor.dtype, group=group)
-        if tensor.dim()
-        else empty((), dtype=tensor.dtype, group=group)
-    )
+    moved = empty(tensor.shape, dtype=tensor.dtype, group=group)
     moved.copy_(tensor.detach())
     tensor.data = moved
     return tensor
