@@ -171,7 +171,7 @@ for count in (3, 50_000):
     x = torch.full((count,), rank + 1.0)
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((count,), 10.0)), x
-say(kind=type(dist.group.WORLD).__name__, hosts=dist.group.WORLD.engine.hosts)
+say(kind=dist.group.WORLD.engine.name, hosts=dist.group.WORLD.engine.hosts)
 dist.destroy_process_group()
 """
 
@@ -180,4 +180,4 @@ def test_ranks_of_one_machine_that_share_no_memory(fork_server: None) -> None:  
     """Whoever cannot be handed memory, though all ranks are on one machine, is on a host of its own."""
     env = {"METHOD": f"tcp://127.0.0.1:{free_port()}", "ALLHANDS_TOKEN": "between users"}
     for result in well(launch(TWO_USERS, 4, env)):
-        assert (result["kind"], result["hosts"]) == ("WideGroup", [[0, 1], [2, 3]])
+        assert (result["kind"], result["hosts"]) == ("hierarchical", [[0, 1], [2, 3]])

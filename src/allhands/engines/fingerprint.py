@@ -16,10 +16,10 @@ import msgspec
 
 from ..diagnosis import majority
 from ..diagnosis.majority import Judgement
-from .dtypes import DTYPES, REDUCTION_NAMES, operation_name
+from .dtypes import REDUCTION_NAMES, dtype_of, operation_name
 from .shm.fd_passing import FdPassing
 
-__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "CallRing", "judge", "judge_sizes", "unpack"]
+__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "CallRing", "elements", "judge", "judge_sizes", "unpack"]
 
 # Sequence, bytes, operation, reduction, type, root, flags: what must be the same on every rank. Then the text's length.
 _HEAD = struct.Struct("<QQIIIiI")
@@ -37,9 +37,6 @@ _MAX_FIELD = 60
 
 _UNEVEN, _REFUSED = 1, 2
 _SEPARATOR = "\x1f"
-
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
-_SIZES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
 
 # Calls by which a rank of a `CallRing` may be ahead (`async_op`) and still be compared.
 _RING = 64
@@ -81,7 +78,7 @@ class Call(msgspec.Struct, frozen=True):
             return f"cannot do its {operation_name(self.operation)} at {self.site}: {self.refused}"
         said = [f"called {operation_name(self.operation)}"]
         if self.dtype:
-            said.append(f"of {_NAMES.get(self.dtype, 'bytes')} x {self.nbytes // _SIZES.get(self.dtype, 1)}")
+            said.append(f"of {elements(self.dtype, self.nbytes)}")
         if self.reduction:
             said.append(f"by {REDUCTION_NAMES[self.reduction]}")
         if self.root >= 0:
@@ -89,6 +86,12 @@ class Call(msgspec.Struct, frozen=True):
         if self.uneven:
             said.append("in parts of different sizes")
         return " ".join(said) + (f", {self.shape}," if self.shape else "") + (f" at {self.site}" if self.site else "")
+
+
+def elements(dtype: int, nbytes: int) -> str:
+    """Return the content of a tensor for messages: `float32 x 4`."""
+    kind = dtype_of(dtype)
+    return f"{str(kind).removeprefix('torch.') if kind else 'bytes'} x {nbytes // (kind.itemsize if kind else 1)}"
 
 
 def unpack(record: bytes | memoryview) -> Call:

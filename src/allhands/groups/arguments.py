@@ -21,7 +21,6 @@ __all__ = [
     "PEER",
     "TABLE",
     "TAG",
-    "Arguments",
     "Function",
     "given",
     "parameters",
@@ -85,36 +84,12 @@ def roles(name: str, names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(known.get(each, OTHER) for each in names)
 
 
-class Arguments(NamedTuple):
-    """The arguments of one call by what they are; None where not given or not a parameter."""
-
-    tensor: Any
-    parts: Any
-    op: Any
-    peer: Any
-    group_peer: Any
-    has_op: bool
-    has_peer: bool
-
-
 @functools.cache
-def _of(name: str) -> tuple[tuple[str, ...], frozenset[str]]:
-    names = parameters(getattr(dist, name))
-    return names, frozenset(names)
+def _names(name: str) -> tuple[str, ...]:
+    return parameters(getattr(dist, name))
 
 
-def given(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> Arguments:
-    """Return the arguments of a call of torch's function ``name``."""
-    names, every = _of(name)
-    function, values = TABLE[name], dict(zip(names, args, strict=False)) | kw
-    # A peer is a root here: of `src` and `dst` a function has one.
-    peer, group_peer = ("src", "group_src") if "src" in every else ("dst", "group_dst")
-    return Arguments(
-        values.get(function.compared),
-        values.get(function.parts),
-        values.get("op"),
-        values.get(peer),
-        values.get(group_peer),
-        "op" in every,
-        peer in every,
-    )
+def given(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> dict[str, Any]:
+    """Return the value of each parameter in a call of torch's function ``name``; None where none is given."""
+    names = _names(name)
+    return dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kw

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import msgspec
 from torch.distributed.distributed_c10d import Store
 
 from .._torch import TCPStore, rendezvous
@@ -18,23 +17,16 @@ from ..environments.world import Address, World
 from ..errors import WorldError, fail
 from .store import StoreRendezvous
 
-__all__ = ["Bootstrap", "bootstrap"]
-
-
-class Bootstrap(msgspec.Struct, frozen=True):
-    """Who this process is, the board where ranks meet (None: an address or this host), and its own trouble."""
-
-    world: World
-    board: Rendezvous | None = None
-    trouble: WorldError | None = None
+__all__ = ["bootstrap"]
 
 
 def bootstrap(
     init_method: str | None, store: Store | None, *, rank: int, world_size: int, generation: int, deadline: float
-) -> Bootstrap:
-    """Say who this process is and where it meets the others; raise for what makes no sense.
+) -> tuple[World, Rendezvous | None, WorldError | None]:
+    """Return who this process is, where ranks meet (None: an address or this host), and what is wrong with this rank.
 
-    ``generation`` counts the groups of this process, so that the next one does not find the last one's notice.
+    Raises for arguments that make no sense. ``generation`` counts the groups of this process, so that the next one does
+    not find the last one's notice.
     """
     if store is not None and init_method is not None:
         raise fail(
@@ -49,17 +41,12 @@ def bootstrap(
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
     rank = _number("rank", rank, query)
     world_size = _number("world_size", world_size, query)
-    key = f"allhands/{generation}/coordinator"
-    if store is not None:
-        found = _who(rank, world_size, None)
-        return msgspec.structs.replace(found, board=StoreRendezvous(store, f"{key}/{found.world.job}"))
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    address: Address | None = None
+    board: Rendezvous | None = None
     match url.scheme:
         case "env":
-            found = _who(rank, world_size, None)
-            if found.world.agent_store:
-                board = StoreRendezvous(_agent_store(found.world, deadline), f"{key}/{found.world.job}")
-                return msgspec.structs.replace(found, board=board)
-            return found
+            pass
         case "tcp":
             try:
                 host, port = url.hostname, url.port
@@ -67,14 +54,26 @@ def bootstrap(
                 raise _bad_url(method, "a port is a number from 1 to 65535") from None
             if not host or not port:
                 raise _bad_url(method, "it needs a host and a port: tcp://HOST:PORT")
-            return _who(rank, world_size, Address(host, port))
+            address = Address(host, port)
         case "file":
             path = unquote(url.netloc + url.path)
             if not path:
                 raise _bad_url(method, "it needs a path: file:///path/to/file")
-            return msgspec.structs.replace(_who(rank, world_size, None), board=FileRendezvous(path))
+            board = FileRendezvous(path)
         case _:
-            return _elsewhere(method, rank, world_size, key, deadline)
+            # A rendezvous handler that someone registered with torch.
+            try:
+                store, rank, world_size = next(rendezvous(method, rank, world_size, timeout=left))
+            except RuntimeError as problem:
+                if "No rendezvous handler" not in str(problem):
+                    raise
+                raise _bad_url(method, "torch knows no such scheme either") from problem
+    world, trouble = _who(rank, world_size, address)
+    if store is None and url.scheme == "env" and world.agent_store:
+        store = _agent_store(world, deadline, left)
+    if store is not None:
+        board = StoreRendezvous(store, f"allhands/{generation}/coordinator/{world.job}")
+    return world, board, trouble
 
 
 def _number(name: str, given: int, query: dict[str, str]) -> int:
@@ -97,22 +96,22 @@ def _bad_url(method: str, why: str) -> Exception:
     )
 
 
-def _who(rank: int, world_size: int, coordinator: Address | None) -> Bootstrap:
+def _who(rank: int, world_size: int, coordinator: Address | None) -> tuple[World, WorldError | None]:
     if world_size == 0:
         raise fail("invalid-argument", "world_size=0 makes no group", who=f"rank {rank}", fix="pass at least 1")
     own_rank = None if rank == -1 else rank
     own_size = None if world_size == -1 else world_size
     try:
-        return Bootstrap(identify(rank=own_rank, world_size=own_size, coordinator=coordinator))
+        return identify(rank=own_rank, world_size=own_size, coordinator=coordinator), None
     except WorldError as problem:
         if problem.slug != "rank-out-of-range" or not problem.ranks:
             raise
         # The others wait for a rank that will never come, so they are told: the roll call refuses it by name.
         world = identify(rank=0, world_size=own_size, coordinator=coordinator)
-        return Bootstrap(world._replace(rank=problem.ranks[0]), trouble=problem)
+        return world._replace(rank=problem.ranks[0]), problem
 
 
-def _agent_store(world: World, deadline: float) -> Store:
+def _agent_store(world: World, deadline: float, left: timedelta) -> Store:
     """Connect to the store of torchrun's agent, which already holds MASTER_PORT."""
     address = world.coordinator
     if address is None:
@@ -124,18 +123,5 @@ def _agent_store(world: World, deadline: float) -> Store:
         )
     # torch's own client says little about why it cannot connect.
     connect_tcp(address, deadline, who=f"rank {world.rank} (pid {os.getpid()})", late_names=world.late_names).close()
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     store: Store = TCPStore(address.host, address.port, is_master=False, timeout=left, wait_for_workers=False)
     return store
-
-
-def _elsewhere(method: str, rank: int, world_size: int, key: str, deadline: float) -> Bootstrap:
-    """Meet through a rendezvous handler that someone registered with torch."""
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    try:
-        store, rank, world_size = next(rendezvous(method, rank, world_size, timeout=left))
-    except RuntimeError as problem:
-        if "No rendezvous handler" not in str(problem):
-            raise
-        raise _bad_url(method, "torch knows no such scheme either") from problem
-    return msgspec.structs.replace(_who(rank, world_size, None), board=StoreRendezvous(store, key))

@@ -23,6 +23,8 @@ from ..errors import AllhandsError, NotInitialised, fail
 from ..observe import flight_recorder
 from . import arguments, desync_check, engine_choice, failure
 from . import session as _session
+from .process_group import Group
+from .session import begin_entry, positive_timeout
 from .staging import resolve_conjugates
 from .work import interruptible, wait_for_future
 
@@ -40,22 +42,14 @@ __all__ = [
     "way",
 ]
 
-# Everything in torch.distributed that communicates, as far as this version of torch has it.
+# The functions of torch.distributed that have a fast path; then all that communicate, as far as this torch has them.
+QUICK: tuple[str, ...] = tuple(arguments.TABLE)
 GUARDED: tuple[str, ...] = (
-    "all_gather",
+    *QUICK,
     "all_gather_coalesced",
-    "all_gather_into_tensor",
     "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
     "batch_isend_irecv",
-    "broadcast",
     "broadcast_object_list",
-    "gather",
     "gather_object",
     "irecv",
     "isend",
@@ -63,15 +57,8 @@ GUARDED: tuple[str, ...] = (
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
-    "recv",
     "recv_object_list",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
     "scatter_object_list",
-    "send",
     "send_object_list",
     "split_group",
 )
@@ -212,29 +199,17 @@ def _run(session: _session.Session, name: str, site: str, function: Callable[...
         session.leave(before)
 
 
-def _issue_and_poll(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return ``function`` issued asynchronously and waited for in Python, so that signals interrupt the wait.
+def _issue_and_poll(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` issued asynchronously and waited for in Python, so that signals interrupt the wait."""
 
-    None for functions without ``async_op``.
-    """
-    names = list(inspect.signature(function).parameters)
-    if "async_op" not in names:
-        return None
-    place = names.index("async_op")
-    group_place = names.index("group")
-
-    def call(*args: Any, **kw: Any) -> Any:
-        group = kw.get("group", args[group_place] if len(args) > group_place else None) or dist.group.WORLD
-        if len(args) > place or kw.get("async_op") or getattr(group, "runs_signal_handlers", False):
-            return function(*args, **kw)
+    def call(*args: Any, **kw: Any) -> None:
         work = function(*args, **{**kw, "async_op": True})
         if not isinstance(work, dist.Work) or type(work).__name__ == "_IllegalWork":
-            return None  # Not a member of the group, or deferred to the end of a coalescing block.
+            return  # Not a member of the group, or deferred to the end of a coalescing block.
         session = _session.current()
         if session is not None:
             wait_for_future(work, session)
         work.wait()
-        return None
 
     return call
 
@@ -254,37 +229,10 @@ def _is_any_source(name: str, args: tuple[Any, ...], kw: dict[str, Any]) -> bool
     return len(args) < 2 and kw.get("src") is None and kw.get("group_src") is None
 
 
-def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    """Return the first tensor among ``values``, or in a list there."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-            return value[0]
-    return None
-
-
-def _entry(name: str, group: Any, args: tuple[Any, ...], kw: dict[str, Any], site: str) -> int:
-    """Begin an entry of the flight recorder for a call of torch's own groups; ours write theirs. Return its number."""
-    if getattr(group, "records_calls", False):
-        return 0
-    tensor = _first_tensor((*args, *kw.values()))
-    known = (
-        (str(tensor.dtype).removeprefix("torch."), "", tuple(tensor.shape), tensor.numel() * tensor.element_size())
-        if tensor is not None
-        else ("", "", (), 0)
-    )
-    recorder = flight_recorder.own()
-    number = recorder.begin(name, getattr(group, "group_name", ""), *known, -1, site)
-    recorder.run(number, 0)
-    return number
-
-
-def _is_shared_memory(args: tuple[Any, ...], kw: dict[str, Any]) -> bool:
-    """Return whether a message goes through shared memory, where signals and the group's end interrupt a wait."""
-    tensor = args[0] if args else kw.get("tensor")
-    group = (args[2] if len(args) > 2 else kw.get("group")) or dist.group.WORLD
-    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and getattr(group, "runs_signal_handlers", False)
+def _first_tensor(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the first tensor among ``values``, or in a list there; [] for none."""
+    firsts = (value[0] if isinstance(value, list) and value else value for value in values)
+    return [first for first in firsts if isinstance(first, torch.Tensor)][:1]
 
 
 def _is_gloo_send(name: str, work: dist.Work) -> bool:
@@ -332,18 +280,8 @@ def monitored_barrier(
     if chosen is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(chosen) == dist.Backend.GLOO:
         # torch reports to ranks outside the group, and has its own default timeout.
         return dist.monitored_barrier(group, timeout, wait_all_ranks)
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    if timeout is not None and timeout <= timedelta(0):
-        raise fail(
-            "invalid-argument",
-            f"monitored_barrier: a timeout of {timeout.total_seconds():g} s is not positive",
-            who="this process",
-            fix="give a timeout above 0, or none for that of the group",
-        )
-    if timeout is None:
-        return chosen.monitored_barrier(wait_all_ranks=wait_all_ranks)
-    return chosen.monitored_barrier(timeout, wait_all_ranks)
+    limit = positive_timeout(timeout)
+    return chosen.monitored_barrier(*([limit] if limit is not None else []), wait_all_ranks=wait_all_ranks)
 
 
 def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -352,11 +290,11 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
         function = monitored_barrier if name == "monitored_barrier" else getattr(dist, name)
     if name.startswith("new_"):
         function = engine_choice.new_group(function)
-    polling = _issue_and_poll(function)
     parameters = list(inspect.signature(function).parameters)
-    place = parameters.index("group") if "group" in parameters else len(parameters)
+    group_place = parameters.index("group") if "group" in parameters else len(parameters)
+    async_place = parameters.index("async_op") if "async_op" in parameters else -1
+    polling = resolve_conjugates(_issue_and_poll(function))
     torchs, function = function, functools.wraps(function)(resolve_conjugates(function))
-    polling = resolve_conjugates(polling) if polling is not None else None
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
@@ -368,19 +306,26 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
             return function(*args, **kw)
         session.member.check_process()
         session.member.check()
-        if not dist.is_initialized():
-            require_group(name)
+        require_group(name)
         site = _session.call_site()
-        interruptible_wait = _is_shared_memory(args, kw)
-        in_thread = not interruptible_wait and _is_any_source(name, args, kw)
-        if name in {"send", "recv"} and not interruptible_wait and (in_thread or _runs_signal_handlers()):
-            work = interruptible(session, function)
-        else:
-            work = polling if polling is not None and _runs_signal_handlers() else function
-        group = kw.get("group", args[place] if len(args) > place else None) or dist.group.WORLD
+        group = kw.get("group", args[group_place] if len(args) > group_place else None) or dist.group.WORLD
+        ours = isinstance(group, Group)
+        tensor = _first_tensor((*args, *kw.values()))
+        # Through Gloo or NCCL. Signals and the group's end interrupt a wait in shared memory.
+        foreign = not ours or any(not each.is_cpu for each in tensor)
+        in_thread = foreign and _is_any_source(name, args, kw)
+        work: Callable[..., Any] = function
+        if name in {"send", "recv"}:
+            if in_thread or (foreign and _runs_signal_handlers()):
+                work = interruptible(session, function)
+        elif not ours and len(args) <= async_place and not kw.get("async_op") and _runs_signal_handlers():
+            work = polling
         check = session.desync_checks.get(group)
         began = check.before(name, args, kw, site) if check is not None else None
-        entry, well = _entry(name, group, args, kw, site), False
+        entry, well = 0, False
+        if not ours:  # Ours record their calls themselves.
+            entry = begin_entry(name, getattr(group, "group_name", ""), tensor, site)
+            flight_recorder.own().run(entry, 0)
         try:
             result = _run(session, name, site, work, *args, **kw)
             well = True
@@ -399,9 +344,6 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
         return result
 
     return call
-
-
-QUICK: tuple[str, ...] = tuple(arguments.TABLE)
 
 
 @functools.cache

@@ -23,9 +23,10 @@ from ..engines.shm.engine import MAX_RANKS
 from ..engines.shm.fd_passing import FdPassing
 from . import arguments, failure
 from .arguments import TABLE
+from .process_group import Group
 from .session import Session
 
-__all__ = ["DesyncCheck", "start", "stop"]
+__all__ = ["DesyncCheck", "start"]
 
 
 # Calls that are not compared: messages concern two ranks, and torch's own groups refuse the third.
@@ -81,28 +82,26 @@ class DesyncCheck:
     def _count(self) -> int:
         return sum(count() for count in self._counters)
 
-    def _call(self, name: str, given: arguments.Arguments, site: str) -> Call:
-        reduction = reduction_code(given.op if given.op is not None else dist.ReduceOp.SUM) if given.has_op else 0
-        known: dict[str, Any] = {}
-        tensor = given.tensor
+    def _call(self, name: str, given: dict[str, Any], site: str) -> Call:
+        function = TABLE[name]
+        op = given.get("op") or dist.ReduceOp.SUM
+        known: dict[str, Any] = {"reduction": reduction_code(op) if "op" in given else 0, "root": self._root(given)}
+        tensor = given.get(function.compared)
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            known = {
-                "nbytes": tensor.nbytes,
-                "dtype": dtype_code(tensor.dtype),
-                "shape": str(list(tensor.shape)),
-            }
-            if not self._even and _uneven(given.parts):
-                known |= {"nbytes": 0, "uneven": True}
-        operation = operation_code(TABLE[name].operation)
-        return Call(self._compared, operation, reduction=reduction, root=self._root(given), site=site, **known)
+            uneven = not self._even and _uneven(given.get(function.parts))
+            known |= {"nbytes": 0 if uneven else tensor.nbytes, "uneven": uneven}
+            known |= {"dtype": dtype_code(tensor.dtype), "shape": str(list(tensor.shape))}
+        return Call(self._compared, operation_code(function.operation), site=site, **known)
 
-    def _root(self, given: arguments.Arguments) -> int:
+    def _root(self, given: dict[str, Any]) -> int:
         """Return the root as a rank of the job, however it was given; -1 for none."""
-        if not given.has_peer:
+        # Of `src` and `dst` a function has one.
+        peer = "src" if "src" in given else "dst"
+        if peer not in given:
             return -1
-        if isinstance(given.peer, int):
-            return given.peer
-        inside = given.group_peer
+        if isinstance(given[peer], int):
+            return int(given[peer])
+        inside = given[f"group_{peer}"]
         return self.ranks[inside] if isinstance(inside, int) and 0 <= inside < len(self.ranks) else 0
 
 
@@ -116,7 +115,7 @@ def _uneven(parts: Any) -> bool:
 def start(session: Session, group: Any) -> None:
     """Begin to compare the calls of ``group`` where it is torch's own, on one host. Each of its ranks calls this."""
     ranks = dist.get_process_group_ranks(group)
-    if getattr(group, "records_calls", False) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
+    if isinstance(group, Group) or not session.one_host or not 2 <= len(ranks) <= MAX_RANKS:
         return
     try:
         counters = _torch.counters(group)
@@ -125,8 +124,3 @@ def start(session: Session, group: Any) -> None:
     fd_passing = FdPassing(session.store, group.rank(), len(ranks), session.member.check)
     ring = CallRing(fd_passing, f"calls/{group.group_name}", group.rank(), ranks, session.timeout.total_seconds())
     session.desync_checks[group] = DesyncCheck(group, session, ring, counters)
-
-
-def stop(session: Session, group: Any) -> None:
-    """Forget ``group``, which is destroyed."""
-    session.desync_checks.pop(group, None)

@@ -1,16 +1,14 @@
 """Which engine a group uses: what its caller asked for, else what the default group uses, else the setting.
 
-torch knows our groups by one name, `allhands`; a backend that is an engine of ours is asked for by its own name, and
-stands here from the call to the making of the group.
+torch knows our groups by one name, `allhands`. A backend that is an engine of ours is asked for by its own name, which
+torch passes from the call to the making of the group as ``pg_options``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -19,13 +17,12 @@ from torch.distributed.distributed_c10d import Store
 from .. import settings
 from ..errors import fail
 
-__all__ = ["ENGINES", "asking_for", "chosen", "engine_of", "named", "new_group", "split"]
+__all__ = ["ENGINES", "chosen", "engine_of", "named", "new_group", "split"]
 
 # Backends that are engines of ours: torch's own branch of that name refuses, or is not what is meant.
 ENGINES = frozenset({"mpi"})
 
 _SETTINGS = ("shm", "gloo", "mpi")
-_asked = threading.local()
 
 
 def split(backend: str | None) -> tuple[str | None, str]:
@@ -46,28 +43,20 @@ def split(backend: str | None) -> tuple[str | None, str]:
     return backend, ""
 
 
-@contextmanager
-def asking_for(engine: str) -> Iterator[None]:
-    """Have groups that this thread makes in the block use ``engine``; "" asks for nothing."""
-    before = getattr(_asked, "engine", "")
-    _asked.engine = engine
-    try:
-        yield
-    finally:
-        _asked.engine = before
-
-
 def engine_of(group: Any) -> str:
     """Return the name of the engine of ``group`` where it is one of `ENGINES`, else ""."""
     name = getattr(getattr(group, "engine", None), "name", "")
     return name if name in ENGINES else ""
 
 
-def chosen(store: Store, rank: int) -> str:
-    """Return the engine that the group's rank 0 asks for: ranks that went by their own settings might never meet."""
+def chosen(store: Store, rank: int, wanted: str) -> str:
+    """Return the engine that the group's rank 0 asks for, by its caller (``wanted``, "" for any) or its setting.
+
+    Ranks that went by their own settings might never meet.
+    """
     if rank == 0:
         inherited = engine_of(dist.group.WORLD) if dist.is_initialized() else ""
-        asked = getattr(_asked, "engine", "") or inherited or settings.read().engine or "shm"
+        asked = wanted or inherited or settings.read().engine or "shm"
         if asked not in _SETTINGS:
             raise fail(
                 "invalid-argument",
@@ -81,23 +70,15 @@ def chosen(store: Store, rank: int) -> str:
 
 def new_group(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, one of torch's that makes groups, taking the names of our engines as backend= too."""
-    names = list(inspect.signature(function).parameters)
-    if "backend" not in names:
-        return function
-    place = names.index("backend")
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kw: Any) -> Any:
-        given = kw.get("backend", args[place] if len(args) > place else None)
-        backend, engine = split(given)
-        if not engine:
-            return function(*args, **kw)
-        if len(args) > place:
-            args = (*args[:place], backend, *args[place + 1 :])
-        else:
-            kw["backend"] = backend
-        with asking_for(engine):
-            return function(*args, **kw)
+        given = signature.bind(*args, **kw)
+        backend, engine = split(given.arguments.get("backend"))
+        if engine:
+            given.arguments.update(backend=backend, pg_options=engine)
+        return function(*given.args, **given.kwargs)
 
     return call
 

@@ -11,14 +11,16 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from ..control.messages import Status
-from ..diagnosis import Diagnosis, duration, join, ranks
+from ..diagnosis import Diagnosis, duration, join, majority, ranks
 from ..engines.base import (
     CallMismatch,
     EngineAborted,
@@ -29,7 +31,8 @@ from ..engines.base import (
     PeerLeft,
 )
 from ..engines.cuda import nccl_errors
-from ..engines.dtypes import OPERATIONS, REDUCTION_NAMES, dtype_of, operation_name
+from ..engines.dtypes import OPERATIONS
+from ..engines.fingerprint import Call, elements
 from ..engines.gloo import gloo_errors
 from ..engines.shm.engine import ShmEngine
 from ..errors import AllhandsError, GroupEnded, StoreTimeout, error
@@ -37,10 +40,18 @@ from ..observe import flight_recorder
 from .session import NOT_THE_USERS, Session, call_site
 
 if TYPE_CHECKING:
-    from ..diagnosis.majority import Judgement
-    from .process_group import HostGroup
+    from .process_group import Group
 
-__all__ = ["Ranked", "announce", "barrier_timeout", "engine_failure", "explain", "last_call_mismatch", "of_group"]
+__all__ = [
+    "Ranked",
+    "announce",
+    "barrier_timeout",
+    "engine_failure",
+    "explain",
+    "last_call_mismatch",
+    "of_group",
+    "reason",
+]
 
 # How long a failed call waits for the coordinator's verdict. A death reaches the coordinator as a closed connection,
 # so that the verdict arrives within milliseconds unless the machine is overloaded.
@@ -61,6 +72,9 @@ _BARRIER_STATUS_S = 0.3
 
 # Gloo's messages are pages of C++; a diagnosis keeps the first line.
 _MAX_MESSAGE = 300
+
+# How many characters of a refusal the other ranks receive.
+_MAX_REASON = 120
 
 # More ranks than this are not listed one by one.
 _MAX_LISTED = 16
@@ -136,10 +150,10 @@ def announce(session: Session, problem: BaseException) -> None:
     session.member.report_failure(type(problem).__name__, message, trace, follows=consequential)
 
 
-def barrier_timeout(group: HostGroup, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:
+def barrier_timeout(group: Group, waited_s: float, site: str, *, wait_all_ranks: bool) -> AllhandsError:
     """Return the exception for a monitored barrier that ranks are missing from; it ends the group for all."""
     member = group.session.member
-    missing = [group.ranks[index] for index in _shm(group).missing()]
+    missing = [group.ranks[index] for index in group.engine.missing()]
     everyone = {status.rank: status for status in member.statuses(_BARRIER_STATUS_S)}
     named = missing if wait_all_ranks else missing[:1]
     more = len(missing) - len(named)
@@ -153,7 +167,7 @@ def barrier_timeout(group: HostGroup, waited_s: float, site: str, *, wait_all_ra
         fix=f"see what keeps {ranks(named) if named else 'the last rank'} from coming to {site} in time, or "
         "give the call a longer timeout (timeout=)",
         ranks=tuple(named),
-        hosts=tuple(dict.fromkeys(everyone[rank].host for rank in named if rank in everyone)),
+        hosts=_hosts(everyone[rank] for rank in named if rank in everyone),
     )
     return error(member.end_group(found))
 
@@ -177,53 +191,100 @@ def _diagnose(  # noqa: PLR0917  # what is known of a call
     who = _caller(session, name, site)
     if isinstance(found, CallMismatch) and group is not None:
         if found.judgement is not None:
-            return _different_calls(group, found.judgement, who)
+            odd = tuple(sorted(group.ranks[index] for index in found.judgement.odd))
+            return _different_calls(odd, found.judgement.lines, who)
         if found.message is not None:
-            return _different_message(cast("HostGroup", group), found.message, who)
-        return _different_calls_in_segment(cast("HostGroup", group), group.ranks[found.culprit or 0], who)
+            return _different_message(cast("Group", group), found.message, who)
+        return _different_calls_in_segment(cast("Group", group), group.ranks[found.culprit or 0], who)
     culprit = None if found.culprit is None or group is None else group.ranks[found.culprit]
-    if culprit is not None:
-        match found:
-            case PeerDead():
-                return _lost(culprit, who, "its process ended (seen through its pidfd)")
-            case PeerLeft():
-                return _departed(culprit, who, name)
-            case EngineAborted():
-                return _lost(culprit, who, "it ended the group")
-    return _from_statuses(session, found, name, site, group.ranks if group is not None else None, peers, culprit)
+    if culprit is not None and isinstance(found, PeerDead | EngineAborted):
+        aborted = isinstance(found, EngineAborted)
+        return Diagnosis(
+            "peer-lost",
+            f"rank {culprit} is gone",
+            who=who,
+            why="it ended the group" if aborted else "its process ended (seen through its pidfd)",
+            fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg); then run the job again",
+            ranks=(culprit,),
+        )
+    if culprit is not None and isinstance(found, PeerLeft):
+        why = f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call"
+        return _left([culprit], who, why, name, site=site)
+    # A timeout or a lost connection, by what the ranks report.
+    member, mine = session.member, session.member.rank
+    waited_s = session.waited_s()
+    waited = duration(waited_s) if waited_s is not None else "the time it was given"
+    expected = peers if peers is not None else group.ranks if group is not None else None
+    census = member.statuses()
+    everyone = [status for status in census if expected is None or status.rank in expected or status.rank == mine]
+    others = [status for status in everyone if status.rank != mine]
+    if member.verdict is not None:
+        return member.verdict
+    if not everyone and member.over:
+        why = "the coordinator ended in good order (observed), as it does once rank 0 beside it has left"
+        return _left([0], who, why, name, site=site)
+    silent = [status for status in others if status.state == "silent"]
+    between = ""
+    if peers is not None and not silent:
+        # A message's peer that answers may itself wait for one that does not.
+        silent = [status for status in census if status.state == "silent" and status.rank != mine]
+        between = f"; {ranks(peers)} {'answers' if len(peers) == 1 else 'answer'}, and may wait for it too"
+    if silent:
+        return _silent(silent, who, f"{name} did not finish within {waited}", between)
+    if left := [status for status in others if status.state in {"left", "gone"}]:
+        why = join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]])
+        return _left([status.rank for status in left], who, why, name, site=site, hosts=_hosts(left))
+    if not isinstance(found, EngineTimeout):
+        return Diagnosis(
+            "engine-failed",
+            f"{name} failed although every rank is there",
+            who=who,
+            why=_first_line(found),
+            fix="look at the network between the hosts, and at the messages of the other ranks",
+            ranks=(mine,),
+        )
+    # Two ranks that wait for a message from each other are in the same call, and neither has sent.
+    elsewhere = [status for status in others if peers is not None or not status.doing.startswith(f"in {name} ")]
+    if not elsewhere:
+        # All are in a call of this name; the missing rank is in one of another group.
+        elsewhere = [status for status in everyone if status.rank == culprit]
+    missing = ranks(status.rank for status in elsewhere) if elsewhere else ""
+    return Diagnosis(
+        "collective-timeout",
+        f"{name} did not finish within {waited}" + (f": {missing} did not come" if missing else ""),
+        who=who,
+        why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:_MAX_LISTED]])
+        or _first_line(found),
+        fix=f"see what keeps {missing or 'a rank'} from coming to {site} in time, or give the call a longer timeout "
+        "(timeout= of init_process_group or new_group)",
+        ranks=tuple(status.rank for status in elsewhere),
+        hosts=_hosts(elsewhere),
+        certain=False,
+    )
 
 
-def _different_calls(group: Ranked, judgement: Judgement, who: str) -> Diagnosis:
-    odd = tuple(sorted(group.ranks[index] for index in judgement.odd))
+def _different_calls(odd: tuple[int, ...], lines: Sequence[str], who: str, hosts: tuple[str, ...] = ()) -> Diagnosis:
     return Diagnosis(
         "collective-mismatch",
         "ranks of one group made different calls",
         who=who,
-        why="\n".join(judgement.lines),
-        fix=_fix_calls(odd),
+        why="\n".join(lines),
+        fix=f"make the {'call' if len(odd) == 1 else 'calls'} of {ranks(odd)} the same as the others': on every rank "
+        "the same operations in the same order, with the same size, type, reduction and root",
         ranks=odd,
+        hosts=hosts,
     )
 
 
-def _fix_calls(odd: Sequence[int]) -> str:
-    calls = "call" if len(odd) == 1 else "calls"
-    return (
-        f"make the {calls} of {ranks(odd)} the same as the others': on every rank the same operations in the same "
-        "order, with the same size, type, reduction and root"
-    )
-
-
-def _different_message(group: HostGroup, odd: MessageMismatch, who: str) -> Diagnosis:
+def _different_message(group: Group, odd: MessageMismatch, who: str) -> Diagnosis:
     source, target = group.ranks[odd.source], group.ranks[odd.target]
     everyone = {status.rank: status for status in group.session.member.statuses()}
     lines = [
-        f"rank {source} sent {_elements(odd.sent_dtype, odd.sent_nbytes)} with tag {odd.tag} to rank {target}",
-        f"rank {target} expected {_elements(odd.expected_dtype, odd.expected_nbytes)}",
+        f"rank {source} sent {elements(odd.sent_dtype, odd.sent_nbytes)} with tag {odd.tag} to rank {target}",
+        f"rank {target} expected {elements(odd.expected_dtype, odd.expected_nbytes)}",
     ]
     lines += [
-        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
-        for rank in dict.fromkeys((source, target))
-        if rank in everyone
+        f"rank {rank} is {_doing(everyone[rank])}" for rank in dict.fromkeys((source, target)) if rank in everyone
     ]
     return Diagnosis(
         "collective-mismatch",
@@ -236,25 +297,17 @@ def _different_message(group: HostGroup, odd: MessageMismatch, who: str) -> Diag
     )
 
 
-def _lost(culprit: int, who: str, why: str) -> Diagnosis:
+def _left(
+    culprits: Sequence[int], who: str, why: str, call: str, *, site: str, hosts: tuple[str, ...] = ()
+) -> Diagnosis:
     return Diagnosis(
         "peer-lost",
-        f"rank {culprit} is gone",
+        f"{call} cannot finish: {ranks(culprits)} left the group",
         who=who,
         why=why,
-        fix=f"look at the end of rank {culprit}'s output and at the kernel log (dmesg); then run the job again",
-        ranks=(culprit,),
-    )
-
-
-def _departed(culprit: int, who: str, name: str) -> Diagnosis:
-    return Diagnosis(
-        "peer-lost",
-        f"{name} cannot finish: rank {culprit} left the group",
-        who=who,
-        why=f"rank {culprit} destroyed the group (observed in shared memory) without coming to this call",
-        fix=f"let rank {culprit} make the same calls as the others, and destroy the group after the last of them",
-        ranks=(culprit,),
+        fix=f"let {ranks(culprits)} come to {call} ({site}) too: every rank has to make the same calls before it ends",
+        ranks=tuple(culprits),
+        hosts=hosts,
     )
 
 
@@ -273,117 +326,32 @@ def _shared_gpu(session: Session, reason: str, name: str, site: str) -> Diagnosi
     )
 
 
-# A timeout or a lost connection, by what the ranks report ---------------------------------------------------------
-
-
-def _from_statuses(  # noqa: PLR0917  # what is known of a call
-    session: Session,
-    found: EngineFailure,
-    name: str,
-    site: str,
-    among: Collection[int] | None,
-    peers: Collection[int] | None,
-    culprit: int | None,
-) -> Diagnosis:
-    member, mine = session.member, session.member.rank
-    waited_s = session.waited_s()
-    waited = duration(waited_s) if waited_s is not None else "the time it was given"
-    expected = peers if peers is not None else among
-    census = member.statuses()
-    everyone = [status for status in census if expected is None or status.rank in expected or status.rank == mine]
-    if member.verdict is not None:
-        return member.verdict
-    who = _caller(session, name, site)
-    if not everyone and member.over:
-        return Diagnosis(
-            "peer-lost",
-            f"{name} cannot finish: rank 0 left the group",
-            who=who,
-            why="the coordinator ended in good order (observed), as it does once rank 0 beside it has left",
-            fix=f"let rank 0 come to {name} ({site}) too: every rank has to make the same calls before it ends",
-            ranks=(0,),
-        )
-    silent = [status for status in everyone if status.state == "silent" and status.rank != mine]
-    between = ""
-    if peers is not None and not silent:
-        # A message's peer that answers may itself wait for one that does not.
-        silent = [status for status in census if status.state == "silent" and status.rank != mine]
-        between = f"; {ranks(peers)} {'answers' if len(peers) == 1 else 'answer'}, and may wait for it too"
-    if silent:
-        return _silent(silent, who, f"{name} did not finish within {waited}", between)
-    left = [status for status in everyone if status.state in {"left", "gone"} and status.rank != mine]
-    if left:
-        return Diagnosis(
-            "peer-lost",
-            f"{name} cannot finish: {ranks(status.rank for status in left)} left the group",
-            who=who,
-            why=join([f"rank {status.rank} {status.doing} {duration(status.since_s)} ago" for status in left[:8]]),
-            fix=f"let {ranks(status.rank for status in left)} come to {name} ({site}) too: every rank has to "
-            "make the same calls before it ends",
-            ranks=tuple(status.rank for status in left),
-            hosts=tuple(dict.fromkeys(status.host for status in left)),
-        )
-    if not isinstance(found, EngineTimeout):
-        return Diagnosis(
-            "engine-failed",
-            f"{name} failed although every rank is there",
-            who=who,
-            why=_first_line(found),
-            fix="look at the network between the hosts, and at the messages of the other ranks",
-            ranks=(mine,),
-        )
-    # Two ranks that wait for a message from each other are in the same call, and neither has sent.
-    elsewhere = [
-        status
-        for status in everyone
-        if (peers is not None or not status.doing.startswith(f"in {name} ")) and status.rank != mine
-    ]
-    if not elsewhere:
-        # All are in a call of this name; the missing rank is in one of another group.
-        elsewhere = [status for status in everyone if status.rank == culprit]
-    return Diagnosis(
-        "collective-timeout",
-        f"{name} did not finish within {waited}"
-        + (f": {ranks(status.rank for status in elsewhere)} did not come" if elsewhere else ""),
-        who=who,
-        why="; ".join([f"rank {status.rank} is {_doing(status)}" for status in everyone[:_MAX_LISTED]])
-        or _first_line(found),
-        fix=f"see what keeps {ranks(status.rank for status in elsewhere) if elsewhere else 'a rank'} from "
-        f"coming to {site} in time, or give the call a longer timeout (timeout= of init_process_group or "
-        "new_group)",
-        ranks=tuple(status.rank for status in elsewhere),
-        hosts=tuple(dict.fromkeys(status.host for status in elsewhere)),
-        certain=False,
-    )
-
-
 def _silent(silent: Sequence[Status], who: str, what: str, between: str) -> Diagnosis:
     """Ranks are connected and do not answer the coordinator's pings."""
-    first = silent[0]
-    unreachable = (
-        f"; where {first.host} cannot be reached, see that it is up and its network is (`ip link`), and run the job "
-        "again"
-        if first.host != socket.gethostname()
-        else ""
-    )
+    first, unreachable = silent[0], ""
+    if first.host != socket.gethostname():
+        unreachable = f"; where {first.host} cannot be reached, see that it is up and its network is (`ip link`), "
+        unreachable += "and run the job again"
+    said = [
+        f"rank {each.rank} ({each.host}, pid {each.pid}) has said nothing for {duration(each.since_s)}"
+        for each in silent[:8]
+    ]
     return Diagnosis(
         "peer-silent",
         f"{what}: {ranks(status.rank for status in silent)} {'does' if len(silent) == 1 else 'do'} not answer",
         who=who,
-        why=join(
-            [
-                f"rank {status.rank} ({status.host}, pid {status.pid}) has said nothing for {duration(status.since_s)}"
-                for status in silent[:8]
-            ]
-        )
+        why=join(said)
         + " though connected (observed); probably stopped, swapped out, or in native code with the GIL"
         + between,
         fix=f"on {first.host}: `ps -o stat,wchan,cmd -p {first.pid}`; T is stopped, and `kill -CONT "
         f"{first.pid}` lets it go on; D waits for a disk; else `py-spy dump --pid {first.pid}`" + unreachable,
         ranks=tuple(status.rank for status in silent),
-        hosts=tuple(dict.fromkeys(status.host for status in silent)),
+        hosts=_hosts(silent),
         certain=False,
     )
+
+
+# Calls that differ in shared memory -------------------------------------------------------------------------------
 
 
 def last_call_mismatch(group: Any) -> AllhandsError | None:
@@ -393,76 +361,54 @@ def last_call_mismatch(group: Any) -> AllhandsError | None:
     """
     if not isinstance(getattr(group, "engine", None), ShmEngine):
         return None
-    segment = _shm(group).segment
-    own = segment.call(group.rank())
-    made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
-    arrived = {rank: call for rank, call in made.items() if call[0] == own[0]}
-    if not all(call[1] in _EARLY for call in arrived.values()) or len(_sets(arrived, _compared)) < 2:
+    calls = _arrived_calls(group).values()
+    if not all(call[1] in _EARLY for call in calls) or len({_compared(call) for call in calls}) < 2:
         return None
     who = _caller(group.session, "destroy_process_group", call_site())
     return error(_different_calls_in_segment(group, group.ranks[0], who))
 
 
-# Calls that differ in shared memory -------------------------------------------------------------------------------
-
-
-def _different_calls_in_segment(group: HostGroup, culprit: int, who: str) -> Diagnosis:
+def _different_calls_in_segment(group: Group, culprit: int, who: str) -> Diagnosis:
     """Compare the fingerprints in the segment, with shapes and lines from the ranks' flight recorders."""
     everyone = {status.rank: status for status in group.session.member.statuses()}
     arrived = _wait_for_calls(group)
-    absent = [rank for rank in group.ranks if rank not in arrived]
-    odd = sorted(rank for same in _same_calls(arrived)[1:] for rank in same) or [culprit]
-    by_call: dict[str, list[int]] = {}
-    by_place: dict[tuple[str, str], list[int]] = {}
-    for rank, call in arrived.items():
-        text = _call_text(call)
-        by_call.setdefault(text, []).append(rank)
-        by_place.setdefault((text, _shape_and_site(group, group.ranks.index(rank), call[0])), []).append(rank)
-    lines = [
-        f"{ranks(same)} called {call}{place}"
-        for call, _ in sorted(by_call.items(), key=lambda item: (-len(item[1]), item[1]))
-        for (each, place), same in by_place.items()
-        if each == call
-    ]
-    if absent:
+    calls = {rank: _described(group, group.ranks.index(rank), call) for rank, call in arrived.items()}
+    numbers, words = list(calls), [call.words() for call in calls.values()]
+    judgement = majority.judge(_keys(arrived), words, numbers)
+    odd = tuple(numbers[index] for index in judgement.odd) if judgement is not None else (culprit,)
+    lines = list(judgement.lines) if judgement is not None else majority.lines(words, numbers)
+    if absent := [rank for rank in group.ranks if rank not in arrived]:
         lines.append(f"{ranks(absent)} had not come to this call yet")
     # A rank whose call is listed with its line is there; the others report where they are.
-    placed = {rank for (_, place), same in by_place.items() if place for rank in same}
-    lines += [
-        f"rank {rank} is {everyone[rank].doing} for {duration(everyone[rank].since_s)}"
-        for rank in group.ranks
-        if rank in everyone and rank not in placed
-    ][:_MAX_LISTED]
-    return Diagnosis(
-        "collective-mismatch",
-        "ranks of one group made different calls",
-        who=who,
-        why="\n".join(lines),
-        fix=_fix_calls(odd),
-        ranks=tuple(odd),
-        hosts=(socket.gethostname(),),
-    )
+    elsewhere = [rank for rank in group.ranks if rank in everyone and (rank not in calls or not calls[rank].site)]
+    lines += [f"rank {rank} is {_doing(everyone[rank])}" for rank in elsewhere[:_MAX_LISTED]]
+    return _different_calls(odd, lines, who, hosts=(socket.gethostname(),))
 
 
-def _wait_for_calls(group: HostGroup) -> dict[int, tuple[int, ...]]:
+def _wait_for_calls(group: Group) -> dict[int, tuple[int, ...]]:
     """Return the calls of the ranks that arrived, once a majority is known, or after _ARRIVE_S."""
     deadline = time.monotonic() + _ARRIVE_S
-    segment = _shm(group).segment
     while True:
-        sequence = segment.call(group.rank())[0]
-        made: dict[int, tuple[int, ...]] = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
-        arrived = {rank: call for rank, call in made.items() if call[0] == sequence}
-        most = max(map(len, _same_calls(arrived)), default=0)
-        if most * 2 > len(made) or len(arrived) == len(made) or time.monotonic() >= deadline:
+        arrived = _arrived_calls(group)
+        most = max(Counter(_keys(arrived)).values(), default=0)
+        if most * 2 > len(group.ranks) or len(arrived) == len(group.ranks) or time.monotonic() >= deadline:
             return arrived
         time.sleep(_POLL_S)
 
 
-def _same_calls(calls: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    """Return the ranks that made the same call together, the largest set first."""
+def _arrived_calls(group: Group) -> dict[int, tuple[int, ...]]:
+    """Return the calls of the ranks that have begun this rank's current call."""
+    segment = cast("ShmEngine", group.engine).segment
+    sequence = segment.call(group.rank())[0]
+    made = {rank: segment.call(index) for index, rank in enumerate(group.ranks)}
+    return {rank: call for rank, call in made.items() if call[0] == sequence}
+
+
+def _keys(calls: dict[int, tuple[int, ...]]) -> list[object]:
+    """Return what differs between ``calls``, if anything does."""
+    keys = [_compared(call) for call in calls.values()]
     # Where sizes may differ, they are wrong only if nothing else is.
-    sets = _sets(calls, _compared)
-    return sets if len(sets) > 1 else _sets(calls, lambda call: call[4])
+    return keys if len(set(keys)) > 1 else [call[4] for call in calls.values()]
 
 
 def _compared(call: tuple[int, ...]) -> object:
@@ -470,69 +416,42 @@ def _compared(call: tuple[int, ...]) -> object:
     return (*call[1:4], *call[5:], 0 if call[1] in _UNEVEN else call[4])
 
 
-def _sets(calls: dict[int, tuple[int, ...]], key: Callable[[tuple[int, ...]], object]) -> list[list[int]]:
-    found: dict[object, list[int]] = {}
-    for rank, call in calls.items():
-        found.setdefault(key(call), []).append(rank)
-    return sorted(found.values(), key=lambda same: (-len(same), same))
-
-
-def _shape_and_site(group: HostGroup, index: int, sequence: int) -> str:
-    """Return shape and line of a rank's call from its flight recorder, "" where that cannot be read."""
-    pid = _shm(group).pids[index]
-    if not pid:
-        return ""
-    try:
-        recorder = flight_recorder.read(pid)
-    except (LookupError, OSError):
-        return ""  # The process has ended, or is another user's.
-    # One entry may be of several calls (coalesced tensors), so it is the last that began at or before this one.
-    fitting = [entry for entry in recorder.entries if entry.group == group.getGroupName() and entry.started_s]
-    entry = max(
-        (entry for entry in fitting if entry.sequence <= sequence), key=lambda entry: entry.number, default=None
-    )
-    if entry is None:
-        return ""
-    shape = f" (shape [{', '.join(map(str, entry.shape))}])" if entry.dtype else ""
-    return f"{shape} at {entry.site}"
-
-
-def _call_text(call: tuple[int, ...]) -> str:
-    _, operation, reduction, dtype, nbytes, root, list_digest = call
-    parts = [operation_name(operation)]
-    kind = dtype_of(dtype)
-    if dtype:
-        parts.append(f"of {str(kind).removeprefix('torch.') if kind else 'bytes'}")
-    if nbytes:
-        parts.append(f"x {nbytes // (kind.itemsize if kind else 1)}")
-    if reduction:
-        parts.append(f"by {REDUCTION_NAMES[reduction]}")
-    if root >= 0:
-        parts.append(f"with root {root}")
+def _described(group: Group, index: int, call: tuple[int, ...]) -> Call:
+    """Return a rank's call with shape and line from its flight recorder, without them where that cannot be read."""
+    sequence, operation, reduction, dtype, nbytes, root, list_digest = call
+    pid, name = cast("ShmEngine", group.engine).pids[index], group.getGroupName()
+    entry: flight_recorder.Entry | None = None
+    with suppress(LookupError, OSError):  # The process has ended, or is another user's.
+        entries = flight_recorder.read(pid).entries if pid else ()
+        # One entry may be of several calls (coalesced tensors), so it is the last that began at or before this one.
+        fitting = [each for each in entries if each.group == name and each.started_s and each.sequence <= sequence]
+        entry = max(fitting, key=lambda each: each.number, default=None)
+    shape = str(list(entry.shape)) if entry is not None and entry.dtype else ""
     if list_digest:
         # Two lists may have the same number of bytes in all; then only the digest differs.
-        parts.append(f"of several tensors (digest of their sizes: {list_digest:016x})")
-    return " ".join(parts)
+        shape = f"{shape} of several tensors (digest of their sizes: {list_digest:016x})".lstrip()
+    site = entry.site if entry is not None else ""
+    return Call(sequence, operation, nbytes, reduction, dtype, root, shape=shape, site=site)
 
 
 # Parts of a message -----------------------------------------------------------------------------------------------
-
-
-def _shm(group: HostGroup) -> ShmEngine:
-    return cast("ShmEngine", group.engine)
 
 
 def _caller(session: Session, name: str, site: str) -> str:
     return f"rank {session.member.rank} ({socket.gethostname()}, pid {os.getpid()}) in {name} at {site}"
 
 
-def _first_line(problem: BaseException) -> str:
+def reason(problem: BaseException) -> str:
+    """Return why this rank cannot make its call, as the other ranks receive it."""
+    return _first_line(problem.diagnosis.what if isinstance(problem, AllhandsError) else problem)[:_MAX_REASON]
+
+
+def _first_line(problem: object) -> str:
     return str(problem).splitlines()[0][:_MAX_MESSAGE] if str(problem) else type(problem).__name__
 
 
-def _elements(dtype: int, nbytes: int) -> str:
-    kind = dtype_of(dtype)
-    return f"{str(kind).removeprefix('torch.') if kind else 'bytes'} x {nbytes // (kind.itemsize if kind else 1)}"
+def _hosts(statuses: Iterable[Status]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(status.host for status in statuses))
 
 
 def _doing(status: Status) -> str:

@@ -34,11 +34,11 @@ from ..errors import AllhandsError, error, fail
 from ..observe import flight_recorder, stacks
 from . import desync_check, engine_choice, failure, registration
 from . import session as _session
-from .bootstrap import Bootstrap, bootstrap
+from .bootstrap import bootstrap
 from .collectives import note_destroyed
-from .session import Session, call_site
+from .session import Session, call_site, positive_timeout
 
-__all__ = ["attend", "destroy_process_group", "end", "forming", "init_process_group", "process_group"]
+__all__ = ["attend", "destroy_process_group", "end", "init_process_group", "process_group"]
 
 _log = logging.getLogger("allhands")
 
@@ -63,12 +63,6 @@ _ABANDONED_S = 0.2
 
 # Counts the groups that this process formed; all ranks count alike.
 _generation = 0
-_forming = threading.local()
-
-
-def forming() -> bool:
-    """Return whether this thread is in `init_process_group`, past the roll call."""
-    return bool(getattr(_forming, "now", False))
 
 
 def init_process_group(  # noqa: PLR0917  # torch's signature
@@ -105,41 +99,41 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         dist.init_process_group(backend, world_size=world_size, rank=rank, store=store)
         return
     torch_backend, engine = engine_choice.split(backend)
-    limit = _check_timeout(timeout)
+    limit = positive_timeout(timeout)
     started = time.monotonic()
     deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
-    found = bootstrap(
-        init_method, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline
+    session = _attend(
+        init_method,
+        store,
+        rank=rank,
+        world_size=world_size,
+        name=name,
+        device=_current_device(device_id),
+        deadline=deadline,
+        timeout=limit or _torch.default_timeout(name or "gloo"),
     )
-    device = _current_device(device_id)
-    session = _attend(found, name, device, deadline, limit or _torch.default_timeout(name or "gloo"))
     before = sys.excepthook  # torch sets its own and never removes it
     more: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}  # not in every torch
     chosen = torch_backend if torch_backend is not None else _default_backend()
 
     def form() -> None:
-        _forming.now = True
-        try:
-            with engine_choice.asking_for(engine):
-                dist.init_process_group(
-                    backend=chosen,
-                    store=session.store,
-                    rank=found.world.rank,
-                    world_size=found.world.world_size,
-                    timeout=session.timeout,
-                    group_name=group_name,
-                    pg_options=pg_options,
-                    device_id=device_id,
-                    **more,
-                )
-        finally:
-            _forming.now = False
+        dist.init_process_group(
+            backend=chosen,
+            store=session.store,
+            rank=session.member.rank,
+            world_size=session.member.world_size,
+            timeout=session.timeout,
+            group_name=group_name,
+            pg_options=engine or pg_options,
+            device_id=device_id,
+            **more,
+        )
 
     session.enter("init_process_group", session.formed_at)
     session.connections.probe_until = None if session.one_host else deadline - _REPORT_S
     try:
-        _prepare(session, name, found.world.local_world_size)
+        _prepare(session, name)
         _torch.forget_failed_groups()
         if "nccl" in chosen:
             form()  # The current GPU belongs to the thread.
@@ -156,6 +150,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
     finally:
         session.connections.probe_until = None
         session.leave(None)
+    session.formed = True
     _hook(session, before)
     note_destroyed("")
 
@@ -163,29 +158,41 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
 def attend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Session:
     """Hold the roll call for a group that torch itself is forming; the ranks meet by torch's store."""
     deadline = time.monotonic() + timeout.total_seconds()
-    found = bootstrap(None, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline)
-    session = _attend(found, "allhands", None, deadline, timeout)
+    session = _attend(
+        None, store, rank=rank, world_size=world_size, name="allhands", device=None, deadline=deadline, timeout=timeout
+    )
     try:
-        _prepare(session, "allhands", found.world.local_world_size)
+        _prepare(session, "allhands")
     except BaseException as problem:
         _abandon(session, problem)
         raise
+    session.formed = True
     _hook(session, sys.excepthook)
     return session
 
 
-def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: float, timeout: timedelta) -> Session:
+def _attend(
+    init_method: str | None,
+    store: Store | None,
+    *,
+    rank: int,
+    world_size: int,
+    name: str,
+    device: torch.device | None,
+    deadline: float,
+    timeout: timedelta,
+) -> Session:
     """Answer the roll call; return the session of the complete group."""
     global _generation  # noqa: PLW0603  # counts for this process, as torch's group counter does
+    world, board, problem = bootstrap(
+        init_method, store, rank=rank, world_size=world_size, generation=_generation + 1, deadline=deadline
+    )
     # Counted here, where all ranks take part: a rank that fails earlier must not get out of step.
     _generation += 1
-    world = found.world
     # From here on this rank may wait for others, and its stack may be asked for.
     stacks.register()
-    flight_recorder.set_rank(world.rank, world.world_size)
-    trouble = (
-        found.trouble.diagnosis if found.trouble is not None else needs(name, world.world_size, world.rank, device)
-    )
+    flight_recorder.own().set_rank(world.rank, world.world_size)
+    trouble = problem.diagnosis if problem is not None else needs(name, world.world_size, world.rank, device)
     read = settings.read()
     uses_nccl = "nccl" in name
     claim = Claim(
@@ -203,26 +210,13 @@ def _attend(found: Bootstrap, name: str, device: torch.device | None, deadline: 
         trouble=trouble,
         generation=_generation,
     )
-    membership = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=found.board)
-    session = Session(membership, timeout, call_site())
+    membership = answer_roll_call(world, claim, settings=read, deadline=deadline, rendezvous=board)
+    session = Session(membership, timeout, call_site(), world.local_world_size)
     _session.set_current(session)
     return session
 
 
 # Forming torch's group -----------------------------------------------------------------------------------------------
-
-
-def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """Return the timeout as torch takes it, from that or seconds; raise for one that is not positive."""
-    if timeout is None or isinstance(timeout, timedelta):
-        limit = timeout
-    elif isinstance(timeout, int | float):
-        limit = timedelta(seconds=timeout)
-    else:
-        raise TypeError(f"timeout must be a datetime.timedelta or a number of seconds, not {type(timeout).__name__}")
-    if limit is not None and limit <= timedelta(0):
-        raise fail("invalid-argument", f"timeout={timeout} leaves no time", who="this process", fix="pass more than 0")
-    return limit
 
 
 def _default_backend() -> str:
@@ -242,7 +236,7 @@ def _current_device(device_id: torch.device | int | None) -> torch.device | None
     return device_id
 
 
-def _prepare(session: Session, name: str, local_world_size: int | None) -> None:
+def _prepare(session: Session, name: str) -> None:
     """Point Gloo at the interface that leads to the peers, for as long as the group lives."""
     rank = session.member.rank
     chosen = os.environ.get(connections.IFNAME, "")
@@ -255,13 +249,9 @@ def _prepare(session: Session, name: str, local_world_size: int | None) -> None:
         )
         if interface:
             os.environ[connections.IFNAME] = interface
-            session.undo.append(_unset_interface)
+            session.undo.callback(os.environ.pop, connections.IFNAME, None)
     if "nccl" in name and session.one_host and session.member.world_size > 1:
-        nccl.check_shared_memory(local_world_size or session.member.world_size, rank)
-
-
-def _unset_interface() -> None:
-    os.environ.pop(connections.IFNAME, None)
+        nccl.check_shared_memory(session.local_world_size or session.member.world_size, rank)
 
 
 def _not_formed(session: Session, name: str, problem: Exception) -> AllhandsError:
@@ -360,7 +350,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         if group in _torch.groups():
             session = _session.current()
             if session is not None:
-                desync_check.stop(session, group)
+                session.desync_checks.pop(group, None)
             dist.destroy_process_group(group)
         return
     site = call_site()
@@ -417,8 +407,7 @@ def end(wait_s: float | None = None, how: str = "destroy") -> AllhandsError | No
     if session.coordinator_process is not None:
         # It ends by itself once every member is gone; ranks that are still busy keep it for a moment.
         session.coordinator_process.end(1.0) if member.verdict is None else session.coordinator_process.detach()
-    for step in reversed(session.undo):
-        step()
+    session.undo.close()
     return late
 
 
@@ -472,24 +461,20 @@ def _hook(session: Session, before: Callable[..., None]) -> None:
         inner(kind, problem, trace)
         _print_cause(session, problem)
 
+    def restore() -> None:
+        # torch may have wrapped it, and its wrapper would print one more "[rank0]:" for each group; a hook that the
+        # user has set since is kept.
+        if sys.excepthook is announced or getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = before
+
     sys.excepthook = announced
-    session.undo.append(_restore(announced, before))
+    session.undo.callback(restore)
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
     if multiprocessing.parent_process() is not None:
         # In a child of multiprocessing neither hook runs: its exception is caught above the user's function, and a
         # forked one ends without atexit. Its finalizers run while the exception is being handled.
         multiprocessing.util.Finalize(None, _at_process_exit, exitpriority=100)
-
-
-def _restore(ours: Callable[..., None], before: Callable[..., None]) -> Callable[[], None]:
-    def restore() -> None:
-        # torch may have wrapped it, and its wrapper would print one more "[rank0]:" for each group; a hook that the
-        # user has set since is kept.
-        if sys.excepthook is ours or getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
-            sys.excepthook = before
-
-    return restore
 
 
 def _print_cause(session: Session, problem: BaseException) -> None:

@@ -11,7 +11,6 @@ import itertools
 import sys
 import threading
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,12 +22,12 @@ from ..observe import flight_recorder
 from . import failure
 from . import session as _session
 from .staging import Staged
-from .work import Done
+from .work import Done, Operation
 
 if TYPE_CHECKING:
     from .. import _core
     from .._core import Request
-    from .process_group import HostGroup
+    from .process_group import Group
 
 __all__ = ["Call", "Message", "Messages", "Sent"]
 
@@ -60,11 +59,12 @@ class Sent(Done):
     _source_rank = source_rank
 
 
-class Message(dist.Work):
+class Message(Operation):
     """A message under way. A thread that waits for it makes progress on it."""
 
     def __init__(self, messages: Messages, call: Call, key: int, request: Request | None) -> None:
-        super().__init__()
+        super().__init__(call.tensors)
+        self.name = call.name
         self.key = key
         self._request = request
         self._messages = messages
@@ -72,19 +72,13 @@ class Message(dist.Work):
         self._lock = threading.Lock()
         self._done = False
         self._peer = -1
-        self._problem: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is complete; raise its failure. A ``timeout`` of the caller raises without ending it."""
-        limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+    def _finish_by(self, limit_s: float | None, /) -> bool:
         if not self._done:
-            self.finish(self._messages.wait(self._call, self._request, -1 if limit is None else int(limit * 1e9)))
-        if not self._done:
-            raise RuntimeError(f"Operation timed out: {self._call.name} was not done within {limit} s")
-        if self._problem is not None:
-            raise self._problem
-        return True
+            limit_ns = -1 if limit_s is None else int(limit_s * 1e9)
+            self.finish(self._messages.wait(self._call, self._request, limit_ns))
+        return self._done
 
     def finish(self, outcome: int) -> None:
         """Complete it with the core's outcome, unless it is under way or was completed before."""
@@ -95,7 +89,7 @@ class Message(dist.Work):
                 return
             try:
                 self._peer = self._messages.outcome(self._call, outcome)
-                self._call.copy_back()
+                self._call.staged.copy_back()
             except BaseException as problem:  # noqa: BLE001  # raised by `wait`
                 self._problem = problem
             self._call.close(well=self._problem is None)
@@ -105,33 +99,11 @@ class Message(dist.Work):
         if future is not None:
             self._settle(future)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
-        if self._problem is not None:
-            future.set_exception(self._problem)
-        else:
-            future.set_result(self._call.tensors)
-
     def is_completed(self) -> bool:
         """Make progress, and return whether it is complete."""
         if not self._done and self._request is not None:
             self.finish(self._messages.test(self._request))
         return self._done
-
-    def is_success(self) -> bool:
-        """Return whether it is complete and did not fail."""
-        return self.is_completed() and self._problem is None
-
-    def exception(self) -> BaseException | None:
-        """Return its failure, if any."""
-        return self._problem
-
-    def synchronize(self) -> None:
-        """Wait, as `wait` does."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """Return its tensors."""
-        return self._call.tensors
 
     def source_rank(self) -> int:
         """Return the group rank that sent it, -1 before it is complete."""
@@ -161,26 +133,15 @@ class Call:
 
     def __init__(self, name: str, group: str, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
         self.name = name
-        self.tag = tag
         self.site = _session.call_site()
         self.tensors = tensors
         self.peer = peer
-        self._staged = Staged(tensors[0], back=name == "recv")
-        self.flat = self._staged.tensor
-        kind, target = str(self.flat.dtype).removeprefix("torch."), -1 if peer is None else peer
-        shape, board = tuple(tensors[0].shape), flight_recorder.own()
-        self._entry = board.begin(name, group, kind, "", shape, self.flat.nbytes, target, self.site)
-        board.run(self._entry, 0)
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int, int]:
-        """Address, bytes, type, peer and tag, as the core takes them."""
-        flat, peer = self.flat, -1 if self.peer is None else self.peer
-        return flat.data_ptr(), flat.nbytes, dtype_code(flat.dtype), peer, self.tag
-
-    def copy_back(self) -> None:
-        """Copy what was received to the caller's tensor."""
-        self._staged.__exit__(None, None, None)
+        self.staged = Staged(tensors[0], back=name == "recv")
+        number = -1 if peer is None else peer
+        # Address, bytes, type, peer and tag, as the core takes them.
+        self.arguments = (*self.staged.place, dtype_code(tensors[0].dtype), number, tag)
+        self._entry = _session.begin_entry(name, group, tensors, self.site, root=number)
+        flight_recorder.own().run(self._entry, 0)
 
     def close(self, *, well: bool) -> None:
         """Close the recorder entry."""
@@ -190,7 +151,7 @@ class Call:
 class Messages:
     """One rank's messages in a group. The methods may be called from any thread."""
 
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.core = cast("_core.P2P", group.engine.p2p)
         self._group = group
         self._keys = itertools.count()
@@ -200,13 +161,53 @@ class Messages:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, limit_ns: int) -> dist.Work:
-        """Send one tensor to a rank of the group. Small ones are buffered."""
-        return self._begin(self._call("send", tensors, rank, tag), limit_ns)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int | None, tag: int, limit_ns: int) -> dist.Work:
-        """Receive one tensor from a rank of the group, or from any with None."""
-        return self._begin(self._call("recv", tensors, rank, tag), limit_ns)
+    def begin(self, name: str, tensors: list[torch.Tensor], rank: int | None, tag: int, limit_ns: int) -> dist.Work:
+        """Send one tensor to a rank of the group, or receive one; None receives from any. Small ones are buffered."""
+        group, core, sends = self._group, self.core, name == "send"
+        # A forked child maps the segment too, and would act as its parent.
+        group.session.member.check_process()
+        wrong = ""
+        if len(tensors) != 1:
+            wrong = f"a message is one tensor, not {len(tensors)}"
+        elif rank is not None and not 0 <= rank < len(group.ranks):
+            wrong = f"there is no rank {rank} in a group of {len(group.ranks)}"
+        elif not 0 <= tag < 1 << 64:
+            wrong = f"a tag is a number from 0 on, not {tag}"
+        if wrong:
+            who = f"rank {group.session.member.rank}"
+            raise fail("invalid-argument", f"{name}: {wrong}", who=who, fix="see the call")
+        call = Call(name, group.getGroupName(), tensors, rank, tag)
+        if _is_blocking():
+            session = group.session
+            before, well = session.enter(call.name, call.site), False
+            try:
+                found = self.outcome(call, (core.send if sends else core.recv)(*call.arguments, limit_ns))
+                call.staged.copy_back()
+                well = True
+            finally:
+                call.close(well=well)
+                session.leave(before)
+            return Sent(call.tensors, found)
+        key = next(self._keys)
+        # The progress thread may complete it before it is stored.
+        self._pending[key] = None
+        posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
+        if not isinstance(posted, int):
+            message = self._pending[key] = Message(self, call, key, posted)
+            with self._starting:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
+                    self._thread.start()
+            return message
+        del self._pending[key]
+        if posted & 255:
+            # A failure is raised by `wait`.
+            message = Message(self, call, -1, None)
+            message.finish(posted)
+            return message
+        call.staged.copy_back()
+        call.close(well=True)
+        return Sent(call.tensors, posted >> 8)
 
     def close(self, within_s: float) -> None:
         """Wait for sends that nobody waited for, then end what is left, all within about ``within_s``."""
@@ -265,65 +266,6 @@ class Messages:
         self._pending.pop(message.key, None)
 
     # Inside ------------------------------------------------------------------------------------------------
-
-    def _call(self, name: str, tensors: list[torch.Tensor], rank: int | None, tag: int) -> Call:
-        group = self._group
-        # A forked child maps the segment too, and would act as its parent.
-        group.session.member.check_process()
-        wrong = ""
-        if len(tensors) != 1:
-            wrong = f"a message is one tensor, not {len(tensors)}"
-        elif rank is not None and not 0 <= rank < len(group.ranks):
-            wrong = f"there is no rank {rank} in a group of {len(group.ranks)}"
-        elif not 0 <= tag < 1 << 64:
-            wrong = f"a tag is a number from 0 on, not {tag}"
-        if wrong:
-            who = f"rank {group.session.member.rank}"
-            raise fail("invalid-argument", f"{name}: {wrong}", who=who, fix="see the call")
-        return Call(name, group.getGroupName(), tensors, rank, tag)
-
-    def _begin(self, call: Call, limit_ns: int) -> dist.Work:
-        core, sends = self.core, call.name == "send"
-        if _is_blocking():
-            session = self._group.session
-            before, well = session.enter(call.name, call.site), False
-            try:
-                found = self.outcome(call, (core.send if sends else core.recv)(*call.arguments, limit_ns))
-                call.copy_back()
-                well = True
-            finally:
-                call.close(well=well)
-                session.leave(before)
-            return Sent(call.tensors, found)
-        key = next(self._keys)
-        # The progress thread may complete it before it is stored.
-        self._pending[key] = None
-        posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
-        if isinstance(posted, int):
-            del self._pending[key]
-            return self._at_once(call, posted)
-        message = Message(self, call, key, posted)
-        self._pending[key] = message
-        if self._thread is None:
-            self._start()
-        return message
-
-    def _at_once(self, call: Call, outcome: int) -> dist.Work:
-        """Return the Work of a message that is complete. A failure is raised by `wait`."""
-        if outcome & 255:
-            message = Message(self, call, -1, None)
-            message.finish(outcome)
-            return message
-        call.copy_back()
-        call.close(well=True)
-        return Sent(call.tensors, outcome >> 8)
-
-    def _start(self) -> None:
-        """Start the progress thread."""
-        with self._starting:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
-                self._thread.start()
 
     def _run(self) -> None:
         while keys := self.core.progress():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import fail
-from .process_group import HostGroup
+from .process_group import Group
 
 __all__ = ["empty", "register"]
 
@@ -27,10 +27,10 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: A
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
     dtype = dtype or torch.get_default_dtype()
     group = group if group is not None else dist.group.WORLD
-    if not isinstance(group, HostGroup) or not group.engine.capabilities.shared_tensors:
+    if not isinstance(group, Group) or not group.engine.capabilities.shared_tensors:
         return torch.empty(shape, dtype=dtype)
     elements = math.prod(shape)
-    window = group.window("empty", elements * dtype.itemsize)
+    window = group.window(elements * dtype.itemsize)
     if window is None:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(window, dtype=dtype, count=elements).view(shape)
@@ -49,11 +49,7 @@ def register(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
             who="this rank",
             fix="give an ordinary tensor of the CPU",
         )
-    moved = (
-        empty(*tensor.shape, dtype=tensor.dtype, group=group)
-        if tensor.dim()
-        else empty((), dtype=tensor.dtype, group=group)
-    )
+    moved = empty(tensor.shape, dtype=tensor.dtype, group=group)
     moved.copy_(tensor.detach())
     tensor.data = moved
     return tensor

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,11 +25,11 @@ from ..control.join import Membership
 from ..control.member import Member
 from ..diagnosis import Diagnosis
 from ..engines.gloo.connections import Connections
-from ..errors import adopt
+from ..errors import adopt, fail
 from ..observe import flight_recorder
 from .store import MemberStore
 
-__all__ = ["NOT_THE_USERS", "Session", "call_site", "current", "set_current"]
+__all__ = ["NOT_THE_USERS", "Session", "begin_entry", "call_site", "current", "positive_timeout", "set_current"]
 
 adopt(dist.DistError, dist.DistStoreError)
 
@@ -73,23 +73,49 @@ def call_site(frame: FrameType | None = None) -> str:
     return f"{last.f_code.co_filename.rpartition('/')[2]}:{last.f_lineno}"
 
 
+def begin_entry(  # noqa: PLR0917  # what a call is
+    name: str, group: str, tensors: Sequence[torch.Tensor], site: str, reduction: str = "", root: int = -1
+) -> int:
+    """Begin an entry of the flight recorder for a call with ``tensors``; return its number."""
+    shape = tuple(tensors[0].shape) if tensors else ()
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    # Not nbytes, which sparse tensors do not have.
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return flight_recorder.own().begin(name, group, dtype, reduction, shape, size, root, site)
+
+
+def positive_timeout(timeout: timedelta | float | None) -> timedelta | None:
+    """Return ``timeout`` as torch takes it, from that or seconds; raise for one that is not positive."""
+    if not isinstance(timeout, timedelta | int | float | None):
+        raise TypeError(f"timeout must be a datetime.timedelta or a number of seconds, not {type(timeout).__name__}")
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    if limit is not None and limit <= timedelta(0):
+        raise fail("invalid-argument", f"timeout={timeout} leaves no time", who="this process", fix="pass more than 0")
+    return limit
+
+
 class Session:
     """One default group, from the roll call to its end."""
 
-    def __init__(self, membership: Membership, timeout: timedelta, formed_at: str) -> None:
+    def __init__(
+        self, membership: Membership, timeout: timedelta, formed_at: str, local_world_size: int | None = None
+    ) -> None:
         self.member: Member = membership.member
         self.coordinator_process = membership.coordinator_process
         self.one_host = membership.complete.one_host
         self.own_address = membership.own_address
+        self.local_world_size = local_world_size
         self.timeout = timeout
+        # Whether the default group is there; the roll call is held before torch forms it.
+        self.formed = False
         self.formed_at = formed_at
         self.connections = Connections()
         self.store = MemberStore(membership.member, self.connections)
         # Whether this rank reported an exception of its own, or left without the others.
         self.failed = False
-        flight_recorder.set_rank(membership.member.rank, membership.member.world_size)
-        # Run in reverse order at the end.
-        self.undo: list[Callable[[], None]] = []
+        flight_recorder.own().set_rank(membership.member.rank, membership.member.world_size)
+        # Closed at the end.
+        self.undo = contextlib.ExitStack()
         # By group: compares the calls of torch's own groups (`desync_check.DesyncCheck`).
         self.desync_checks: dict[Any, Any] = {}
         # Of threads that wait for an operation in Python; ``abandoned`` once their waits were ended.

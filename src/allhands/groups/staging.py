@@ -12,9 +12,12 @@ from .. import _torch
 from ..engines.base import parts_of
 from ..errors import fail
 
-__all__ = ["HOST", "Staged", "StagedList", "dense", "extents", "resolve_conjugates", "when_ready"]
+__all__ = ["HOST", "Staged", "dense", "extents", "resolve_conjugates", "shapes", "when_ready"]
 
 HOST = torch.device("cpu")
+
+# How many shapes a mismatch shows.
+_MAX_SHAPES = 3
 
 
 def dense(*tensors: torch.Tensor) -> bool:
@@ -31,66 +34,58 @@ def extents(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(found)
 
 
-class StagedList:
+def shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the shapes of ``tensors`` for a mismatch, at most _MAX_SHAPES of them."""
+    more = len(tensors) - _MAX_SHAPES
+    return ", ".join(str(list(tensor.shape)) for tensor in tensors[:_MAX_SHAPES]) + f" and {more} more" * (more > 0)
+
+
+class Staged:
     """Contiguous versions of tensors on ``device``: a tensor itself where it is contiguous there, else a copy.
 
     With ``back``, copies are copied back at the end. With a ``factor`` each copy is multiplied by it.
     """
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        *,
-        back: bool = True,
-        factor: complex | None = None,
-        device: torch.device = HOST,
+        self, *tensors: torch.Tensor, back: bool = True, factor: complex | None = None, device: torch.device = HOST
     ) -> None:
         self._given = [_torch.plain(tensor) for tensor in tensors]
         self._back = back
-        self.tensors = [_stage(tensor, factor, device, back=back) for tensor in self._given]
+        self._tensors = [_stage(tensor, factor, device, back=back) for tensor in self._given]
 
     @property
     def places(self) -> tuple[int, ...]:
         """Addresses and sizes, as the core takes them."""
-        return parts_of(self.tensors)
+        return parts_of(self._tensors)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Address and size of the first of them."""
+        return self.tensor.data_ptr(), self.tensor.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The first of them."""
+        return self._tensors[0]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is not None or not self._back:
+        if kind is None:
+            self.copy_back()
+
+    def copy_back(self) -> None:
+        """Copy each copy to the tensor that it was made of, unless `back` is False."""
+        if not self._back:
             return
-        for given, tensor in zip(self._given, self.tensors, strict=True):
+        for given, tensor in zip(self._given, self._tensors, strict=True):
             if given is not tensor:
                 # Detached: the caller's no_grad does not apply in the thread of the call queue.
                 given.detach().copy_(tensor)
-                if tensor.is_cpu:
-                    _synchronize(given)
-
-
-class Staged(StagedList):
-    """A contiguous version of one tensor."""
-
-    def __init__(
-        self, tensor: torch.Tensor, *, back: bool = True, factor: complex | None = None, device: torch.device = HOST
-    ) -> None:
-        super().__init__([tensor], back=back, factor=factor, device=device)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The contiguous tensor."""
-        return self.tensors[0]
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its address and size."""
-        return self.tensor.data_ptr(), self.tensor.nbytes
-
-
-def _synchronize(tensor: torch.Tensor) -> None:
-    """Wait until the copy to ``tensor`` is done: it may be used next on another stream."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+                if tensor.is_cpu and given.is_cuda:
+                    # Until the copy is done: it may be used next on another stream.
+                    torch.cuda.current_stream(given.device).synchronize()
 
 
 def when_ready(run: Callable[[int], None], tensors: Sequence[torch.Tensor]) -> Callable[[int], None]:

@@ -32,7 +32,7 @@ class MemberStore(Store):
     torch's C++ code keeps no reference to the Python part of a store, so whoever makes one must keep it.
     """
 
-    def __init__(self, member: Member, connections: Connections | None = None) -> None:
+    def __init__(self, member: Member, connections: Connections) -> None:
         super().__init__()
         self._member = member
         self._connections = connections
@@ -43,17 +43,11 @@ class MemberStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key``."""
-        data = _bytes(value)
-        if self._connections is not None:
-            self._connections.published(data)
-        self._ask("set", [key], [data])
+        self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
         """Return the value of ``key``, waiting for it at most the store's timeout."""
-        data = self._ask("get", [key], wait_s=self._timeout.total_seconds()).values[0]
-        if self._connections is not None:
-            self._connections.learned(data)
-        return data
+        return self._ask("get", [key], wait_s=self._timeout.total_seconds()).values[0]
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the number at ``key`` (0 where there is none) and return the sum."""
@@ -61,19 +55,15 @@ class MemberStore(Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it is ``expected`` (or missing and "" is expected); return what is there."""
-        return self._ask("compare_set", [key], [_bytes(expected), _bytes(desired)]).values[0]
+        return self._ask("compare_set", [key], expected, desired).values[0]
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of ``key``."""
-        self._ask("append", [key], [_bytes(value)])
+        self._ask("append", [key], value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of all ``keys``, waiting for them at most the store's timeout."""
-        values = self._ask("multi_get", keys, wait_s=self._timeout.total_seconds()).values
-        if self._connections is not None:
-            for value in values:
-                self._connections.learned(value)
-        return values
+        return self._ask("multi_get", keys, wait_s=self._timeout.total_seconds()).values
 
     def multi_set(self, keys: list[str], values: list[str] | list[bytes]) -> None:
         """Set all ``keys`` in one step."""
@@ -84,11 +74,7 @@ class MemberStore(Store):
                 who=f"rank {self._member.rank}",
                 fix="give one value for each key",
             )
-        data = [_bytes(value) for value in values]
-        if self._connections is not None:
-            for value in data:
-                self._connections.published(value)
-        self._ask("multi_set", keys, data)
+        self._ask("multi_set", keys, *values)
 
     def delete_key(self, key: str) -> bool:
         """Remove ``key``; tell whether it was there."""
@@ -114,7 +100,7 @@ class MemberStore(Store):
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Put ``value`` at the end of the queue ``key``."""
-        self._ask("push", [key], [_bytes(value)])
+        self._ask("push", [key], value)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:  # torch's signature
         """Take the first value of the queue ``key``; with ``block``, wait for one at most the store's timeout."""
@@ -151,56 +137,41 @@ class MemberStore(Store):
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
-    def _ask(
-        self, op: Any, keys: list[str], values: list[bytes] | None = None, *, number: int = 0, wait_s: float = 0.0
-    ) -> StoreReply:
-        reply = self._member.store_request(op, list(keys), values, number=number, wait_s=wait_s)
+    def _ask(self, op: Any, keys: list[str], *values: str | bytes, number: int = 0, wait_s: float = 0.0) -> StoreReply:
+        data = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+        if op in {"set", "multi_set"}:
+            for value in data:
+                self._connections.published(value)
+        reply = self._member.store_request(op, list(keys), data, number=number, wait_s=wait_s)
         if reply.problem:
-            self._raise(reply, op, keys, wait_s)
+            self._raise(reply.problem, op, keys, wait_s)
+        if op in {"get", "multi_get"}:
+            for value in reply.values:
+                self._connections.learned(value)
         return reply
 
-    def _raise(self, reply: StoreReply, op: str, keys: list[str], wait_s: float) -> None:
+    def _raise(self, problem: str, op: str, keys: list[str], wait_s: float) -> None:
         shown = join([repr(key) for key in keys[:_MOST_KEYS]] + (["more"] if len(keys) > _MOST_KEYS else []))
-        who = f"rank {self._member.rank}"
-        match reply.problem:
+        slug, why = "invalid-argument", ""
+        match problem:
             case "empty":
                 raise dist.QueueEmptyError(f"the queue {shown} is empty")
             case "full":
-                raise fail(
-                    "store-full",
-                    f"the job's store has no room for {shown}",
-                    who=who,
-                    why="all values together reached the store's limit of 1 GiB",
-                    fix="pass large data as tensors or files, and delete keys that are no longer needed",
-                )
+                slug, what = "store-full", f"the job's store has no room for {shown}"
+                why = "all values together reached the store's limit of 1 GiB"
+                fix = "pass large data as tensors or files, and delete keys that are no longer needed"
             case "too-large":
-                raise fail(
-                    "invalid-argument",
-                    f"the value of {shown} is too large for one answer",
-                    who=who,
-                    why="an operation and its answer travel in one message of at most 64 MiB each",
-                    fix="pass large data as tensors or files, or cut it into several keys",
-                )
+                what = f"the value of {shown} is too large for one answer"
+                why = "an operation and its answer travel in one message of at most 64 MiB each"
+                fix = "pass large data as tensors or files, or cut it into several keys"
             case "not-a-number":
-                raise fail(
-                    "invalid-argument",
-                    f"add() on {shown}, which does not hold a number",
-                    who=who,
-                    fix="use a key that only add() writes to",
-                )
+                what = f"add() on {shown}, which does not hold a number"
+                fix = "use a key that only add() writes to"
             case _:
-                raise fail(
-                    "store-timeout",
-                    f"{shown} did not appear in the store within {duration(wait_s)} ({op})",
-                    who=who,
-                    why="no rank set it in that time (observed by the coordinator)",
-                    fix=f"see that a rank sets {shown} before, or give it longer (store.set_timeout, or the timeout of "
-                    f"{op})",
-                )
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+                slug, what = "store-timeout", f"{shown} did not appear in the store within {duration(wait_s)} ({op})"
+                why = "no rank set it in that time (observed by the coordinator)"
+                fix = f"see that a rank sets {shown} before, or raise the timeout (store.set_timeout, or that of {op})"
+        raise fail(slug, what, who=f"rank {self._member.rank}", why=why, fix=fix)
 
 
 class StoreRendezvous:

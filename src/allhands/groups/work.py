@@ -26,7 +26,7 @@ from ..errors import fail
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["CallQueue", "Done", "Queued", "interruptible", "wait_for_future"]
+__all__ = ["CallQueue", "Done", "Operation", "Queued", "interruptible", "wait_for_future"]
 
 # Which operations are kept after their caller dropped them, and how many: those of a few numbers, which cost nothing
 # to keep, and more of them than a model has between a forward pass and the end of its backward pass.
@@ -35,54 +35,82 @@ _KEPT = 1024
 
 
 @_torch.untraced
-class Done(dist.Work):
-    """An operation that was complete when it was returned."""
+class Operation(dist.Work):
+    """An operation as torch asks about it. Subclasses define `is_completed` and how to wait."""
+
+    # Named in the error of a wait with a timeout.
+    name = "it"
+    # What it raised, if anything.
+    _problem: BaseException | None = None
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
 
+    def _finish_by(self, limit_s: float | None, /) -> bool:
+        """Wait at most ``limit_s``; return whether it is done."""
+        raise NotImplementedError
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
-        del timeout
+        """Wait until it is done; raise what it raised. A ``timeout`` of the caller raises without ending it."""
+        limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        if not self._finish_by(limit_s):
+            raise RuntimeError(f"Operation timed out: {self.name} was not done within {limit_s} s")
+        if self._problem is not None:
+            raise self._problem
+        return True
+
+    def synchronize(self) -> None:
+        """Wait, as `wait` does."""
+        self.wait()
+
+    def is_success(self) -> bool:
+        """Return whether it is done and did not fail."""
+        return self.is_completed() and self._problem is None
+
+    def exception(self) -> BaseException | None:
+        """Return what it raised, if anything."""
+        return self._problem
+
+    def result(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return self._tensors
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        """Complete ``future``, now that it is done."""
+        if self._problem is not None:
+            future.set_exception(self._problem)
+        else:
+            future.set_result(self._tensors)
+
+
+@_torch.untraced
+class Done(Operation):
+    """An operation that was complete when it was returned; a failure was raised by the call itself."""
+
+    def _finish_by(self, _: float | None) -> bool:
         return True
 
     def is_completed(self) -> bool:
         """Return True."""
         return True
 
-    def is_success(self) -> bool:
-        """Return True: a failure was raised by the call itself."""
-        return True
-
-    def exception(self) -> None:
-        """Return None."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Return its tensors."""
-        return self._tensors
-
     def get_future(self) -> Any:
         """Return a completed future of its tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
+        self._settle(future)
         return future
 
 
 @_torch.untraced
-class Queued(dist.Work):
+class Queued(Operation):
     """An operation that waits in a `CallQueue` or is running there."""
 
     def __init__(self, function: Callable[[], None], tensors: list[torch.Tensor], calls: CallQueue) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._calls = calls
         self._function: Callable[[], None] | None = function
-        self._tensors = tensors
         self._finished = threading.Event()
-        self._problem: BaseException | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def run(self) -> None:
@@ -100,50 +128,21 @@ class Queued(dist.Work):
         """Complete its future. Callbacks of that may call into the group again, and wait there."""
         self._settle(self._future)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
-        if self._problem is not None:
-            future.set_exception(self._problem)
-        else:
-            future.set_result(self._tensors)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done; raise what it raised. A ``timeout`` of the caller raises without ending it."""
-        limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+    def _finish_by(self, limit_s: float | None) -> bool:
         if self._calls.in_thread():
             self._calls.run_until(self)
         try:
-            finished = self._finished.wait(limit)
+            return self._finished.wait(limit_s)
         except KeyboardInterrupt:
             # torch's C++ code (DDP) turns it into a RuntimeError. Raised once more, it arrives unchanged when the
             # interpreter is back in Python. A caller in Python has "wait" among its names, and has received it.
-            if "wait" not in sys._getframe(1).f_code.co_names:  # noqa: SLF001  # inspect.currentframe, one frame up
+            if "wait" not in sys._getframe(2).f_code.co_names:  # noqa: SLF001  # inspect.currentframe, two frames up
                 _thread.interrupt_main()
             raise
-        if not finished:
-            raise RuntimeError(f"Operation timed out: it was not done within {limit} s")
-        if self._problem is not None:
-            raise self._problem
-        return True
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
         return self._finished.is_set()
-
-    def is_success(self) -> bool:
-        """Return whether it is done and did not fail."""
-        return self._finished.is_set() and self._problem is None
-
-    def exception(self) -> BaseException | None:
-        """Return what it raised, if anything."""
-        return self._problem
-
-    def synchronize(self) -> None:
-        """Wait, as `wait` does."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """Return its tensors."""
-        return self._tensors
 
     def get_future(self) -> Any:
         """Return a future of its tensors, which raises where the operation failed."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from .. import _core, settings
 
-__all__ = ["Entry", "FlightRecorder", "board", "make", "own", "parse", "read", "read_owned", "set_rank"]
+__all__ = ["Entry", "FlightRecorder", "board", "make", "open_memfds", "own", "parse", "read", "read_owned"]
 
 _NAME = "allhands-recorder"
 
@@ -109,15 +109,6 @@ class FlightRecorder(NamedTuple):
         return found[-1] if found else None
 
 
-class _Own:
-    """The flight recorder of this process, and the descriptor by which others find it."""
-
-    def __init__(self) -> None:
-        given = _given()
-        self.descriptor = make() if given is None else given
-        self.core = _core.FlightRecorder(self.descriptor)
-
-
 def make() -> int:
     """Create the memory of a flight recorder, for this process or a child; return its descriptor."""
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -144,8 +135,11 @@ def _given() -> int | None:
 
 
 @functools.cache
-def _mine() -> _Own:
-    return _Own()
+def _mine() -> tuple[int, _core.FlightRecorder]:
+    """Return the flight recorder of this process, and the descriptor by which others find it."""
+    given = _given()
+    descriptor = make() if given is None else given
+    return descriptor, _core.FlightRecorder(descriptor)
 
 
 # A forked child has its parent's recorder mapped; its own calls belong in a recorder of its own.
@@ -154,12 +148,7 @@ os.register_at_fork(after_in_child=_mine.cache_clear)
 
 def own() -> _core.FlightRecorder:
     """Return this process's flight recorder, for writing."""
-    return _mine().core
-
-
-def set_rank(rank: int, world_size: int) -> None:
-    """Record the rank and world size of this process."""
-    own().set_rank(rank, world_size)
+    return _mine()[1]
 
 
 def board(pid: int | None = None) -> FlightRecorder:
@@ -169,8 +158,7 @@ def board(pid: int | None = None) -> FlightRecorder:
     """
     if pid is not None:
         return read(pid)
-    own()
-    return parse(os.getpid(), _mine().descriptor)
+    return parse(os.getpid(), _mine()[0])
 
 
 def read(pid: int) -> FlightRecorder:
@@ -178,7 +166,7 @@ def read(pid: int) -> FlightRecorder:
 
     Raises LookupError if it has none, PermissionError if it belongs to another user.
     """
-    for path in _find(pid):
+    for path in open_memfds(pid, _NAME):
         with contextlib.suppress(FileNotFoundError):  # Closed meanwhile: the process ended.
             return _parse_at(pid, path)
     raise LookupError(f"process {pid} has no flight recorder: it uses no allhands group")
@@ -190,7 +178,7 @@ def read_owned(pid: int, inner_pid: int | None = None) -> FlightRecorder | None:
     ``inner_pid`` is the pid that it has in its own pid namespace.
     """
     try:
-        for path in _find(pid):
+        for path in open_memfds(pid, _NAME):
             try:
                 found = _parse_at(pid, path)
             except (LookupError, OSError):
@@ -203,29 +191,25 @@ def read_owned(pid: int, inner_pid: int | None = None) -> FlightRecorder | None:
 
 
 def _parse_at(pid: int, path: str) -> FlightRecorder:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return parse(pid, descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        return parse(pid, file.fileno())
 
 
-def _find(pid: int) -> list[str]:
-    """Return the paths of the flight recorders that the process has open."""
+def open_memfds(pid: int, name: str) -> list[str]:
+    """Return the paths of the memfds called ``name`` that the process has open.
+
+    Raises LookupError if there is no such process, PermissionError if it belongs to another user.
+    """
     found = []
     try:
         with os.scandir(f"/proc/{pid}/fd") as files:
             for file in files:
-                try:
-                    if os.readlink(file.path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
+                with contextlib.suppress(FileNotFoundError):  # Closed meanwhile.
+                    if os.readlink(file.path).startswith(f"/memfd:{name} "):  # noqa: PTH115
                         found.append(file.path)
-                except FileNotFoundError:
-                    continue  # Closed meanwhile.
-    except FileNotFoundError:
-        raise LookupError(f"there is no process {pid}") from None
-    except PermissionError:
-        # Another user's process; or it ended meanwhile, which the kernel reports in the same way.
-        if os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
+    except (FileNotFoundError, PermissionError) as problem:
+        # Access is denied to another user's process, and to one that ended meanwhile.
+        if isinstance(problem, PermissionError) and os.path.exists(f"/proc/{pid}"):  # noqa: PTH110
             raise
         raise LookupError(f"there is no process {pid}") from None
     return found

@@ -7,8 +7,13 @@ library spins or a lock is never released. Imports nothing slow: every worker lo
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import os
 import signal
+import time
+
+from .flight_recorder import open_memfds
 
 __all__ = ["SIGNAL", "is_handled", "make", "register", "request"]
 
@@ -28,8 +33,6 @@ _registered = False
 
 def make() -> int:
     """Create the memory, for this process or a child; return its descriptor."""
-    import fcntl
-
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     # The writer appends, so that a reader may empty the file at any time.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
@@ -47,8 +50,6 @@ def register() -> None:
     _registered = True
     if is_handled(os.getpid()):
         return
-    import faulthandler
-
     # Never closed: it lives as long as the process. Forked children write into it too.
     faulthandler.register(SIGNAL, file=make(), all_threads=True)
 
@@ -58,16 +59,12 @@ def request(pid: int, timeout_s: float) -> str:
 
     The signal is sent only to a process that handles it: its default action would end any other.
     """
-    import time
-
-    path = _find(pid)
-    if path is None or not is_handled(pid):
-        return ""
+    descriptor = -1
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
+        paths = open_memfds(pid, _NAME) if is_handled(pid) else []
+        if not paths:
+            return ""
+        descriptor = os.open(paths[0], os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(descriptor).st_size > _MOST:
             os.ftruncate(descriptor, 0)
         before = os.fstat(descriptor).st_size
@@ -82,25 +79,11 @@ def request(pid: int, timeout_s: float) -> str:
                 break
             seen = now
         return seen.decode(errors="replace")
-    except OSError:
+    except (LookupError, OSError):
         return ""
     finally:
-        os.close(descriptor)
-
-
-def _find(pid: int) -> str | None:
-    """Return the path of the memfd in ``pid``, or None."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):  # noqa: PTH208  # here and below: pathlib is slow to import
-            try:
-                if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
-                    return f"{folder}/{name}"
-            except OSError:
-                continue  # Closed meanwhile.
-    except OSError:
-        return None
-    return None
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def is_handled(pid: int) -> bool:

@@ -53,6 +53,9 @@ class FakeMember:
         del traceback
         self.announced.append((kind, message, follows))
 
+    def check_process(self) -> None:
+        """This is the process that joined."""
+
     def check(self) -> None:
         """Raise the verdict, if any."""
         if self.verdict is not None:

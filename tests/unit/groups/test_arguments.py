@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -31,15 +32,21 @@ def test_arguments_are_read_by_position_and_by_name() -> None:
         arguments.given("reduce", (X, 1, dist.ReduceOp.MAX), {}),
         arguments.given("reduce", (), {"tensor": X, "dst": 1, "op": dist.ReduceOp.MAX}),
     ):
-        assert given.tensor is X
-        assert (given.peer, given.op, given.has_op, given.has_peer) == (1, dist.ReduceOp.MAX, True, True)
-    assert arguments.given("broadcast", (X,), {"group_src": 2})[3:5] == (None, 2)
+        assert given["tensor"] is X
+        assert (given["dst"], given["op"], given["group_dst"]) == (1, dist.ReduceOp.MAX, None)
+    given = arguments.given("broadcast", (X,), {"group_src": 2})
+    assert (given["src"], given["group_src"], "op" in given) == (None, 2, False)
 
 
 def test_the_compared_tensor_is_the_one_of_this_rank() -> None:
     """Of a gather it is what the rank gives, of a scatter what it gets; lists are there to find uneven parts."""
-    assert arguments.given("all_gather", (PARTS, X), {})[:2] == (X, PARTS)
-    assert arguments.given("scatter", (X, PARTS, 0), {}).tensor is X
-    assert arguments.given("reduce_scatter", (X, PARTS), {})[:2] == (X, PARTS)
-    assert arguments.given("all_to_all_single", (X, X), {}).tensor is None
-    assert arguments.given("barrier", (), {})[:3] == (None, None, None)
+
+    def compared(name: str, *args: Any) -> tuple[Any, Any]:
+        given, entry = arguments.given(name, args, {}), arguments.TABLE[name]
+        return given.get(entry.compared), given.get(entry.parts)
+
+    assert compared("all_gather", PARTS, X) == (X, PARTS)
+    assert compared("scatter", X, PARTS, 0)[0] is X
+    assert compared("reduce_scatter", X, PARTS) == (X, PARTS)
+    assert compared("all_to_all_single", X, X) == (None, None)
+    assert compared("barrier") == (None, None)

@@ -90,17 +90,18 @@ def test_an_operation_that_ends_in_time_is_not_abandoned() -> None:
 def test_nccl_does_not_delay_the_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The callback of the group's end returns although NCCL's abort blocks."""
     release, begun = threading.Event(), threading.Event()
+    order: list[str] = []
 
     class ProcessGroupNCCL:
         def abort(self) -> None:
             begun.set()
-            release.wait(10)
+            release.wait(5)
+            order.append("NCCL")
 
     monkeypatch.setattr(sessions._torch, "groups", lambda: ["group"])
     monkeypatch.setattr(sessions._torch, "backends", lambda _: [ProcessGroupNCCL()])
     member = FakeMember()
     make_session(member)
-    order: list[str] = []
     member.on_end(lambda _: order.append("shared memory"))
     member.end(LOST)
     assert order == ["shared memory"]

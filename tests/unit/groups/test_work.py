@@ -65,9 +65,12 @@ def test_two_callers_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
     class Slow(threading.Thread):
+        def __init__(self, **parts: Any) -> None:
+            time.sleep(0.05)  # The other callers reach the same line meanwhile.
+            super().__init__(**parts)
+
         def start(self) -> None:
             started.append(self.name)
-            time.sleep(0.05)  # The other callers reach the same line meanwhile.
             super().start()
 
     callers = [threading.Thread(target=lambda: calls.submit(lambda: None, [], later=True).wait()) for _ in range(4)]

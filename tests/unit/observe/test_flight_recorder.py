@@ -61,6 +61,6 @@ def test_process_that_ends_during_the_search(
 
 def test_recorder_closed_before_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that is closed between finding and opening it raises LookupError."""
-    monkeypatch.setattr(flight_recorder, "_find", lambda pid: [f"/proc/{pid}/fd/nothing"])
+    monkeypatch.setattr(flight_recorder, "open_memfds", lambda pid, _: [f"/proc/{pid}/fd/nothing"])
     with pytest.raises(LookupError):
         flight_recorder.read(os.getpid())

@@ -1,7 +1,7 @@
 """A stream of a GPU in which the ranks of a group issue the same calls: what the engines of CUDA tensors share.
 
 No rank waits on the host. The calls are compared through records in host memory that the GPU can reach too: by the
-rank that arrives last, and by the thread that watches calls under way (`groups.cuda_issue`). The same memory has the
+rank that arrives last, and by the thread that watches calls under way (`groups.cuda_route`). The same memory has the
 counters that streams wait for, so a plain store releases a stream that waits for a dead rank.
 """
 

@@ -19,7 +19,7 @@ import torch
 from ... import _core, _torch
 from ...errors import ResourceError, fail
 from ...groups import registered
-from ...groups.process_group import HostGroup
+from ...groups.process_group import Group
 
 __all__ = [
     "Bucket",
@@ -193,7 +193,7 @@ class BucketMemory:
         """Return memory for the gradients of one kind in any order: each may have a bucket of its own."""
         dense = [each for each, sparse in zip(self._parameters, self._sparse, strict=True) if not sparse]
         numel = sum(_padded(each.numel(), dtype) for each in dense if _kind(each) == (dtype, device))
-        if device.type == "cpu" and isinstance(self._group, HostGroup) and not self._fallback:
+        if device.type == "cpu" and isinstance(self._group, Group) and not self._fallback:
             # A ResourceError is raised on every rank. Ordinary memory works too, with one copy more.
             with contextlib.suppress(ResourceError):
                 memory = registered.empty(numel, dtype=dtype, group=self._group)

@@ -24,7 +24,7 @@ from ...diagnosis import ranks
 from ...engines.shm import engine as shm
 from ...errors import AllhandsError, fail
 from ...groups import collectives
-from ...groups.process_group import HostGroup
+from ...groups.process_group import Group
 from ..compare_ranks import gather_text
 from . import bucket
 
@@ -65,7 +65,7 @@ class Averager:
         Our own engine reduces on the ranks' cores. If all are busy with backward, reductions only slow it down, and
         ranks wait until each other's threads are scheduled.
         """
-        if not isinstance(self.group, HostGroup) or self.size == 1:
+        if not isinstance(self.group, Group) or self.size == 1:
             return True
         no_spare_core = torch.tensor([shm.cores() <= self.size], dtype=torch.uint8)
         all_reduce(no_spare_core, dist.ReduceOp.MAX, self.group)
@@ -79,7 +79,7 @@ class Averager:
         """
         if self.size == 1 and divisor is None:
             return _done
-        if isinstance(self.group, HostGroup) and divisor is None and tensors[0].is_floating_point():
+        if isinstance(self.group, Group) and divisor is None and tensors[0].is_floating_point():
             # Our own engine divides while it reduces; with other backends each rank divides first, as torch's DDP does.
             op = dist.ReduceOp.AVG
         else:
@@ -189,7 +189,7 @@ class Reducer:
         # Views of buckets cannot be reduced in place, and neither can gradients that must be unchanged if no rank used
         # the parameter, which is known only afterwards.
         plain = not (views or find_unused or any(is_sparse)) and all(each.is_cpu for each in self.parameters)
-        self._can_reduce_in_place = plain and isinstance(group, HostGroup) and group.engine.capabilities.tensor_lists
+        self._can_reduce_in_place = plain and isinstance(group, Group) and group.engine.capabilities.tensor_lists
         self._memory = bucket.BucketMemory(self.parameters, is_sparse, group, caps_bytes)
         # The order in which gradients arrive, as far as it is known.
         self._order = list(reversed(range(len(self.parameters))))
