@@ -111,9 +111,14 @@ def load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(spec.origin)
     except OSError as problem:
-        if _STANDARD_NAME not in str(problem):
+        # A library from PyPI is in the environment's lib, where the linker does not look.
+        name = str(problem).partition(":")[0]
+        if (installed := Path(sys.prefix, "lib", name)).is_file():
+            ctypes.CDLL(str(installed))
+        elif name == _STANDARD_NAME:
+            _load_debian_mpich()
+        else:
             raise
-        _load_debian_mpich()
         return ctypes.CDLL(spec.origin)
 
 
