@@ -19,8 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...errors import AllhandsError
 from ..base import Engine, parts_of
+from ..compared import Tensors, as_bytes, memory
 from ..dtypes import DTYPES, REDUCTION_NAMES, REDUCTIONS, reduce_rows
-from ..gloo.engine import RECORD_BYTES, GlooEngine, as_bytes, joined, memory
+from ..gloo.engine import GlooEngine
 from ..shm import engine as shm
 from ..shm.fd_passing import hosts as find_hosts
 from .tcp import Exchange, Rail, join
@@ -43,7 +44,6 @@ _EXACT = frozenset({"MIN", "MAX"})
 
 # The steps of a piece; each but the last yields the exchange that the next one waits for.
 _Steps = Iterator[Exchange | None]
-_Rows = Sequence[torch.Tensor]
 
 
 def form(
@@ -123,17 +123,15 @@ class HierarchicalEngine(GlooEngine):
 
     def _lay_out_records(self) -> None:
         """Prepare the table of all records: one block per host, each with room for the ranks of the largest."""
-        block = self._most * RECORD_BYTES
-        self._records = torch.zeros(len(self._hosts) * self._most, RECORD_BYTES, dtype=torch.uint8)
-        self._read = memory(self._records)
-        self._blocks = [self._read[at * block : (at + 1) * block] for at in range(len(self._hosts))]
         places = {
             rank: number * self._most + place
             for number, host in enumerate(self._hosts)
             for place, rank in enumerate(host)
         }
         order = [places[rank] for rank in range(self._size)]
-        self._starts = [place * RECORD_BYTES for place in order]
+        self._set_records(len(self._hosts) * self._most, order)
+        block = self._most * self._record_bytes
+        self._blocks = [self._read[at * block : (at + 1) * block] for at in range(len(self._hosts))]
         self._order = None if order == list(range(len(self._records))) else torch.tensor(order)
         mine = self._records[self._host * self._most :][: self._mates]
         self._own_block = parts_of(list(mine)) if self._place == 0 else None
@@ -167,9 +165,9 @@ class HierarchicalEngine(GlooEngine):
 
     def _gather_records(self) -> None:
         if self._local is None:
-            self._blocks[self._host][:RECORD_BYTES] = self._written
+            self._blocks[self._host][: self._record_bytes] = self._written
         else:
-            self._inside("gather", self._record.data_ptr(), RECORD_BYTES, self._own_block, _U8, 0)
+            self._inside("gather", self._record.data_ptr(), self._record_bytes, self._own_block, _U8, 0)
         if self._place == 0 and self._rail is not None:
             own = self._blocks[self._host]
             self._rail.finish(self._rail.begin([own] * len(self._hosts), self._blocks), self._deadline)
@@ -179,31 +177,28 @@ class HierarchicalEngine(GlooEngine):
         rows = super()._inline(size)
         return rows if self._order is None else rows[self._order]
 
-    def _reduce(self, data: torch.Tensor, rows: torch.Tensor | None, reduction: int, root: int | None = None) -> None:
-        if rows is not None:
-            super()._reduce(data, rows, reduction, root)
-            return
+    def _large_reduce(self, data: torch.Tensor, reduction: int, root: int | None) -> None:
         carriers = self._carriers(data.nbytes)
         if data.numel():
             self._flow(self._reducing(piece, reduction, carriers, root) for piece in _cut(data, carriers))
 
-    def _broadcast(self, data: torch.Tensor, root: int) -> None:
+    def _large_broadcast(self, data: torch.Tensor, root: int) -> None:
         carriers = self._carriers(data.nbytes)
         self._flow(self._broadcasting(piece, root, carriers) for piece in _cut(data, carriers) if data.numel())
 
-    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+    def _flat_all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         own = as_bytes(mine)
         rows = as_bytes(whole).view(self._size, own.numel())
         carriers = self._carriers(own.numel() * self._most)
         spans = _spans(own.numel(), _PIECE // self._most)
         self._flow(self._gathering(rows[:, span], own[span], carriers) for span in spans)
 
-    def _reduce_scatter(self, parts: _Rows, mine: torch.Tensor, reduction: int) -> None:
+    def _reduce_scatter(self, parts: Tensors, mine: torch.Tensor, reduction: int) -> None:
         carriers = self._carriers(mine.nbytes * self._most)
         spans = _spans(mine.numel(), _PIECE // self._size // mine.element_size())
         self._flow(self._scattering([part[span] for part in parts], mine[span], reduction, carriers) for span in spans)
 
-    def _all_to_all(self, parts: _Rows, came: _Rows, gives: list[int], takes: list[int]) -> None:
+    def _all_to_all(self, given: Tensors, came: Tensors) -> None:
         """Exchange inside the host through shared memory and, at the same time, between hosts through Gloo.
 
         Data between hosts is different for each pair of ranks: it crosses once in any case.
@@ -212,27 +207,25 @@ class HierarchicalEngine(GlooEngine):
             return
         near = self._hosts[self._host]
         far = [rank for rank in range(self._size) if rank not in near]
-        with joined(parts, back=False) as given, joined(came) as taken:
-            out, back = torch.split(given, gives), torch.split(taken, takes)
-            gone = torch.cat([out[rank] for rank in far])
-            got = torch.empty(sum(takes[rank] for rank in far), dtype=torch.uint8)
-            sizes = [[0 if rank in near else each[rank] for rank in range(self._size)] for each in (takes, gives)]
+        gone = torch.cat([given[rank] for rank in far])
+        got = torch.empty(sum(came[rank].numel() for rank in far), dtype=torch.uint8)
+        sizes = [[0 if rank in near else part.numel() for rank, part in enumerate(parts)] for parts in (came, given)]
 
-            def issue() -> Any:
-                work = self._gloo.alltoall_base(got, gone, *sizes, self._options(dist.AllToAllOptions))
-                try:
-                    if self._local is None:
-                        back[self._rank].copy_(out[self._rank])
-                    ours = parts_of([out[rank] for rank in near]), parts_of([back[rank] for rank in near])
-                    self._inside("all_to_all", *ours, _U8)
-                except BaseException:
-                    self._leak_gloo()
-                    raise
-                return work
+        def issue() -> Any:
+            work = self._gloo.alltoall_base(got, gone, *sizes, self._options(dist.AllToAllOptions))
+            try:
+                if self._local is None:
+                    came[self._rank].copy_(given[self._rank])
+                ours = parts_of([given[rank] for rank in near]), parts_of([came[rank] for rank in near])
+                self._inside("all_to_all", *ours, _U8)
+            except BaseException:
+                self._leak_gloo()
+                raise
+            return work
 
-            self._run(issue)
-            for rank, piece in zip(far, torch.split(got, [takes[rank] for rank in far]), strict=True):
-                back[rank].copy_(piece)
+        self._run(issue)
+        for rank, piece in zip(far, torch.split(got, [came[rank].numel() for rank in far]), strict=True):
+            came[rank].copy_(piece)
 
     # Pieces --------------------------------------------------------------------------------------------------------
 
@@ -377,19 +370,19 @@ class HierarchicalEngine(GlooEngine):
             rows.append(room[: mine.nbytes].view(mine.dtype))
         return rows
 
-    def _return_rows(self, rows: _Rows) -> None:
+    def _return_rows(self, rows: Tensors) -> None:
         for host, row in enumerate(rows):
             if host != self._host and row.numel():
                 whole = torch.empty(0, dtype=torch.uint8)
                 self._spare.append(whole.set_(row.untyped_storage()))
 
-    def _exchange_rows(self, rows: _Rows, target: int | None) -> Exchange | None:
+    def _exchange_rows(self, rows: Tensors, target: int | None) -> Exchange | None:
         """Begin to exchange rows with the other ranks of the rail; with a ``target``, only its host receives."""
         empty = rows[0][:0]
         gives = [rows[self._host] if target in {None, host} else empty for host in range(len(rows))]
         return self._exchange(gives, rows if target in {None, self._host} else [empty] * len(rows))
 
-    def _exchange(self, gives: _Rows, takes: _Rows, source: int | None = None) -> Exchange | None:
+    def _exchange(self, gives: Tensors, takes: Tensors, source: int | None = None) -> Exchange | None:
         """Begin to send each host its row and to receive into ours; with a ``source``, only that host sends."""
         if self._rail is None or not (any(map(len, gives)) or any(map(len, takes))):
             return None
