@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ... import _torch
 from ...errors import fail
+from .. import transport_errors
 from ..compared import Tensors, as_bytes, sizes_of
 from ..dtypes import REDUCTION_NAMES, reduce_rows
-from . import nccl_errors
 from .stream import Counters, StreamEngine
 
 __all__ = ["NcclEngine", "check_shared_memory", "gpu"]
@@ -64,7 +64,7 @@ class NcclEngine(StreamEngine):
         try:
             issue(*args).wait()
         except RuntimeError as problem:
-            failure = nccl_errors.failure_of(problem)
+            failure = transport_errors.failure_of(problem)
             if failure is None:
                 raise
             raise failure from problem

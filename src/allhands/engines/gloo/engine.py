@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ... import _torch
-from .. import fingerprint
+from .. import fingerprint, transport_errors
 from ..base import CallMismatch, EngineAborted
 from ..compared import ComparedEngine, Tensors, as_bytes, joined, memory, sizes_of
 from ..dtypes import REDUCTION_NAMES, reduce_rows
 from ..fingerprint import Call
-from . import gloo_errors
 
 __all__ = ["GlooEngine"]
 
@@ -214,7 +213,7 @@ class GlooEngine(ComparedEngine):
         try:
             self._wait(issue(*args))
         except RuntimeError as problem:
-            failure = gloo_errors.failure_of(problem)
+            failure = transport_errors.failure_of(problem)
             if failure is None:
                 raise
             raise failure from problem

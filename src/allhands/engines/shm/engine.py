@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -26,7 +27,6 @@ from ..base import (
     EngineFailure,
     EngineTimeout,
     MessageMismatch,
-    Parts,
     PeerDead,
     PeerLeft,
     TransportFailure,
@@ -65,6 +65,16 @@ def _disable_fast_path_in_child() -> None:
 os.register_at_fork(after_in_child=_disable_fast_path_in_child)
 
 
+def _raising(name: str) -> Callable[..., None]:
+    """Return an operation of `Engine`: that of the segment, whose outcome is raised where it is not 0."""
+
+    def operation(self: ShmEngine, *args: Any) -> None:
+        if code := getattr(self.segment, name)(*args):
+            raise self.failure(code)
+
+    return operation
+
+
 class ShmEngine(Engine):
     """One rank's view of a group's segment."""
 
@@ -99,62 +109,17 @@ class ShmEngine(Engine):
         """Return the number of the next call."""
         return self.segment.sequence()
 
-    def barrier(self, timeout_ns: int) -> None:
-        """Wait for every rank."""
-        if code := self.segment.barrier(timeout_ns):
-            raise self.failure(code)
-
-    def all_reduce(self, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int) -> None:
-        """Reduce in place."""
-        if code := self.segment.all_reduce(address, nbytes, dtype, reduction, timeout_ns):
-            raise self.failure(code)
-
-    def all_reduce_list(self, parts: Parts, dtype: int, reduction: int, timeout_ns: int) -> None:
-        """Reduce several tensors as one."""
-        if code := self.segment.all_reduce_list(parts, dtype, reduction, timeout_ns):
-            raise self.failure(code)
-
-    def reduce(self, address: int, nbytes: int, dtype: int, reduction: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Reduce in place on the root."""
-        if code := self.segment.reduce(address, nbytes, dtype, reduction, root, timeout_ns):
-            raise self.failure(code)
-
-    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:
-        """Copy the root's memory to every rank."""
-        if code := self.segment.broadcast(address, nbytes, dtype, root, timeout_ns):
-            raise self.failure(code)
-
-    def all_gather(self, address: int, nbytes: int, out: Parts, dtype: int, timeout_ns: int) -> None:
-        """Copy every rank's memory to every rank."""
-        if code := self.segment.all_gather(address, nbytes, out, dtype, timeout_ns):
-            raise self.failure(code)
-
-    def gather(self, address: int, nbytes: int, out: Parts | None, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Copy every rank's memory to the root."""
-        if code := self.segment.gather(address, nbytes, out, dtype, root, timeout_ns):
-            raise self.failure(code)
-
-    def scatter(self, given: Parts | None, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Copy each part of the root's memory to its rank."""
-        if code := self.segment.scatter(given, address, nbytes, dtype, root, timeout_ns):
-            raise self.failure(code)
-
-    def reduce_scatter(  # noqa: PLR0917  # what the operation takes
-        self, given: Parts, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int
-    ) -> None:
-        """Reduce each part to the rank that it is for."""
-        if code := self.segment.reduce_scatter(given, address, nbytes, dtype, reduction, timeout_ns):
-            raise self.failure(code)
-
-    def all_to_all(self, given: Parts, out: Parts, dtype: int, timeout_ns: int) -> None:
-        """Copy each part to its rank."""
-        if code := self.segment.all_to_all(given, out, dtype, timeout_ns):
-            raise self.failure(code)
-
-    def compare_only(self, operation: int, reduction: int, dtype: int, nbytes: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what a call is
-        """Compare a call that another engine performs."""
-        if code := self.segment.compare_only(operation, reduction, dtype, nbytes, root, timeout_ns):
-            raise self.failure(code)
+    barrier = _raising("barrier")
+    all_reduce = _raising("all_reduce")
+    all_reduce_list = _raising("all_reduce_list")
+    reduce = _raising("reduce")
+    broadcast = _raising("broadcast")
+    all_gather = _raising("all_gather")
+    gather = _raising("gather")
+    scatter = _raising("scatter")
+    reduce_scatter = _raising("reduce_scatter")
+    all_to_all = _raising("all_to_all")
+    compare_only = _raising("compare_only")
 
     def failure(self, code: int, culprit: int | None = None) -> EngineFailure:
         """Return the failure for an outcome of the core, about ``culprit`` or the rank that the core names."""
