@@ -52,16 +52,12 @@ def batch_memory_ops(_, *, waits=(), write=None):
     if write is not None:
         word(write[0]).value = write[1]
 
-class Stream:
-    number = 0
-    def close(self):
-        pass
-
 driver.context, driver.enter = lambda: 1, lambda context: None
 driver.map_host, driver.unmap_host = lambda address, nbytes: address, lambda address: None
 driver.allocate, driver.free = allocate, lambda address: None
 driver.export_handle, driver.open_handle = lambda address: files[address].encode(), open_handle
-driver.close_handle, driver.batch_memory_ops, driver.Stream = lambda address: None, batch_memory_ops, Stream
+driver.close_handle, driver.batch_memory_ops = lambda address: None, batch_memory_ops
+driver.create_stream, driver.destroy_stream = lambda: 0, lambda number: None
 stream.at = ipc.at = lambda address, nbytes, device: compared.at(address, nbytes)
 torch.cuda.ExternalStream = lambda number, device: SimpleNamespace(cuda_stream=number, synchronize=lambda: None)
 # Rows grow to 64 KiB, so that a larger call takes several rounds.

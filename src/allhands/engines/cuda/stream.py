@@ -23,7 +23,7 @@ from ..base import CallMismatch, Capabilities, EngineTimeout
 from ..compared import ComparedEngine, Tensors, sizes_of
 from ..dtypes import operation_code
 from ..fingerprint import Call
-from ..shm.fd_passing import FdPassing
+from ..shm.fd_passing import FdPassing, allocate
 from . import driver
 
 __all__ = ["BROUGHT", "CONSUMED", "REDUCED", "Counters", "StreamEngine", "at", "first_problem", "region_bytes", "share"]
@@ -231,8 +231,7 @@ class StreamEngine(ComparedEngine):
         self._rank = rank
         self._size = ranks
         self._context = driver.context()
-        self._own = driver.Stream()
-        self.stream = torch.cuda.ExternalStream(self._own.number, device=device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.ExternalStream(driver.create_stream(), device=device)  # type: ignore[no-untyped-call]
         self._deadline = 0.0
 
     def barrier(self, timeout_ns: int) -> None:
@@ -266,7 +265,7 @@ class StreamEngine(ComparedEngine):
         del within_s
         driver.enter(self._context)
         self.counters.close()
-        self._own.close()
+        driver.destroy_stream(self.stream.cuda_stream)
 
     # What ComparedEngine leaves to subclasses ----------------------------------------------------------------------
 
@@ -313,11 +312,8 @@ def share(
     Returns them, or why the GPU cannot reach them on this rank.
     """
 
-    def create(ranks: int, _: bytes) -> tuple[int, int]:
-        size = region_bytes(ranks) * ranks
-        descriptor = os.memfd_create("allhands-cuda", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size)
-        return descriptor, size
+    def create(ranks: int, _: bytes) -> int:
+        return allocate("allhands-cuda", region_bytes(ranks) * ranks, f"the counters of {ranks} ranks")
 
     descriptor, _ = fd_passing.share(key, create, timeout_s)
     try:

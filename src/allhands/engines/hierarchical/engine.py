@@ -62,7 +62,7 @@ def form(
     network between them, "" on one host; ``check`` raises where the group is over.
     """
     deadline = time.monotonic() + timeout_s
-    hosts = find_hosts(store, rank, len(ranks))
+    hosts = find_hosts(store, rank, len(ranks), check, deadline)
     if max(map(len, hosts)) > shm.MAX_RANKS or len(hosts) == len(ranks) > 1:
         return GlooEngine(gloo, rank, ranks)
     number = next(number for number, host in enumerate(hosts) if rank in host)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -23,7 +21,7 @@ from ..compared import Tensors, as_bytes, joined, sizes_of
 from ..dtypes import ON_BOOL, REDUCTION_NAMES
 from ..gloo.engine import GlooEngine
 from ..shm.engine import cores
-from .library import World
+from .library import BlockingThread, World
 
 __all__ = ["MpiEngine"]
 
@@ -41,9 +39,6 @@ _SPINS = 300
 _SLEEP_PART, _MAX_SLEEP_S = 0.05, 0.001
 # It only yields before: a sleep takes 60 us at least.
 _YIELD_S = 0.001
-
-# How often the wait for a blocking call returns to Python, for signals, the deadline and `abort`.
-_POLL_S = 0.02
 
 # From this size on all_reduce and reduce call Open MPI's blocking functions, in a thread, which costs 30 us: its
 # non-blocking ones (libnbc) took 1.6 to 3.4 times as long, from 1 MiB to 32 MiB (5.0.11, 2 and 8 ranks of one host).
@@ -69,7 +64,7 @@ class MpiEngine(GlooEngine):
         super().__init__(gloo, rank, ranks)
         self._spins = _SPINS if cores() >= self._size else 0
         self._exchange = self._buffer(self._record), self._buffer(self._records)
-        self._thread = _BlockingThread()
+        self._thread = BlockingThread()
         self._blocking_bytes = _BLOCKING_BYTES if "Open MPI" in world.name and not world.serialised else sys.maxsize
 
     def abort(self, rank: int) -> None:
@@ -220,43 +215,3 @@ def _datatype(dtype: torch.dtype) -> str:
 def _widened(data: torch.Tensor) -> torch.Tensor:
     """Return ``data`` as a type that MPI reduces."""
     return data.float() if data.dtype in _WIDENED else data
-
-
-class _BlockingThread:
-    """Makes blocking calls of MPI, one at a time, interruptible for the caller, who polls it as a request."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def start(self, *call: Any) -> Self:
-        """Start a call: its function and arguments."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="allhands-mpi", daemon=True)
-            self._thread.start()
-        self._calls.put(call)
-        return self
-
-    def Test(self) -> bool:  # noqa: N802  # MPI's name
-        """Wait for a moment; return whether the call is complete, or raise what it raised."""
-        try:
-            problem = self._results.get(timeout=_POLL_S)
-        except queue.Empty:
-            return False
-        if problem is not None:
-            raise problem
-        return True
-
-    def close(self) -> None:
-        """End the thread after its call."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call[0](*call[1:])
-            except BaseException as problem:  # noqa: BLE001  # raised by Test
-                self._results.put(problem)
-            else:
-                self._results.put(None)

@@ -7,7 +7,6 @@ rank mapped it and read its nonce.
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import weakref
@@ -31,7 +30,7 @@ from ..base import (
     PeerLeft,
     TransportFailure,
 )
-from .fd_passing import FdPassing, Handover, allocate, no_room, pid_namespace, require_room
+from .fd_passing import FdPassing, Handover, allocate, pid_namespace
 
 __all__ = ["MAX_RANKS", "MIN_SLOT_KIB", "ShmEngine", "cores", "form", "spare_threads"]
 
@@ -149,7 +148,10 @@ class ShmEngine(Engine):
         """Create memory that all ranks map, ``nbytes`` for each. Every rank of the group calls this."""
         stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._windows += 1
-        create = functools.partial(_new_window, nbytes=stride * len(self.pids))
+
+        def create(ranks: int, _: bytes) -> int:
+            return allocate("allhands-window", stride * ranks, f"a shared tensor of {ranks} ranks")
+
         descriptor, _ = self.fd_passing.share(f"window/{self._windows}", create, timeout_s)
         try:
             return _core.Window(self.segment, descriptor, stride)
@@ -199,23 +201,12 @@ def spare_threads(ranks: int, available: int) -> int:
     return max(0, min(_core.MAX_HELPER_THREADS, available // ranks - 1)) if ranks > 1 else 0
 
 
-def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
+def _new_segment(ranks: int, nonce: bytes) -> int:
     slot, threads = _slot_bytes(), _helper_threads(ranks)
     size = _core.segment_bytes(ranks, slot, threads)
-    purpose = f"the shared memory of a group of {ranks}"
-    require_room(size, purpose)
-    descriptor = os.memfd_create("allhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce, threads)
-    except OSError as problem:
-        os.close(descriptor)
-        raise no_room(size, purpose, f"the kernel refused the pages: {problem.strerror}") from problem
-    return descriptor, size
-
-
-def _new_window(ranks: int, _: bytes, nbytes: int) -> tuple[int, int]:
-    return allocate("allhands-window", nbytes, f"a shared tensor of {ranks} ranks"), nbytes
+    descriptor = allocate("allhands", size, f"the shared memory of a group of {ranks}")
+    _core.segment_format(descriptor, ranks, slot, nonce, threads)
+    return descriptor
 
 
 def _close(pidfds: tuple[int, ...]) -> None:
