@@ -29,13 +29,10 @@ __all__ = [
     "coalescing",
     "counters",
     "default_timeout",
-    "device_types",
-    "exchange",
     "foreach_copy",
     "forget_failed_groups",
     "gather_flat",
     "gloo",
-    "graph_task",
     "group_named",
     "groups",
     "kept_out",
@@ -51,7 +48,6 @@ __all__ = [
     "profiling",
     "queue_callback",
     "rendezvous",
-    "set_timeout",
     "stand_behind",
     "take_over_optimizers",
     "traced_as",
@@ -114,13 +110,6 @@ def options(kind: Any, **values: Any) -> Any:
         if value is not None:
             setattr(made, name, value)
     return made
-
-
-def exchange(  # noqa: PLR0917  # torch's signature
-    backend: Any, output: torch.Tensor, tensor: torch.Tensor, takes: list[int], gives: list[int], options: Any
-) -> Any:
-    """Give each rank its part of one tensor; a backend by itself has only torch's older name. Seen in 2.11."""
-    return backend.alltoall_base(output, tensor, takes, gives, options)
 
 
 def gather_flat(gloo: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
@@ -193,11 +182,6 @@ def backends(group: Any) -> list[Any]:
     return found
 
 
-def device_types(group: Any) -> list[str]:
-    """Return the types of device that ``group`` has backends for. Seen in 2.11, 2.13."""
-    return [torch.device(device).type for device in group._device_types]
-
-
 def forget_failed_groups() -> None:
     """Begin to count groups anew. Seen in 2.11, 2.13.
 
@@ -247,11 +231,6 @@ def counters(group: Any) -> list[Callable[[], int]]:
     return found
 
 
-def set_timeout(timeout: timedelta, group: Any) -> None:
-    """Set how long collectives of ``group`` may take. The public setter is missing in 2.11; seen in 2.11, 2.13."""
-    c10d._set_pg_timeout(timeout, group)
-
-
 _Class = TypeVar("_Class", bound=type)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -288,11 +267,6 @@ def untraced_frame(function: _Function) -> _Function:
 def queue_callback(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that runs now is over. DDP's own way; seen in 2.11, 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def graph_task() -> int:
-    """Return the number of the backward pass that this thread is in, -1 for none. Seen in 2.11, 2.13."""
-    return int(torch._C._current_graph_task_id())
 
 
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

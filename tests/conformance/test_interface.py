@@ -168,6 +168,7 @@ x, room = torch.ones(3), list(torch.empty(size, 3))
 engine.barrier(NS)
 found = failed(lambda: {odd} if rank == 1 else {usual})
 say(**{{"{kind}": found, "again": failed(engine.barrier, NS) if engine.in_call else None}})
+gate("{kind}")
 engine.abort(rank)
 """
         for kind, (usual, odd) in MISMATCHES.items()

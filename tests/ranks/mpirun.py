@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,6 +120,8 @@ def _main() -> int:
         for descriptor, opened in printed.items():
             os.dup2(opened, descriptor)
         os.execv(sys.executable, [sys.executable, str(script)])  # noqa: S606  # the rank, in this process
+    # mpiexec of MPICH 5 with -disable-auto-cleanup sends this signal when another rank ends, and the rank ignores it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     new = script.with_name(f"{number}.new")
     new.write_text(str(pid))
     new.rename(script.with_name(f"{number}.pid"))

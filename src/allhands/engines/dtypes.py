@@ -15,6 +15,7 @@ __all__ = [
     "DELEGATED",
     "DTYPES",
     "LINEAR",
+    "ON_BOOL",
     "OPERATIONS",
     "PREMUL_SUM",
     "REDUCTIONS",
@@ -130,7 +131,8 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_ON_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
+# Reductions of bool, by bit operations; others are the same.
+ON_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 
 
 def reduce_rows(rows: Sequence[torch.Tensor], reduction: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,7 +142,7 @@ def reduce_rows(rows: Sequence[torch.Tensor], reduction: int, out: torch.Tensor 
     """
     dtype, name = rows[0].dtype, REDUCTION_NAMES[reduction]
     if dtype is torch.bool:
-        name = _ON_BOOL.get(name, name)
+        name = ON_BOOL.get(name, name)
     signed = _SIGNED.get(dtype, dtype)
     # As signed numbers the largest unsigned ones compare lowest, unless the top bit is flipped.
     flip = torch.iinfo(signed).min if signed is not dtype and name in {"MIN", "MAX"} else None

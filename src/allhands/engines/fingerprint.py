@@ -17,7 +17,7 @@ import msgspec
 from ..diagnosis import majority
 from ..diagnosis.majority import Judgement
 from .dtypes import REDUCTION_NAMES, dtype_of, operation_name
-from .shm.fd_passing import FdPassing
+from .shm.fd_passing import FdPassing, allocate
 
 __all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "CallRing", "elements", "judge", "judge_sizes", "unpack"]
 
@@ -170,10 +170,8 @@ class CallRing:
             os.close(descriptor)
 
     @staticmethod
-    def _create(ranks: int, _: bytes) -> tuple[int, int]:
-        descriptor = os.memfd_create("allhands-calls", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, ranks * _RING * _ENTRY)
-        return descriptor, ranks * _RING * _ENTRY
+    def _create(ranks: int, _: bytes) -> int:
+        return allocate("allhands-calls", ranks * _RING * _ENTRY, f"the last calls of {ranks} ranks")
 
     def compare(self, call: Call) -> Judgement | None:
         """Write this rank's next call; return how it differs from those of others, if it does."""

@@ -21,6 +21,7 @@ import torch
 
 from ..control.messages import Status
 from ..diagnosis import Diagnosis, duration, join, majority, ranks
+from ..engines import transport_errors
 from ..engines.base import (
     CallMismatch,
     EngineAborted,
@@ -30,10 +31,8 @@ from ..engines.base import (
     PeerDead,
     PeerLeft,
 )
-from ..engines.cuda import nccl_errors
 from ..engines.dtypes import OPERATIONS
 from ..engines.fingerprint import Call, elements
-from ..engines.gloo import gloo_errors
 from ..engines.shm.engine import ShmEngine
 from ..errors import AllhandsError, GroupEnded, StoreTimeout, error
 from ..observe import flight_recorder
@@ -93,7 +92,7 @@ def engine_failure(problem: BaseException) -> EngineFailure | None:
         return problem
     if isinstance(problem, StoreTimeout):
         return EngineTimeout(str(problem))
-    return gloo_errors.failure_of(problem) or nccl_errors.failure_of(problem)
+    return transport_errors.failure_of(problem)
 
 
 def explain(  # noqa: PLR0917  # what is known of a call
@@ -112,7 +111,7 @@ def explain(  # noqa: PLR0917  # what is known of a call
     if member.verdict is None:
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
             return None
-        if reason := nccl_errors.duplicate_gpu(problem):
+        if reason := transport_errors.duplicate_gpu(problem):
             return error(member.end_group(_shared_gpu(session, reason, name, site)))
         found = engine_failure(problem)
         if found is None:

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from ..diagnosis import Diagnosis, duration, ranks
-from ..engines.cuda import nccl_errors
-from ..engines.gloo import gloo_errors
+from ..engines import transport_errors
 from ..observe.flight_recorder import Entry, FlightRecorder
 from .options import Job
 
@@ -122,10 +121,7 @@ class Outcome(msgspec.Struct, frozen=True):
             return self.rank not in self.record["ranks"] or bool(_PEER_ERRORS & set(self.record["bases"]))
         if _PEER_ERRORS & set(self.record["bases"]):
             return True
-        message = self.record["message"]
-        return "RuntimeError" in self.record["bases"] and bool(
-            gloo_errors.classify(message) or nccl_errors.classify(message)
-        )
+        return "RuntimeError" in self.record["bases"] and bool(transport_errors.classify(self.record["message"]))
 
     @property
     def cause(self) -> str:

@@ -143,7 +143,7 @@ def test_gpu_missing_as_ranks_report_it(visible: str | None, monkeypatch: pytest
 
 def test_mpi_missing_as_ranks_report_it() -> None:
     """Where there is no MPI, reason and fix are those that a rank reports."""
-    rank = library.missing("there is none", "rank 0", library.INSTALL).diagnosis
+    rank = library.missing("there is none", library.INSTALL, who="rank 0").diagnosis
     answer = offer("mpi", CPU, Probe(no_mpi="there is none"))
     assert (answer.slug, answer.what, answer.why, answer.fix) == (rank.slug, rank.what, rank.why, rank.fix)
     assert answer.fix in page("mpi-missing")

@@ -1,5 +1,3 @@
 """CUDA tensors: memory of one shared GPU, and NCCL."""
 
-from __future__ import annotations
-
 __all__: list[str] = []

@@ -8,15 +8,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "DriverError",
-    "Stream",
     "allocate",
     "batch_memory_ops",
     "close_handle",
     "context",
+    "create_stream",
+    "destroy_stream",
     "enter",
     "export_handle",
     "free",
@@ -39,6 +40,9 @@ class DriverError(RuntimeError):
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+_Kind = TypeVar("_Kind", ctypes.c_void_p, ctypes.c_uint64, _Handle)
 
 
 class _Operation(ctypes.Structure):
@@ -73,11 +77,16 @@ def _do(name: str, *args: Any) -> None:
         raise DriverError(f"{name}: {(text.value or b'error').decode()} ({code})")
 
 
+def _made(kind: type[_Kind], name: str, *args: Any) -> _Kind:
+    """Call a function that writes its result, of type ``kind``, to its first argument."""
+    made = kind()
+    _do(name, ctypes.byref(made), *args)
+    return made
+
+
 def context() -> int:
     """Return the context that is current in this thread."""
-    made = ctypes.c_void_p()
-    _do("cuCtxGetCurrent", ctypes.byref(made))
-    return int(made.value or 0)
+    return int(_made(ctypes.c_void_p, "cuCtxGetCurrent").value or 0)
 
 
 def enter(context: int) -> None:
@@ -87,9 +96,7 @@ def enter(context: int) -> None:
 
 def allocate(size: int) -> int:
     """Allocate ``size`` bytes of the current device outside torch's caching allocator; return their address."""
-    made = ctypes.c_uint64()
-    _do("cuMemAlloc_v2", ctypes.byref(made), ctypes.c_size_t(size))
-    return made.value
+    return _made(ctypes.c_uint64, "cuMemAlloc_v2", ctypes.c_size_t(size)).value
 
 
 def free(address: int) -> None:
@@ -99,21 +106,13 @@ def free(address: int) -> None:
 
 def export_handle(address: int) -> bytes:
     """Return the handle by which another process opens the memory."""
-    made = _Handle()
-    _do("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(address))
-    return bytes(made)
+    return bytes(_made(_Handle, "cuIpcGetMemHandle", ctypes.c_uint64(address)))
 
 
 def open_handle(handle: bytes) -> int:
     """Map memory of another process; return its address here."""
-    made = ctypes.c_uint64()
-    _do(
-        "cuIpcOpenMemHandle_v2",
-        ctypes.byref(made),
-        _Handle.from_buffer_copy(handle),
-        ctypes.c_uint32(_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
-    )
-    return made.value
+    flags = ctypes.c_uint32(_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+    return _made(ctypes.c_uint64, "cuIpcOpenMemHandle_v2", _Handle.from_buffer_copy(handle), flags).value
 
 
 def close_handle(address: int) -> None:
@@ -123,15 +122,9 @@ def close_handle(address: int) -> None:
 
 def map_host(address: int, size: int) -> int:
     """Register memory of the host with the GPU; return its address there."""
-    _do(
-        "cuMemHostRegister_v2",
-        ctypes.c_void_p(address),
-        ctypes.c_size_t(size),
-        ctypes.c_uint32(_HOST_PORTABLE | _HOST_DEVICEMAP),
-    )
-    made = ctypes.c_uint64()
-    _do("cuMemHostGetDevicePointer_v2", ctypes.byref(made), ctypes.c_void_p(address), ctypes.c_uint32(0))
-    return made.value
+    place = ctypes.c_void_p(address)
+    _do("cuMemHostRegister_v2", place, ctypes.c_size_t(size), ctypes.c_uint32(_HOST_PORTABLE | _HOST_DEVICEMAP))
+    return _made(ctypes.c_uint64, "cuMemHostGetDevicePointer_v2", place, ctypes.c_uint32(0)).value
 
 
 def unmap_host(address: int) -> None:
@@ -139,17 +132,14 @@ def unmap_host(address: int) -> None:
     _do("cuMemHostUnregister", ctypes.c_void_p(address))
 
 
-class Stream:
-    """A stream of its own: torch's streams come from a pool and may have several users."""
+def create_stream() -> int:
+    """Create a stream of its own: torch's streams come from a pool and may have several users."""
+    return int(_made(ctypes.c_void_p, "cuStreamCreate", ctypes.c_uint32(_STREAM_NON_BLOCKING)).value or 0)
 
-    def __init__(self) -> None:
-        made = ctypes.c_void_p()
-        _do("cuStreamCreate", ctypes.byref(made), ctypes.c_uint32(_STREAM_NON_BLOCKING))
-        self.number = int(made.value or 0)
 
-    def close(self) -> None:
-        """Destroy it, once its work is done."""
-        _do("cuStreamDestroy_v2", ctypes.c_void_p(self.number))
+def destroy_stream(stream: int) -> None:
+    """Destroy a stream of `create_stream`, once its work is done."""
+    _do("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
 
 def batch_memory_ops(

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from ..base import Parts
-from ..dtypes import COMPLEX, REDUCTION_NAMES, TORCH_DTYPES, reduce_rows
+from ..compared import Tensors, as_bytes, sizes_of
+from ..dtypes import REDUCTION_NAMES, reduce_rows
 from . import driver
 from .stream import BROUGHT, CONSUMED, REDUCED, Counters, StreamEngine, at, first_problem
 
@@ -151,151 +151,105 @@ class CudaIpcEngine(StreamEngine):
         # By set: the CONSUMED value that every other rank must reach before this rank overwrites its row.
         self._need = [0, 0]
 
-    def all_reduce(self, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int) -> None:
-        """Reduce in place."""
-        data = at(address, nbytes, self.device)
-        self._post("all_reduce", timeout_ns, nbytes, dtype=dtype, reduction=reduction)
-        self._grow(nbytes, timeout_ns)
-        apart = nbytes * (self._ranks - 2) > _SWITCH_BYTES
-        for number, piece in enumerate(_cut(data, self._buffers.row_bytes)):
-            rows = self._bring(number, [(0, piece)])
-            self._wait(BROUGHT, number)
-            if apart:
-                self._reduce_apart(rows, piece, number, dtype, reduction)
-            else:
-                self._reduce_into(rows[: self._ranks, : piece.numel()], piece, dtype, reduction)
-            self._consumed(number)
-        self._end()
+    # What ComparedEngine leaves to subclasses ----------------------------------------------------------------------
 
-    def _reduce_apart(self, rows: torch.Tensor, piece: torch.Tensor, number: int, dtype: int, reduction: int) -> None:
+    def _reduce(self, data: torch.Tensor, reduction: int, root: int | None) -> None:
+        self._grow(data.nbytes)
+        apart = root is None and data.nbytes * (self._size - 2) > _SWITCH_BYTES
+        for number, piece in enumerate(_cut(as_bytes(data), self._buffers.row_bytes)):
+            rows = self._bring(number, [(0, piece)])
+            if root in {None, self._rank}:
+                self._wait(BROUGHT, number)
+                if apart:
+                    self._reduce_apart(rows, piece, number, data.dtype, reduction)
+                else:
+                    self._reduce_into(rows[: self._size, : piece.numel()], piece, data.dtype, reduction)
+            self._signal(CONSUMED, number)
+
+    def _reduce_apart(
+        self, rows: torch.Tensor, piece: torch.Tensor, number: int, kind: torch.dtype, reduction: int
+    ) -> None:
         """Reduce this rank's slice of a piece, and copy the slices that the other ranks reduced."""
         size = piece.numel()
-        each = -(-size // self._ranks // _LINE) * _LINE
+        each = -(-size // self._size // _LINE) * _LINE
         begin, end = min(size, self._rank * each), min(size, (self._rank + 1) * each)
         if end > begin:
-            self._reduce_into(rows[: self._ranks, begin:end], rows[self._ranks, begin:end], dtype, reduction)
+            self._reduce_into(rows[: self._size, begin:end], rows[self._size, begin:end], kind, reduction)
         self._signal(REDUCED, number)
         self._wait(REDUCED, number)
-        piece.copy_(rows[self._ranks, :size])
+        piece.copy_(rows[self._size, :size])
 
-    def reduce(self, address: int, nbytes: int, dtype: int, reduction: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Reduce in place on the root."""
-        data = at(address, nbytes, self.device)
-        self._post("reduce", timeout_ns, nbytes, dtype=dtype, reduction=reduction, root=root)
-        self._grow(nbytes, timeout_ns)
-        for number, piece in enumerate(_cut(data, self._buffers.row_bytes)):
-            rows = self._bring(number, [(0, piece)])
-            if self._rank == root:
-                self._wait(BROUGHT, number)
-                self._reduce_into(rows[: self._ranks, : piece.numel()], piece, dtype, reduction)
-            self._consumed(number)
-        self._end()
-
-    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:
-        """Copy the root's memory to every rank."""
-        data = at(address, nbytes, self.device)
-        self._post("broadcast", timeout_ns, nbytes, dtype=dtype, root=root)
-        self._grow(nbytes, timeout_ns)
+    def _broadcast(self, data: torch.Tensor, root: int) -> None:
+        self._grow(data.nbytes)
         for number, piece in enumerate(_cut(data, self._buffers.row_bytes)):
             if self._rank == root:
                 self._bring(number, [(0, piece)])
             else:
                 self._wait(BROUGHT, number, [root])
                 piece.copy_(self._rows(number)[root, : piece.numel()])
-            self._consumed(number)
-        self._end()
+            self._signal(CONSUMED, number)
 
-    def all_gather(self, address: int, nbytes: int, out: Parts, dtype: int, timeout_ns: int) -> None:
-        """Copy every rank's memory to every rank."""
-        data, parts = at(address, nbytes, self.device), self._parts(out)
-        takes = [part.numel() for part in parts]
-        self._post("all_gather", timeout_ns, nbytes, [nbytes] * self._ranks, takes, dtype=dtype)
-        self._grow(max(takes), timeout_ns)
-        row = self._buffers.row_bytes
+    def _all_gather(self, data: torch.Tensor, parts: Tensors) -> None:
+        self._grow(max(sizes_of(parts)))
         parts[self._rank].copy_(data)
-        for number in range(_rounds(max(takes), row)):
-            if number * row < nbytes:
-                self._bring(number, [(0, _piece(data, number, row))])
-            self._copy_from(number, [(rank, 0, part) for rank, part in enumerate(parts) if rank != self._rank], row)
-            self._consumed(number)
-        self._end()
+        self._exchange([(0, data)], [(rank, 0, part) for rank, part in enumerate(parts)], self._buffers.row_bytes)
 
-    def gather(self, address: int, nbytes: int, out: Parts | None, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Copy every rank's memory to the root."""
-        data, parts = at(address, nbytes, self.device), self._parts(out)
-        gives = [nbytes if rank == root else 0 for rank in range(self._ranks)]
-        takes = [part.numel() for part in parts] or [0] * self._ranks
-        self._post("gather", timeout_ns, nbytes, gives, takes, dtype=dtype, root=root)
-        row = self._buffers.row_bytes
-        if self._rank == root:
-            parts[root].copy_(data)
-            for number in range(_rounds(max(takes), row)):
-                self._copy_from(number, [(rank, 0, part) for rank, part in enumerate(parts) if rank != root], row)
-                self._consumed(number)
-        else:
-            for number, piece in enumerate(_cut(data, row)):
-                self._bring(number, [(0, piece)])
-                self._consumed(number)
-        self._end()
+    def _gather(self, given: Tensors, came: Tensors, root: int) -> None:
+        mine = self._rank == root
+        if mine:
+            came[root].copy_(given[root])
+        takes = [(rank, 0, part) for rank, part in enumerate(came)]
+        self._exchange([] if mine else [(0, given[root])], takes, self._buffers.row_bytes)
 
-    def scatter(self, given: Parts | None, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Copy each part of the root's memory to its rank."""
-        data, parts = at(address, nbytes, self.device), self._parts(given)
-        gives = [part.numel() for part in parts] or [0] * self._ranks
-        takes = [nbytes if rank == root else 0 for rank in range(self._ranks)]
-        self._post("scatter", timeout_ns, nbytes, gives, takes, dtype=dtype, root=root)
+    def _reduce_scatter(self, parts: Tensors, mine: torch.Tensor, reduction: int) -> None:
+        self._grow(mine.nbytes * self._size)
         share = self._share()
-        if self._rank == root:
-            data.copy_(parts[root])
-            for number in range(_rounds(max(gives), share)):
-                self._bring(number, _pieces(parts, number, share, but=root))
-                self._consumed(number)
-        else:
-            for number in range(_rounds(nbytes, share)):
-                self._copy_from(number, [(root, self._rank * share, data)], share)
-                self._consumed(number)
-        self._end()
-
-    def reduce_scatter(  # noqa: PLR0917  # what the operation takes
-        self, given: Parts, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int
-    ) -> None:
-        """Reduce each part to the rank that it is for."""
-        data, parts = at(address, nbytes, self.device), self._parts(given)
-        self._post("reduce_scatter", timeout_ns, nbytes, dtype=dtype, reduction=reduction)
-        self._grow(nbytes * self._ranks, timeout_ns)
-        share = self._share()
-        for number, piece in enumerate(_cut(data, share)):
-            rows = self._bring(number, _pieces(parts, number, share))
+        for number, piece in enumerate(_cut(as_bytes(mine), share)):
+            rows = self._bring(
+                number, [(rank * share, _piece(as_bytes(part), number, share)) for rank, part in enumerate(parts)]
+            )
             self._wait(BROUGHT, number)
             begin = self._rank * share
-            self._reduce_into(rows[: self._ranks, begin : begin + piece.numel()], piece, dtype, reduction)
-            self._consumed(number)
-        self._end()
+            self._reduce_into(rows[: self._size, begin : begin + piece.numel()], piece, mine.dtype, reduction)
+            self._signal(CONSUMED, number)
 
-    def all_to_all(self, given: Parts, out: Parts, dtype: int, timeout_ns: int) -> None:
-        """Copy each part to its rank."""
-        parts, came = self._parts(given), self._parts(out)
-        gives, takes = [part.numel() for part in parts], [part.numel() for part in came]
-        self._post("all_to_all", timeout_ns, sum(gives), gives, takes, dtype=dtype)
+    def _all_to_all(self, given: Tensors, came: Tensors) -> None:
         share, own = self._share(), self._rank
-        if gives[own] == takes[own]:
-            came[own].copy_(parts[own])
-        for number in range(_rounds(max(gives + takes), share)):
-            pieces = _pieces(parts, number, share, but=own)
+        if given[own].numel() == came[own].numel():
+            came[own].copy_(given[own])
+        gives = [(rank * share, part) for rank, part in enumerate(given) if rank != own]
+        self._exchange(gives, [(rank, own * share, part) for rank, part in enumerate(came)], share)
+
+    def _exchange(
+        self, gives: Sequence[tuple[int, torch.Tensor]], takes: Sequence[tuple[int, int, torch.Tensor]], each: int
+    ) -> None:
+        """Bring ``gives`` (place in the row, data) and copy ``takes`` (rank, place in its row, data) of other ranks.
+
+        In rounds, of at most ``each`` bytes of each.
+        """
+        takes = [take for take in takes if take[0] != self._rank]
+        parts = [part for _, part in gives] + [part for _, _, part in takes]
+        for number in range(_rounds(max(sizes_of(parts), default=0), each)):
+            pieces = [(begin, _piece(part, number, each)) for begin, part in gives]
+            pieces = [piece for piece in pieces if piece[1].numel()]
             if pieces:
                 self._bring(number, pieces)
-            mine = [(rank, own * share, part) for rank, part in enumerate(came) if rank != own]
-            self._copy_from(number, mine, share)
-            self._consumed(number)
-        self._end()
+            wanted = [(rank, begin, _piece(part, number, each)) for rank, begin, part in takes]
+            wanted = [piece for piece in wanted if piece[2].numel()]
+            if wanted:
+                self._wait(BROUGHT, number, [rank for rank, _, _ in wanted])
+            rows = self._rows(number)
+            for rank, begin, piece in wanted:
+                piece.copy_(rows[rank, begin : begin + piece.numel()])
+            self._signal(CONSUMED, number)
 
     # Room -----------------------------------------------------------------------------------------------
 
-    def _grow(self, size: int, timeout_ns: int) -> None:
+    def _grow(self, size: int) -> None:
         """Grow the rows for a larger call: every rank makes the same call, so every rank grows them."""
         if self._buffers.fits(size):
             return
-        self._meet(timeout_ns)
+        self._meet()
         self.stream.synchronize()
         if not self._buffers.grow(size):
             self._need = [0, 0]
@@ -303,18 +257,18 @@ class CudaIpcEngine(StreamEngine):
     # In the stream -----------------------------------------------------------------------------------------
 
     def _rows(self, number: int) -> torch.Tensor:
-        return self._buffers.rows[(self._call + number) % 2]
+        return self._buffers.rows[(self._sequence + number) % 2]
 
     def _share(self) -> int:
         """Return the bytes of a row for each rank."""
-        return self._buffers.row_bytes // self._ranks // _LINE * _LINE
+        return self._buffers.row_bytes // self._size // _LINE * _LINE
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._ranks) if rank != self._rank]
+        return [rank for rank in range(self._size) if rank != self._rank]
 
     def _bring(self, number: int, pieces: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Copy ``pieces`` into this rank's row, once no rank reads its old content, and signal it; return the rows."""
-        index = (self._call + number) % 2
+        index = (self._sequence + number) % 2
         need = self._need[index]
         driver.batch_memory_ops(
             self.stream.cuda_stream, waits=[(self.counters.address(CONSUMED, rank), need) for rank in self._others()]
@@ -326,21 +280,10 @@ class CudaIpcEngine(StreamEngine):
         self._signal(BROUGHT, number)
         return rows
 
-    def _copy_from(self, number: int, parts: Sequence[tuple[int, int, torch.Tensor]], share: int) -> None:
-        """Copy into each part (rank, begin, part) the data that its rank brought in this round, if any."""
-        wanted = [(rank, begin, _piece(part, number, share)) for rank, begin, part in parts]
-        wanted = [each for each in wanted if each[2].numel()]
-        if wanted:
-            self._wait(BROUGHT, number, [rank for rank, _, _ in wanted])
-        rows = self._rows(number)
-        for rank, begin, piece in wanted:
-            piece.copy_(rows[rank, begin : begin + piece.numel()])
-
-    def _reduce_into(self, rows: torch.Tensor, out: torch.Tensor, dtype: int, reduction: int) -> None:
-        kind = TORCH_DTYPES[dtype & ~COMPLEX]
+    def _reduce_into(self, rows: torch.Tensor, out: torch.Tensor, kind: torch.dtype, reduction: int) -> None:
         given, made = rows.view(kind), out.view(kind)
         if reduction in _SUMS and kind in _ADDED:
-            if self._ranks == 2:
+            if self._size == 2:
                 torch.add(given[0], given[1], out=made)
             else:
                 torch.sum(given, 0, dtype=kind, out=made)
@@ -348,14 +291,11 @@ class CudaIpcEngine(StreamEngine):
             made.copy_(reduce_rows(given.unbind(), reduction))
 
     def _value(self, number: int) -> int:
-        return self._call * _STRIDE + number + 1
+        return self._sequence * _STRIDE + number + 1
 
     def _signal(self, counter: int, number: int) -> None:
         place = self.counters.address(counter, self._rank)
         driver.batch_memory_ops(self.stream.cuda_stream, write=(place, self._value(number)))
-
-    def _consumed(self, number: int) -> None:
-        self._signal(CONSUMED, number)
 
     def _wait(self, counter: int, number: int, ranks: Sequence[int] | None = None) -> None:
         ranks = self._others() if ranks is None else ranks
@@ -367,7 +307,7 @@ class CudaIpcEngine(StreamEngine):
     def _end(self) -> None:
         super()._end()
         place = self.counters.address(CONSUMED, self._rank)
-        driver.batch_memory_ops(self.stream.cuda_stream, write=(place, self._call * _STRIDE))
+        driver.batch_memory_ops(self.stream.cuda_stream, write=(place, self._sequence * _STRIDE))
 
     def close(self, within_s: float) -> None:
         """Free the memory of the GPU, once the stream is empty.
@@ -405,11 +345,3 @@ def _piece(data: torch.Tensor, number: int, each: int) -> torch.Tensor:
 
 def _cut(data: torch.Tensor, each: int) -> list[torch.Tensor]:
     return [_piece(data, number, each) for number in range(_rounds(data.numel(), each))]
-
-
-def _pieces(
-    parts: Sequence[torch.Tensor], number: int, share: int, but: int | None = None
-) -> list[tuple[int, torch.Tensor]]:
-    """Return the pieces of ``parts`` of this round that are not empty, each with its place in a row."""
-    found = [(rank * share, _piece(part, number, share)) for rank, part in enumerate(parts) if rank != but]
-    return [each for each in found if each[1].numel()]

@@ -19,10 +19,11 @@ from torch.distributed.distributed_c10d import Store
 
 from ...diagnosis.majority import Judgement
 from .. import fingerprint
-from ..base import CallMismatch, Capabilities, Engine, EngineTimeout, Parts
-from ..dtypes import COMPLEX, TORCH_DTYPES, operation_code
+from ..base import CallMismatch, Capabilities, EngineTimeout
+from ..compared import ComparedEngine, Tensors, sizes_of
+from ..dtypes import operation_code
 from ..fingerprint import Call
-from ..shm.fd_passing import FdPassing
+from ..shm.fd_passing import FdPassing, allocate
 from . import driver
 
 __all__ = ["BROUGHT", "CONSUMED", "REDUCED", "Counters", "StreamEngine", "at", "first_problem", "region_bytes", "share"]
@@ -217,7 +218,7 @@ def at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(_CudaArray(address, nbytes), device=device)
 
 
-class StreamEngine(Engine):
+class StreamEngine(ComparedEngine):
     """One rank's end. An operation returns once it is in the stream, in issue order; `meet` only is waited for."""
 
     capabilities = Capabilities(stream=True)
@@ -228,30 +229,21 @@ class StreamEngine(Engine):
         self.counters = counters
         self.device = device
         self._rank = rank
-        self._ranks = ranks
+        self._size = ranks
         self._context = driver.context()
-        self._own = driver.Stream()
-        self.stream = torch.cuda.ExternalStream(self._own.number, device=device)  # type: ignore[no-untyped-call]
-        self._call = 0
-
-    def sequence(self) -> int:
-        """Return the number of the next call."""
-        return self._call
+        self.stream = torch.cuda.ExternalStream(driver.create_stream(), device=device)  # type: ignore[no-untyped-call]
+        self._deadline = 0.0
 
     def barrier(self, timeout_ns: int) -> None:
         """Wait, on the host, until every rank has posted this call."""
-        self._post("barrier", timeout_ns, 0)
-        self._meet(timeout_ns)
+        self._compare(operation_code("barrier"), timeout_ns)
+        self._meet()
         self._end()
-
-    def compare_only(self, operation: int, reduction: int, dtype: int, nbytes: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what a call is
-        """Not needed: the engine of CPU tensors compares the calls that other libraries perform."""
-        raise NotImplementedError
 
     def refuse(self, operation: str, reason: str, timeout_ns: int) -> None:
         """Report that this rank cannot make its call; raise CallMismatch where another rank can."""
-        self._post(operation, timeout_ns, 0, refused=reason or "it gave no reason")
-        self._meet(timeout_ns)
+        self._compare(operation_code(operation), timeout_ns, refused=reason or "it gave no reason")
+        self._meet()
         self._end()
 
     def compare(self) -> None:
@@ -261,7 +253,7 @@ class StreamEngine(Engine):
     def missing(self) -> list[int]:
         """Return the ranks that have posted fewer calls than this one."""
         mine = self.counters.posted(self._rank)
-        return [rank for rank in range(self._ranks) if self.counters.posted(rank) < mine]
+        return [rank for rank in range(self._size) if self.counters.posted(rank) < mine]
 
     def abort(self, rank: int) -> None:
         """Release the stream. To be repeated until it is empty."""
@@ -273,48 +265,38 @@ class StreamEngine(Engine):
         del within_s
         driver.enter(self._context)
         self.counters.close()
-        self._own.close()
+        driver.destroy_stream(self.stream.cuda_stream)
 
-    # For subclasses ----------------------------------------------------------------------------------------
+    # What ComparedEngine leaves to subclasses ----------------------------------------------------------------------
 
-    def _post(
+    def _compare(
         self,
-        operation: str,
+        operation: int,
         timeout_ns: int,
-        nbytes: int,
-        gives: Sequence[int] = (),
-        takes: Sequence[int] = (),
+        nbytes: int = 0,
+        data: torch.Tensor | None = None,
+        *,
+        parts: Tensors = (),
+        given: Tensors = (),
+        came: Tensors = (),
         **fields: Any,
     ) -> None:
-        """Post this call; raise CallMismatch where other ranks have posted another one.
-
-        ``gives`` and ``takes``, the bytes to and from each rank, are posted where they may differ between ranks.
-        """
-        call = Call(
-            self._call,
-            operation_code(operation),
-            nbytes,
-            uneven=bool(gives),
-            shape=self.shape,
-            site=self.site,
-            **fields,
-        )
+        """Post this call; raise CallMismatch where other ranks have posted another one."""
+        del data, parts
+        call = Call(self._sequence, operation, nbytes, uneven=bool(given), shape=self.shape, site=self.site, **fields)
         driver.enter(self._context)
-        deadline = time.monotonic() + timeout_ns / 1e9
-        _raise_difference(self.counters.post(call, [*gives, *takes], deadline, self.check))
+        self._deadline = time.monotonic() + timeout_ns / 1e9
+        sizes = sizes_of(given) + sizes_of(came)
+        _raise_difference(self.counters.post(call, sizes, self._deadline, self.check))
 
-    def _meet(self, timeout_ns: int) -> None:
-        _raise_difference(self.counters.meet(time.monotonic() + timeout_ns / 1e9, self.check))
+    def _meet(self) -> None:
+        _raise_difference(self.counters.meet(self._deadline, self.check))
 
     def _end(self) -> None:
-        self._call += 1
+        self._sequence += 1
 
-    def _parts(self, parts: Parts | None) -> list[torch.Tensor]:
-        parts = parts or ()
-        return [at(*part, self.device) for part in zip(parts[::2], parts[1::2], strict=True)]
-
-    def _typed(self, address: int, nbytes: int, dtype: int) -> torch.Tensor:
-        return at(address, nbytes, self.device).view(TORCH_DTYPES[dtype & ~COMPLEX])
+    def _at(self, address: int, nbytes: int) -> torch.Tensor:
+        return at(address, nbytes, self.device)
 
 
 def _raise_difference(judgement: Judgement | None) -> None:
@@ -330,11 +312,8 @@ def share(
     Returns them, or why the GPU cannot reach them on this rank.
     """
 
-    def create(ranks: int, _: bytes) -> tuple[int, int]:
-        size = region_bytes(ranks) * ranks
-        descriptor = os.memfd_create("allhands-cuda", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size)
-        return descriptor, size
+    def create(ranks: int, _: bytes) -> int:
+        return allocate("allhands-cuda", region_bytes(ranks) * ranks, f"the counters of {ranks} ranks")
 
     descriptor, _ = fd_passing.share(key, create, timeout_s)
     try:

@@ -7,13 +7,13 @@ writes to and reads from the store when a group forms.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import struct
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ...errors import fail
 
@@ -21,8 +21,8 @@ __all__ = ["IFNAME", "Connections", "addresses", "check_interface", "interface_o
 
 IFNAME = "GLOO_SOCKET_IFNAME"
 
-# The name on nearly every Linux; and from <linux/sockios.h>, which the standard library has not.
-_LOOPBACK, _SIOCGIFADDR = "lo", 0x8915
+# IFF_UP and IFF_LOOPBACK of <linux/if.h>.
+_UP_LOOPBACK = 1 | 8
 
 _LENGTH = struct.Struct("<Q")
 
@@ -149,20 +149,11 @@ def interface_of(address: str) -> str:
 
 def loopback_interface() -> str:
     """Return the name of a loopback interface that is up, "" where there is none."""
-    name = _LOOPBACK if _address_of(_LOOPBACK) == "127.0.0.1" else interface_of("127.0.0.1")
-    flags = Path(f"/sys/class/net/{name}/flags")
-    with suppress(OSError, ValueError):
-        if name and int(flags.read_text(encoding="ascii"), 16) & 1:
-            return name
-    return ""
-
-
-def _address_of(name: str) -> str:
-    """Return the IPv4 address of an interface, "" where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control, suppress(OSError):
-        answer = fcntl.ioctl(control, _SIOCGIFADDR, struct.pack("40s", name.encode()))
-        # A struct ifreq: 16 bytes of name, then a sockaddr_in with family, port and address.
-        return socket.inet_ntoa(answer[20:24])
+    for _, name in socket.if_nameindex():
+        with suppress(OSError, ValueError):
+            flags = int(Path(f"/sys/class/net/{name}/flags").read_text(encoding="ascii"), 16)
+            if flags & _UP_LOOPBACK == _UP_LOOPBACK:
+                return name
     return ""
 
 
@@ -171,24 +162,25 @@ def check_interface(name: str, *, one_host: bool, rank: int) -> None:
     import psutil
 
     present = psutil.net_if_addrs()
+    here: dict[str, Any] = {
+        "who": f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+        "ranks": (rank,),
+        "hosts": (socket.gethostname(),),
+    }
     if name not in present:
         raise fail(
             "interface-mismatch",
             f"{IFNAME}={name} names no interface of this machine",
-            who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
             why=f"it has {', '.join(sorted(present))}",
             fix=f"unset {IFNAME} (allhands then takes the interface that leads to the coordinator), or correct it",
-            ranks=(rank,),
-            hosts=(socket.gethostname(),),
+            **here,
         )
     inet = [entry.address for entry in present[name] if entry.family in {socket.AF_INET, socket.AF_INET6}]
     if not one_host and all(address.startswith("127.") or address == "::1" for address in inet):
         raise fail(
             "interface-mismatch",
             f"{IFNAME}={name} is loopback, but ranks are on several hosts",
-            who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
             why=f"{name} has {', '.join(inet) or 'no address'}, which no other host can reach",
             fix=f"unset {IFNAME}, or name the interface that leads to the other hosts (`ip route`)",
-            ranks=(rank,),
-            hosts=(socket.gethostname(),),
+            **here,
         )

@@ -1,5 +1,3 @@
 """Shared memory inside each host, TCP between hosts."""
 
-from __future__ import annotations
-
 __all__: list[str] = []

@@ -19,8 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...errors import AllhandsError
 from ..base import Engine, parts_of
+from ..compared import Tensors, as_bytes, memory
 from ..dtypes import DTYPES, REDUCTION_NAMES, REDUCTIONS, reduce_rows
-from ..gloo.engine import RECORD_BYTES, GlooEngine, as_bytes, joined, memory
+from ..gloo.engine import GlooEngine
 from ..shm import engine as shm
 from ..shm.fd_passing import hosts as find_hosts
 from .tcp import Exchange, Rail, join
@@ -43,7 +44,6 @@ _EXACT = frozenset({"MIN", "MAX"})
 
 # The steps of a piece; each but the last yields the exchange that the next one waits for.
 _Steps = Iterator[Exchange | None]
-_Rows = Sequence[torch.Tensor]
 
 
 def form(
@@ -62,7 +62,7 @@ def form(
     network between them, "" on one host; ``check`` raises where the group is over.
     """
     deadline = time.monotonic() + timeout_s
-    hosts = find_hosts(store, rank, len(ranks))
+    hosts = find_hosts(store, rank, len(ranks), check, deadline)
     if max(map(len, hosts)) > shm.MAX_RANKS or len(hosts) == len(ranks) > 1:
         return GlooEngine(gloo, rank, ranks)
     number = next(number for number, host in enumerate(hosts) if rank in host)
@@ -106,7 +106,8 @@ class HierarchicalEngine(GlooEngine):
         rail: Rail | None,
     ) -> None:
         super().__init__(gloo, rank, ranks)
-        self._hosts = hosts
+        # The group ranks of each host.
+        self.hosts = hosts
         self._host = self._host_of(rank)
         self._place = hosts[self._host].index(rank)
         self._mates = len(hosts[self._host])
@@ -114,8 +115,7 @@ class HierarchicalEngine(GlooEngine):
         self._rails = min(map(len, hosts))
         self._local = local
         self._rail = rail
-        # Memory for data from other hosts, kept from one piece to the next.
-        self._spare: list[torch.Tensor] = []
+        self.segment_nbytes = local.segment_nbytes if local is not None else 0
         self._lay_out_records()
         if local is not None:
             # Ranks here mostly wait for one that waits for the network, and needs the core.
@@ -123,30 +123,18 @@ class HierarchicalEngine(GlooEngine):
 
     def _lay_out_records(self) -> None:
         """Prepare the table of all records: one block per host, each with room for the ranks of the largest."""
-        block = self._most * RECORD_BYTES
-        self._records = torch.zeros(len(self._hosts) * self._most, RECORD_BYTES, dtype=torch.uint8)
-        self._read = memory(self._records)
-        self._blocks = [self._read[at * block : (at + 1) * block] for at in range(len(self._hosts))]
         places = {
             rank: number * self._most + place
-            for number, host in enumerate(self._hosts)
+            for number, host in enumerate(self.hosts)
             for place, rank in enumerate(host)
         }
         order = [places[rank] for rank in range(self._size)]
-        self._starts = [place * RECORD_BYTES for place in order]
+        self._set_records(len(self.hosts) * self._most, order)
+        block = self._most * self._record_bytes
+        self._blocks = [self._read[at * block : (at + 1) * block] for at in range(len(self.hosts))]
         self._order = None if order == list(range(len(self._records))) else torch.tensor(order)
         mine = self._records[self._host * self._most :][: self._mates]
         self._own_block = parts_of(list(mine)) if self._place == 0 else None
-
-    @property
-    def hosts(self) -> list[list[int]]:
-        """The group ranks of each host."""
-        return self._hosts
-
-    @property
-    def segment_nbytes(self) -> int:
-        """The shared memory of this host."""
-        return self._local.segment_nbytes if self._local is not None else 0
 
     def abort(self, rank: int) -> None:
         """End every wait: in shared memory, for a rail and for Gloo."""
@@ -167,72 +155,67 @@ class HierarchicalEngine(GlooEngine):
 
     def _gather_records(self) -> None:
         if self._local is None:
-            self._blocks[self._host][:RECORD_BYTES] = self._written
+            self._blocks[self._host][: self._record_bytes] = self._written
         else:
-            self._inside("gather", self._record.data_ptr(), RECORD_BYTES, self._own_block, _U8, 0)
+            self._inside("gather", self._record.data_ptr(), self._record_bytes, self._own_block, _U8, 0)
         if self._place == 0 and self._rail is not None:
             own = self._blocks[self._host]
-            self._rail.finish(self._rail.begin([own] * len(self._hosts), self._blocks), self._deadline)
+            self._rail.finish(self._rail.begin([own] * len(self.hosts), self._blocks), self._deadline)
         self._inside("broadcast", self._records.data_ptr(), len(self._read), _U8, 0)
 
     def _inline(self, size: int) -> torch.Tensor:
         rows = super()._inline(size)
         return rows if self._order is None else rows[self._order]
 
-    def _reduce(self, data: torch.Tensor, rows: torch.Tensor | None, reduction: int, root: int | None = None) -> None:
-        if rows is not None:
-            super()._reduce(data, rows, reduction, root)
-            return
+    def _large_reduce(self, data: torch.Tensor, reduction: int, root: int | None) -> None:
         carriers = self._carriers(data.nbytes)
         if data.numel():
             self._flow(self._reducing(piece, reduction, carriers, root) for piece in _cut(data, carriers))
 
-    def _broadcast(self, data: torch.Tensor, root: int) -> None:
+    def _large_broadcast(self, data: torch.Tensor, root: int) -> None:
         carriers = self._carriers(data.nbytes)
         self._flow(self._broadcasting(piece, root, carriers) for piece in _cut(data, carriers) if data.numel())
 
-    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+    def _flat_all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         own = as_bytes(mine)
         rows = as_bytes(whole).view(self._size, own.numel())
         carriers = self._carriers(own.numel() * self._most)
         spans = _spans(own.numel(), _PIECE // self._most)
         self._flow(self._gathering(rows[:, span], own[span], carriers) for span in spans)
 
-    def _reduce_scatter(self, parts: _Rows, mine: torch.Tensor, reduction: int) -> None:
+    def _reduce_scatter(self, parts: Tensors, mine: torch.Tensor, reduction: int) -> None:
         carriers = self._carriers(mine.nbytes * self._most)
         spans = _spans(mine.numel(), _PIECE // self._size // mine.element_size())
         self._flow(self._scattering([part[span] for part in parts], mine[span], reduction, carriers) for span in spans)
 
-    def _all_to_all(self, parts: _Rows, came: _Rows, gives: list[int], takes: list[int]) -> None:
+    def _all_to_all(self, given: Tensors, came: Tensors) -> None:
         """Exchange inside the host through shared memory and, at the same time, between hosts through Gloo.
 
         Data between hosts is different for each pair of ranks: it crosses once in any case.
         """
         if self._empty:
             return
-        near = self._hosts[self._host]
+        near = self.hosts[self._host]
         far = [rank for rank in range(self._size) if rank not in near]
-        with joined(parts, back=False) as given, joined(came) as taken:
-            out, back = torch.split(given, gives), torch.split(taken, takes)
-            gone = torch.cat([out[rank] for rank in far])
-            got = torch.empty(sum(takes[rank] for rank in far), dtype=torch.uint8)
-            sizes = [[0 if rank in near else each[rank] for rank in range(self._size)] for each in (takes, gives)]
+        gone = torch.cat([given[rank] for rank in far])
+        got = torch.empty(sum(came[rank].numel() for rank in far), dtype=torch.uint8)
+        sizes = [[0 if rank in near else part.numel() for rank, part in enumerate(parts)] for parts in (came, given)]
 
-            def issue() -> Any:
-                work = self._gloo.alltoall_base(got, gone, *sizes, self._options(dist.AllToAllOptions))
-                try:
-                    if self._local is None:
-                        back[self._rank].copy_(out[self._rank])
-                    ours = parts_of([out[rank] for rank in near]), parts_of([back[rank] for rank in near])
-                    self._inside("all_to_all", *ours, _U8)
-                except BaseException:
-                    self._leak_gloo()
-                    raise
-                return work
+        def issue() -> Any:
+            work = self._gloo.alltoall_base(got, gone, *sizes, self._options(dist.AllToAllOptions))
+            try:
+                if self._local is None:
+                    came[self._rank].copy_(given[self._rank])
+                ours = parts_of([given[rank] for rank in near]), parts_of([came[rank] for rank in near])
+                self._inside("all_to_all", *ours, _U8)
+            except BaseException:
+                self._leak_gloo()
+                raise
+            return work
 
-            self._run(issue)
-            for rank, piece in zip(far, torch.split(got, [takes[rank] for rank in far]), strict=True):
-                back[rank].copy_(piece)
+        self._run(issue)
+        for rank, piece in zip(far, torch.split(got, [came[rank].numel() for rank in far]), strict=True):
+            came[rank].copy_(piece)
 
     # Pieces --------------------------------------------------------------------------------------------------------
 
@@ -272,29 +255,26 @@ class HierarchicalEngine(GlooEngine):
         rounded = piece.dtype in _HALVES and name not in _EXACT
         target = None if root is None else self._host_of(root)
         mine = self._reduce_inside(piece.to(torch.float32) if rounded else piece, step, carriers)
-        place = piece[self._span(piece.numel(), carriers)]
-        hosts, largest = len(self._hosts), -(-piece.nbytes // carriers)
+        place = piece[_part(piece.numel(), carriers, self._place)]
+        hosts, largest = len(self.hosts), -(-piece.nbytes // carriers)
         # One step: every host receives all of it. With two hosts that is as much as two steps of half of it.
         if not rounded and (hosts == 2 or largest <= _ONE_RAIL):
-            rows = self._borrow_rows(mine)
+            rows = self._rows_like(mine)
             yield self._exchange_rows(rows, target)
             if mine.numel() and target in {None, self._host}:
                 self._divide(
                     reduce_rows(rows, step, out=place) if hosts == 2 else place.copy_(reduce_rows(rows, step)), name
                 )
-            self._return_rows(rows)
         else:
             each = -(-mine.numel() // hosts)
             given = _padded(mine, each * hosts).view(hosts, each)
-            came = self._borrow_rows(given[self._host])
+            came = self._rows_like(given[self._host])
             yield self._exchange(list(given), came)
             one = self._divide(reduce_rows(came, step), name).to(piece.dtype)
-            self._return_rows(came)
-            rows = self._borrow_rows(one)
+            rows = self._rows_like(one)
             yield self._exchange_rows(rows, target)
             if target in {None, self._host}:
                 place.copy_(torch.cat(list(rows))[: place.numel()])
-            self._return_rows(rows)
         if target in {None, self._host}:
             self._spread(piece, carriers)
 
@@ -302,24 +282,27 @@ class HierarchicalEngine(GlooEngine):
         """Copy the root's ``piece`` to every rank."""
         home = self._host_of(root)
         if self._host == home:
-            self._inside("broadcast", piece.data_ptr(), piece.numel(), _U8, self._hosts[home].index(root))
-        mine = piece[self._span(piece.numel(), carriers)]
-        hosts = len(self._hosts)
-        if hosts == 2 or piece.numel() <= _ONE_RAIL:
-            yield self._exchange([mine] * hosts, [mine if host == home else mine[:0] for host in range(hosts)], home)
+            self._inside("broadcast", piece.data_ptr(), piece.numel(), _U8, self.hosts[home].index(root))
+        mine = piece[_part(piece.numel(), carriers, self._place)]
+        hosts, at_home = len(self.hosts), self._host == home
+        # All hosts but the root's receive ``first`` from it; without a second step that is everything.
+        parts = [mine[_part(mine.numel(), hosts, host)] for host in range(hosts)]
+        split = hosts > 2 and piece.numel() > _ONE_RAIL
+        first, none = parts[self._host] if split else mine, [mine[:0]] * hosts
+        if at_home:
+            yield self._exchange(parts if split else [mine] * hosts, none)
         else:
-            # Each host gets a part and passes it on, so that the root's host does not send more than the others.
-            parts = [mine[_part(mine.numel(), hosts, host)] for host in range(hosts)]
-            own = parts[self._host]
-            yield self._exchange(parts, [own if host == home else own[:0] for host in range(hosts)], home)
-            gives = [own if host != home else own[:0] for host in range(hosts)]
-            yield self._exchange(gives, parts if self._host != home else [own[:0]] * hosts)
+            yield self._exchange(none, [first if host == home else mine[:0] for host in range(hosts)])
+        if split:
+            # Each host passes its part on, so that the root's host does not send more than the others.
+            gives = [first if host != home else mine[:0] for host in range(hosts)]
+            yield self._exchange(gives, none if at_home else parts)
         if self._host != home:
             self._spread(piece, carriers)
 
     def _gathering(self, rows: torch.Tensor, mine: torch.Tensor, carriers: int) -> _Steps:
         """Copy every rank's ``mine`` into ``rows``, one per rank."""
-        hosts, most, each = len(self._hosts), self._most, mine.numel()
+        hosts, most, each = len(self.hosts), self._most, mine.numel()
         # Each rail carries a part of the data of all ranks of a host; with a rail per rank, that of its own rank.
         part = -(-most * each // carriers)
         given = mine
@@ -333,7 +316,7 @@ class HierarchicalEngine(GlooEngine):
         everything = torch.empty(carriers, hosts, part, dtype=torch.uint8)
         self._collect(as_bytes(got), [as_bytes(row) for row in everything])
         blocks = everything.transpose(0, 1).reshape(hosts, -1)
-        for host, block in zip(self._hosts, blocks, strict=True):
+        for host, block in zip(self.hosts, blocks, strict=True):
             for at, rank in enumerate(host):
                 rows[rank].copy_(block[at * each : (at + 1) * each])
 
@@ -343,15 +326,14 @@ class HierarchicalEngine(GlooEngine):
         step = _SUM if name in _SUMS else reduction
         work = torch.float32 if mine.dtype in _HALVES and name not in _EXACT else mine.dtype
         # For each host the parts of its ranks, and the slice of them that this rank's rail carries.
-        blocks = [torch.cat([parts[rank] for rank in host]).to(work) for host in self._hosts]
+        blocks = [torch.cat([parts[rank] for rank in host]).to(work) for host in self.hosts]
         slices = [self._reduce_inside(each, step, carriers) for each in blocks]
-        came = self._borrow_rows(slices[self._host])
+        came = self._rows_like(slices[self._host])
         yield self._exchange(slices, came)
         block = torch.empty(self._mates * mine.numel(), dtype=mine.dtype)
-        place = block[self._span(block.numel(), carriers)]
+        place = block[_part(block.numel(), carriers, self._place)]
         if place.numel():
             place.copy_(self._divide(reduce_rows(came, step), name))
-        self._return_rows(came)
         if carriers != self._mates:
             self._spread(block, carriers)
         mine.copy_(block[self._place * mine.numel() : (self._place + 1) * mine.numel()])
@@ -360,51 +342,27 @@ class HierarchicalEngine(GlooEngine):
         return total.div_(self._size) if name == "AVG" else total
 
     def _host_of(self, rank: int) -> int:
-        return next(number for number, host in enumerate(self._hosts) if rank in host)
+        return next(number for number, host in enumerate(self.hosts) if rank in host)
 
     # Between hosts: no-ops where this rank carries nothing      -------------------------------------------------------
 
-    def _borrow_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _rows_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return memory for the rows of all hosts, each like ``mine``, which is the row of the own host."""
-        rows = []
-        for host in range(len(self._hosts)):
-            if host == self._host or not mine.numel():
-                rows.append(mine)
-                continue
-            room = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
-            if room.numel() < mine.nbytes:
-                room = torch.empty(mine.nbytes, dtype=torch.uint8)
-            rows.append(room[: mine.nbytes].view(mine.dtype))
-        return rows
+        return [mine if host == self._host else torch.empty_like(mine) for host in range(len(self.hosts))]
 
-    def _return_rows(self, rows: _Rows) -> None:
-        for host, row in enumerate(rows):
-            if host != self._host and row.numel():
-                whole = torch.empty(0, dtype=torch.uint8)
-                self._spare.append(whole.set_(row.untyped_storage()))
-
-    def _exchange_rows(self, rows: _Rows, target: int | None) -> Exchange | None:
+    def _exchange_rows(self, rows: Tensors, target: int | None) -> Exchange | None:
         """Begin to exchange rows with the other ranks of the rail; with a ``target``, only its host receives."""
         empty = rows[0][:0]
         gives = [rows[self._host] if target in {None, host} else empty for host in range(len(rows))]
         return self._exchange(gives, rows if target in {None, self._host} else [empty] * len(rows))
 
-    def _exchange(self, gives: _Rows, takes: _Rows, source: int | None = None) -> Exchange | None:
-        """Begin to send each host its row and to receive into ours; with a ``source``, only that host sends."""
-        if self._rail is None or not (any(map(len, gives)) or any(map(len, takes))):
+    def _exchange(self, gives: Tensors, takes: Tensors) -> Exchange | None:
+        """Begin to send each host its row and to receive into ours; an empty row means nothing."""
+        if self._rail is None:
             return None
-        sends = source is None or source == self._host
-        receives = source != self._host
-        none: list[memoryview | None] = [None] * len(gives)
-        return self._rail.begin(
-            [memory(row) for row in gives] if sends else none, [memory(row) for row in takes] if receives else none
-        )
+        return self._rail.begin([memory(row) for row in gives], [memory(row) for row in takes])
 
     # Inside the host -----------------------------------------------------------------------------------------------
-
-    def _span(self, count: int, carriers: int, place: int | None = None) -> slice:
-        """Return which elements of ``count`` cross on this rank's rail, or on that of ``place``."""
-        return _part(count, carriers, self._place if place is None else place)
 
     def _slices(self, block: torch.Tensor, carriers: int) -> list[torch.Tensor]:
         """Return the slice of ``block`` for each rank of this host."""
@@ -446,7 +404,7 @@ class HierarchicalEngine(GlooEngine):
         left_ns = max(1, int((self._deadline - time.monotonic()) * 1e9))
         code = getattr(self._local.segment, operation)(*args, left_ns)
         if code:
-            raise self._local.failure(code, self._hosts[self._host][self._local.segment.culprit()])
+            raise self._local.failure(code, self.hosts[self._host][self._local.segment.culprit()])
 
 
 def _part(count: int, parts: int, number: int) -> slice:

@@ -39,7 +39,7 @@ _CHECK_S = 0.1
 # Each end of a connection sends the other half of a token from the job's store.
 _TOKEN_BYTES = 16
 
-_Buffers = Sequence[memoryview | None]
+_Queue = deque[tuple[memoryview, "Exchange"]]
 
 
 class Exchange:
@@ -54,20 +54,18 @@ class Exchange:
 class Rail:
     """One rank's end of a rail. Used by one thread at a time, except `abort`."""
 
-    def __init__(self, links: list[socket.socket | None], ranks: Sequence[int]) -> None:
-        """``links`` has a connection per host, None for the own; ``ranks`` are the group ranks at the other ends."""
+    def __init__(self, links: dict[int, socket.socket], ranks: Sequence[int]) -> None:
+        """``links`` has a connection to each other host; ``ranks`` are the group ranks, one per host."""
         self._links = links
         self._ranks = ranks
-        self._out: list[deque[tuple[memoryview, Exchange]]] = [deque() for _ in links]
-        self._in: list[deque[tuple[memoryview, Exchange]]] = [deque() for _ in links]
+        self._out: dict[int, _Queue] = {host: deque() for host in links}
+        self._in: dict[int, _Queue] = {host: deque() for host in links}
         self._aborted = False
 
-    def begin(self, gives: _Buffers, takes: _Buffers) -> Exchange:
-        """Begin to send each host its buffer and to fill ours from each; None or an empty buffer means nothing."""
+    def begin(self, gives: Sequence[memoryview], takes: Sequence[memoryview]) -> Exchange:
+        """Begin to send each host its buffer and to fill ours from each; an empty buffer means nothing."""
         made = Exchange()
-        for host, link in enumerate(self._links):
-            if link is None:
-                continue
+        for host in self._links:
             for queue, buffer in ((self._out[host], gives[host]), (self._in[host], takes[host])):
                 if buffer:
                     queue.append((buffer, made))
@@ -90,42 +88,31 @@ class Rail:
     def abort(self) -> None:
         """End every wait here, now and later. From any thread."""
         self._aborted = True
-        for link in self._links:
-            if link is not None:
-                with contextlib.suppress(OSError):
-                    link.shutdown(socket.SHUT_RDWR)
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connections."""
-        for link in self._links:
-            if link is not None:
-                link.close()
+        for link in self._links.values():
+            link.close()
 
     def _pump(self) -> bool:
         """Move what can be moved without blocking; return whether there was anything."""
         moved = False
-        for host, link in enumerate(self._links):
-            if link is None:
-                continue
-            try:
-                while self._out[host]:
-                    _advance(self._out[host], link.send(self._out[host][0][0]))
-                    moved = True
-            except BlockingIOError:
-                pass
-            except OSError as problem:
-                raise self._closed(host) from problem
-            try:
-                while self._in[host]:
-                    got = link.recv_into(self._in[host][0][0])
-                    if not got:
-                        raise self._closed(host)
-                    _advance(self._in[host], got)
-                    moved = True
-            except BlockingIOError:
-                pass
-            except OSError as problem:
-                raise self._closed(host) from problem
+        for host, link in self._links.items():
+            for queue, move in ((self._out[host], link.send), (self._in[host], link.recv_into)):
+                try:
+                    while queue:
+                        done = move(queue[0][0])
+                        if not done:
+                            raise ConnectionError("the connection ended")
+                        _advance(queue, done)
+                        moved = True
+                except BlockingIOError:
+                    pass
+                except OSError as problem:
+                    raise TransportFailure("the connection was closed", self._ranks[host]) from problem
         return moved
 
     def _sleep(self, until: float) -> None:
@@ -133,9 +120,9 @@ class Rail:
             raise EngineAborted("the group ended during this call")
         waiting = select.poll()
         late = -1
-        for host, link in enumerate(self._links):
+        for host, link in self._links.items():
             events = (select.POLLOUT if self._out[host] else 0) | (select.POLLIN if self._in[host] else 0)
-            if link is not None and events:
+            if events:
                 waiting.register(link, events)
                 late = self._ranks[host]
         left = until - time.monotonic()
@@ -144,11 +131,8 @@ class Rail:
         # Signal handlers run here.
         waiting.poll(min(left, _MAX_SLEEP_S) * 1e3)
 
-    def _closed(self, host: int) -> TransportFailure:
-        return TransportFailure("the connection was closed", self._ranks[host])
 
-
-def _advance(queue: deque[tuple[memoryview, Exchange]], done: int) -> None:
+def _advance(queue: _Queue, done: int) -> None:
     buffer, exchange = queue.popleft()
     if done < len(buffer):
         queue.appendleft((buffer[done:], exchange))
@@ -171,29 +155,26 @@ def join(
     ``ranks`` are those of the group, one per host, and ``names`` their global ranks. Ends by ``deadline``
     (time.monotonic), and where ``check`` raises.
     """
-    links: list[socket.socket | None] = [None] * len(ranks)
+    links: dict[int, socket.socket] = {}
     token = secrets.token_bytes(2 * _TOKEN_BYTES)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=len(ranks)) as listener:
+    with (
+        socket.create_server((address, 0), family=family, backlog=len(ranks)) as listener,
+        contextlib.ExitStack() as opened,
+    ):
         store.set(f"{host}", f"{address} {listener.getsockname()[1]} {token.hex()}")
-        try:
-            for lower in range(host):
-                links[lower] = _connect(store.get(f"{lower}").decode(), host, names[lower], deadline)
-            while None in links[host + 1 :]:
-                number, link = _accept(listener, token, deadline, check)
-                if host < number < len(links) and links[number] is None:
-                    links[number] = link
-                elif link is not None:
-                    link.close()
-        except BaseException:
-            for link in links:
-                if link is not None:
-                    link.close()
-            raise
-    for link in links:
-        if link is not None:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.setblocking(False)
+        for lower in range(host):
+            links[lower] = opened.enter_context(_connect(store.get(f"{lower}").decode(), host, names[lower], deadline))
+        while len(links) < len(ranks) - 1:
+            number, link = _accept(listener, token, deadline, check)
+            if link is not None and host < number < len(ranks) and number not in links:
+                links[number] = opened.enter_context(link)
+            elif link is not None:
+                link.close()
+        opened.pop_all()
+    for link in links.values():
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setblocking(False)
     return Rail(links, ranks)
 
 
@@ -201,16 +182,13 @@ def _connect(published: str, host: int, name: int, deadline: float) -> socket.so
     address, port, text = published.split()
     token = bytes.fromhex(text)
     try:
-        link = socket.create_connection((address, int(port)), timeout=max(0.1, deadline - time.monotonic()))
-        try:
+        with contextlib.ExitStack() as opened:
+            left_s = max(0.1, deadline - time.monotonic())
+            link = opened.enter_context(socket.create_connection((address, int(port)), timeout=left_s))
             link.sendall(token[:_TOKEN_BYTES] + host.to_bytes(4, "big"))
-            known = hmac.compare_digest(_read(link, _TOKEN_BYTES), token[_TOKEN_BYTES:])
-        except BaseException:
-            link.close()
-            raise
-        if known:
-            return link
-        link.close()
+            if hmac.compare_digest(_read(link, _TOKEN_BYTES), token[_TOKEN_BYTES:]):
+                opened.pop_all()
+                return link
         why = "something else answers there"
     except OSError as problem:
         why = str(problem.strerror or problem)

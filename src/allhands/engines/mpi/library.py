@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import queue
 import signal
 import socket
 import sys
@@ -20,13 +21,14 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...errors import AllhandsError, fail
 from ..base import EngineTimeout
 
 __all__ = [
     "INSTALL",
+    "BlockingThread",
     "World",
     "import_mpi",
     "join",
@@ -61,7 +63,7 @@ _STANDARD_NAME, _DEBIAN_NAME = "libmpi.so.12", "libmpich.so.12"
 # MPI_THREAD_MULTIPLE in both ABIs, and the least tag that every MPI accepts as its largest.
 _MULTIPLE, _MAX_TAG = 3, 32767
 
-# How often a wait for a blocking function of MPI checks the deadline and the group.
+# How often the wait for a blocking function returns to Python, for signals, the deadline and the end of the group.
 _POLL_S = 0.02
 
 _Check = Callable[[], None]
@@ -111,9 +113,14 @@ def load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(spec.origin)
     except OSError as problem:
-        if _STANDARD_NAME not in str(problem):
+        # A library from PyPI is in the environment's lib, where the linker does not look.
+        name = str(problem).partition(":")[0]
+        if (installed := Path(sys.prefix, "lib", name)).is_file():
+            ctypes.CDLL(str(installed))
+        elif name == _STANDARD_NAME:
+            _load_debian_mpich()
+        else:
             raise
-        _load_debian_mpich()
         return ctypes.CDLL(spec.origin)
 
 
@@ -158,17 +165,9 @@ def _flag(question: str) -> bool:
     return bool(answer.value)
 
 
-def missing(why: str, who: str, fix: str, ranks: tuple[int, ...] = (), hosts: tuple[str, ...] = ()) -> AllhandsError:
-    """Return mpi-missing."""
-    return fail(
-        "mpi-missing",
-        "mpi was asked for, but no MPI can be used here",
-        who=who,
-        why=why,
-        fix=fix,
-        ranks=ranks,
-        hosts=hosts,
-    )
+def missing(why: str, fix: str, **who: Any) -> AllhandsError:
+    """Return mpi-missing, about ``who`` (and ``ranks`` and ``hosts``)."""
+    return fail("mpi-missing", "mpi was asked for, but no MPI can be used here", why=why, fix=fix, **who)
 
 
 def join(rank: int, size: int, *, subset: bool, deadline: float, check: _Check) -> World:
@@ -188,7 +187,7 @@ def join(rank: int, size: int, *, subset: bool, deadline: float, check: _Check) 
                 )
                 fix = 'form the default group with init_process_group("mpi")'
             if why:
-                raise missing(why, f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})", fix)
+                raise missing(why, fix, who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})")
             if not initialised:
                 _interruptible(_initialise, deadline, check, "MPI_Init")
             _world = World(owned=not initialised)
@@ -207,24 +206,56 @@ def _initialise() -> None:
 def _interruptible(function: Callable[[], Any], deadline: float, check: _Check, name: str) -> Any:
     """Run a blocking function of MPI in a thread, which is abandoned at the deadline or when ``check`` raises."""
     results: list[Any] = []
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
-            problems.append(problem)
-
-    thread = threading.Thread(target=run, name="allhands-mpi-start", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL_S)
-        check()
-        if time.monotonic() > deadline:
-            raise EngineTimeout(f"Timed out waiting for the other ranks in {name}")
-    if problems:
-        raise problems[0]
+    thread = BlockingThread()
+    thread.start(lambda: results.append(function()))
+    try:
+        while not thread.Test():
+            check()
+            if time.monotonic() > deadline:
+                raise EngineTimeout(f"Timed out waiting for the other ranks in {name}")
+    finally:
+        thread.close()
     return results[0]
+
+
+class BlockingThread:
+    """Makes blocking calls of MPI, one at a time, interruptible for the caller, who polls it as a request."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, *call: Any) -> Self:
+        """Start a call: its function and arguments."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="allhands-mpi", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+        return self
+
+    def Test(self) -> bool:  # noqa: N802  # MPI's name
+        """Wait for a moment; return whether the call is complete, or raise what it raised."""
+        try:
+            problem = self._results.get(timeout=_POLL_S)
+        except queue.Empty:
+            return False
+        if problem is not None:
+            raise problem
+        return True
+
+    def close(self) -> None:
+        """End the thread after its call."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call[0](*call[1:])
+            except BaseException as problem:  # noqa: BLE001  # raised by Test
+                self._results.put(problem)
+            else:
+                self._results.put(None)
 
 
 class World:
@@ -290,7 +321,7 @@ def _check_world(members: list[tuple[int, int, str, str]], ranks: list[int]) -> 
             why += "know that they belong together"
         else:
             continue
-        raise missing(why, f"rank {number} ({who})", _SELECT, ranks=tuple(ranks))
+        raise missing(why, _SELECT, who=f"rank {number} ({who})", ranks=tuple(ranks))
 
 
 def _ignore_sigusr1() -> None:

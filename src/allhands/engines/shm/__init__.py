@@ -1,5 +1,3 @@
 """Shared memory of one host."""
 
-from __future__ import annotations
-
 __all__: list[str] = []

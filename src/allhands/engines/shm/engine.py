@@ -7,12 +7,12 @@ rank mapped it and read its nonce.
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -26,12 +26,11 @@ from ..base import (
     EngineFailure,
     EngineTimeout,
     MessageMismatch,
-    Parts,
     PeerDead,
     PeerLeft,
     TransportFailure,
 )
-from .fd_passing import FdPassing, Handover, allocate, no_room, pid_namespace, require_room
+from .fd_passing import FdPassing, Handover, allocate, pid_namespace
 
 __all__ = ["MAX_RANKS", "MIN_SLOT_KIB", "ShmEngine", "cores", "form", "spare_threads"]
 
@@ -63,6 +62,16 @@ def _disable_fast_path_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_disable_fast_path_in_child)
+
+
+def _raising(name: str) -> Callable[..., None]:
+    """Return an operation of `Engine`: that of the segment, whose outcome is raised where it is not 0."""
+
+    def operation(self: ShmEngine, *args: Any) -> None:
+        if code := getattr(self.segment, name)(*args):
+            raise self.failure(code)
+
+    return operation
 
 
 class ShmEngine(Engine):
@@ -99,62 +108,17 @@ class ShmEngine(Engine):
         """Return the number of the next call."""
         return self.segment.sequence()
 
-    def barrier(self, timeout_ns: int) -> None:
-        """Wait for every rank."""
-        if code := self.segment.barrier(timeout_ns):
-            raise self.failure(code)
-
-    def all_reduce(self, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int) -> None:
-        """Reduce in place."""
-        if code := self.segment.all_reduce(address, nbytes, dtype, reduction, timeout_ns):
-            raise self.failure(code)
-
-    def all_reduce_list(self, parts: Parts, dtype: int, reduction: int, timeout_ns: int) -> None:
-        """Reduce several tensors as one."""
-        if code := self.segment.all_reduce_list(parts, dtype, reduction, timeout_ns):
-            raise self.failure(code)
-
-    def reduce(self, address: int, nbytes: int, dtype: int, reduction: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Reduce in place on the root."""
-        if code := self.segment.reduce(address, nbytes, dtype, reduction, root, timeout_ns):
-            raise self.failure(code)
-
-    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:
-        """Copy the root's memory to every rank."""
-        if code := self.segment.broadcast(address, nbytes, dtype, root, timeout_ns):
-            raise self.failure(code)
-
-    def all_gather(self, address: int, nbytes: int, out: Parts, dtype: int, timeout_ns: int) -> None:
-        """Copy every rank's memory to every rank."""
-        if code := self.segment.all_gather(address, nbytes, out, dtype, timeout_ns):
-            raise self.failure(code)
-
-    def gather(self, address: int, nbytes: int, out: Parts | None, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Copy every rank's memory to the root."""
-        if code := self.segment.gather(address, nbytes, out, dtype, root, timeout_ns):
-            raise self.failure(code)
-
-    def scatter(self, given: Parts | None, address: int, nbytes: int, dtype: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what the operation takes
-        """Copy each part of the root's memory to its rank."""
-        if code := self.segment.scatter(given, address, nbytes, dtype, root, timeout_ns):
-            raise self.failure(code)
-
-    def reduce_scatter(  # noqa: PLR0917  # what the operation takes
-        self, given: Parts, address: int, nbytes: int, dtype: int, reduction: int, timeout_ns: int
-    ) -> None:
-        """Reduce each part to the rank that it is for."""
-        if code := self.segment.reduce_scatter(given, address, nbytes, dtype, reduction, timeout_ns):
-            raise self.failure(code)
-
-    def all_to_all(self, given: Parts, out: Parts, dtype: int, timeout_ns: int) -> None:
-        """Copy each part to its rank."""
-        if code := self.segment.all_to_all(given, out, dtype, timeout_ns):
-            raise self.failure(code)
-
-    def compare_only(self, operation: int, reduction: int, dtype: int, nbytes: int, root: int, timeout_ns: int) -> None:  # noqa: PLR0917  # what a call is
-        """Compare a call that another engine performs."""
-        if code := self.segment.compare_only(operation, reduction, dtype, nbytes, root, timeout_ns):
-            raise self.failure(code)
+    barrier = _raising("barrier")
+    all_reduce = _raising("all_reduce")
+    all_reduce_list = _raising("all_reduce_list")
+    reduce = _raising("reduce")
+    broadcast = _raising("broadcast")
+    all_gather = _raising("all_gather")
+    gather = _raising("gather")
+    scatter = _raising("scatter")
+    reduce_scatter = _raising("reduce_scatter")
+    all_to_all = _raising("all_to_all")
+    compare_only = _raising("compare_only")
 
     def failure(self, code: int, culprit: int | None = None) -> EngineFailure:
         """Return the failure for an outcome of the core, about ``culprit`` or the rank that the core names."""
@@ -184,7 +148,10 @@ class ShmEngine(Engine):
         """Create memory that all ranks map, ``nbytes`` for each. Every rank of the group calls this."""
         stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._windows += 1
-        create = functools.partial(_new_window, nbytes=stride * len(self.pids))
+
+        def create(ranks: int, _: bytes) -> int:
+            return allocate("allhands-window", stride * ranks, f"a shared tensor of {ranks} ranks")
+
         descriptor, _ = self.fd_passing.share(f"window/{self._windows}", create, timeout_s)
         try:
             return _core.Window(self.segment, descriptor, stride)
@@ -234,23 +201,12 @@ def spare_threads(ranks: int, available: int) -> int:
     return max(0, min(_core.MAX_HELPER_THREADS, available // ranks - 1)) if ranks > 1 else 0
 
 
-def _new_segment(ranks: int, nonce: bytes) -> tuple[int, int]:
+def _new_segment(ranks: int, nonce: bytes) -> int:
     slot, threads = _slot_bytes(), _helper_threads(ranks)
     size = _core.segment_bytes(ranks, slot, threads)
-    purpose = f"the shared memory of a group of {ranks}"
-    require_room(size, purpose)
-    descriptor = os.memfd_create("allhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size)
-        _core.segment_format(descriptor, ranks, slot, nonce, threads)
-    except OSError as problem:
-        os.close(descriptor)
-        raise no_room(size, purpose, f"the kernel refused the pages: {problem.strerror}") from problem
-    return descriptor, size
-
-
-def _new_window(ranks: int, _: bytes, nbytes: int) -> tuple[int, int]:
-    return allocate("allhands-window", nbytes, f"a shared tensor of {ranks} ranks"), nbytes
+    descriptor = allocate("allhands", size, f"the shared memory of a group of {ranks}")
+    _core.segment_format(descriptor, ranks, slot, nonce, threads)
+    return descriptor
 
 
 def _close(pidfds: tuple[int, ...]) -> None:

@@ -10,14 +10,13 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from torch.distributed.distributed_c10d import Store
@@ -30,6 +29,9 @@ __all__ = ["Apart", "FdPassing", "Handover", "allocate", "hosts", "no_room", "pi
 
 # How often a wait for a peer checks whether the group is over.
 _POLL_S = 0.1
+
+# How long a rank that offers a page waits for a client before it checks whether all have answered.
+_SERVE_S = 0.005
 
 # In the store a diagnosis with this prefix replaces the name of the socket.
 _REFUSED = "!"
@@ -47,15 +49,12 @@ _TRIAL_S = 10.0
 _NONCE_BYTES = 16
 
 
+# Creates memory for as many ranks, with a nonce in it, and returns its descriptor; raises shm-too-small.
+_Create = Callable[[int, bytes], int]
+
+
 class Apart(ConnectionError):
     """Some ranks of a group cannot share memory with its rank 0, though all are on one machine. All ranks raise it."""
-
-
-class _Create(Protocol):
-    """Create memory for ``ranks`` ranks; return its descriptor and size."""
-
-    def __call__(self, ranks: int, nonce: bytes, /) -> tuple[int, int]:
-        """Raise shm-too-small where there is no room."""
 
 
 class _Hello(msgspec.Struct):
@@ -81,23 +80,16 @@ def pid_namespace() -> int:
 
 def require_room(size: int, purpose: str) -> None:
     """Raise shm-too-small where there is no room for ``size`` bytes."""
-    free = _available()
+    free = sys.maxsize
+    # psutil reads the same, but importing it would delay every rank by a tenth of a second. Kernels before 3.14 have no
+    # such line; they refuse the pages.
+    if found := re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")):
+        free = int(found[1]) * 1024
     with contextlib.suppress(OSError, ValueError):  # Not in a cgroup, or one without a limit.
         here = Path("/sys/fs/cgroup")
         free = min(free, int((here / "memory.max").read_text()) - int((here / "memory.current").read_text()))
     if size > free * (1 - _MIN_FREE):
         raise no_room(size, purpose, f"{free / 2**20:.0f} MiB are free (observed)")
-
-
-def _available() -> int:
-    """Return how many bytes the kernel could allocate without swapping.
-
-    psutil reads the same line, but importing it would delay every rank by a tenth of a second.
-    """
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize  # Kernels before 3.14 have no such line; they refuse the pages.
 
 
 def no_room(size: int, purpose: str, why: str) -> AllhandsError:
@@ -147,40 +139,33 @@ class FdPassing:
     def _send(self, key: str, create: _Create, deadline: float) -> tuple[int, Handover]:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
-            descriptor, size = create(self._ranks, nonce)
+            descriptor = create(self._ranks, nonce)
         except AllhandsError as problem:
             self._store.set(key, _REFUSED + msgspec.json.encode(problem.diagnosis).decode())
             raise
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        name = _socket_name()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + name)
-            listener.listen(self._ranks)
+        pids = [os.getpid()] + [0] * (self._ranks - 1)
+        handover = Handover(os.fstat(descriptor).st_size, nonce, pids, pid_namespace())
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
+            undo.callback(os.close, descriptor)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            listener, name = _listen(self._ranks)
+            opened.enter_context(listener)
             self._store.set(key, name)
             clients: dict[int, socket.socket] = {}
-            own = pid_namespace()
-            pids = [os.getpid()] + [0] * (self._ranks - 1)
-            try:
-                while len(clients) < self._ranks - 1:
-                    client = self._accept(listener, key, deadline)
-                    pid, uid = peer_credentials(client)
-                    client.settimeout(max(0.01, deadline - time.monotonic()))
-                    hello = _hello(client) if uid in {os.getuid(), 0} else None
-                    if hello is None or not 0 < hello.rank < self._ranks or hello.rank in clients:
-                        client.close()  # A stranger, or a rank that ended, which the coordinator reports.
-                        continue
-                    clients[hello.rank] = client
-                    pids[hello.rank] = pid if hello.namespace == own else 0
-                handover = Handover(size, nonce, pids, own)
-                for client in clients.values():
-                    with contextlib.suppress(ConnectionError):  # It ended: no reason for the others to wait.
-                        socket.send_fds(client, [msgspec.msgpack.encode(handover)], [descriptor])
-            except BaseException:
-                os.close(descriptor)
-                raise
-            finally:
-                for client in clients.values():
-                    client.close()
+            while len(clients) < self._ranks - 1:
+                client = self._accept(listener, key, deadline)
+                pid, uid = peer_credentials(client)
+                client.settimeout(max(0.01, deadline - time.monotonic()))
+                hello = _hello(client) if uid in {os.getuid(), 0} else None
+                if hello is None or not 0 < hello.rank < self._ranks or hello.rank in clients:
+                    client.close()  # A stranger, or a rank that ended, which the coordinator reports.
+                    continue
+                clients[hello.rank] = opened.enter_context(client)
+                pids[hello.rank] = pid if hello.namespace == handover.namespace else 0
+            for client in clients.values():
+                with contextlib.suppress(ConnectionError):  # It ended: no reason for the others to wait.
+                    socket.send_fds(client, [msgspec.msgpack.encode(handover)], [descriptor])
+            undo.pop_all()
         return descriptor, handover
 
     def _accept(self, listener: socket.socket, key: str, deadline: float) -> socket.socket:
@@ -230,35 +215,36 @@ def _hello(client: socket.socket) -> _Hello | None:
         raise
 
 
-def _socket_name() -> str:
-    """Return a new name for a socket in the abstract namespace."""
-    return f"allhands-shm-{secrets.token_hex(12)}"
+def _listen(backlog: int) -> tuple[socket.socket, str]:
+    """Listen at a new name in the abstract namespace."""
+    name = f"allhands-shm-{secrets.token_hex(12)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + name)
+    listener.listen(backlog)
+    return listener, name
 
 
 def _connect(name: str, deadline: float) -> socket.socket:
     """Connect to the socket ``name``; raise OSError where that fails or another user's process listens."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         sock.connect("\0" + name)
-        _, uid = peer_credentials(sock)
-    except BaseException:
-        sock.close()
-        raise
-    if uid not in {os.getuid(), 0}:
-        sock.close()
-        raise PermissionError("the memory is offered by another user's process")
+        if peer_credentials(sock)[1] not in {os.getuid(), 0}:
+            raise PermissionError("the memory is offered by another user's process")
+        undo.pop_all()
     return sock
 
 
-def hosts(store: Store, rank: int, size: int) -> list[list[int]]:
+def hosts(store: Store, rank: int, size: int, check: Callable[[], None], deadline: float) -> list[list[int]]:
     """Return the ranks of each host of a group, ordered by their lowest rank. Every rank of the group calls this.
 
-    A host is a set of ranks on one machine of which each could fetch a page of memory from the lowest.
+    A host is a set of ranks on one machine of which each could fetch a page of memory from the lowest. ``check`` is
+    called while waiting and raises where the group is over.
     """
     store.set(f"machine/{rank}", host_key())
     machines = store.multi_get([f"machine/{each}" for each in range(size)])
-    lowest = _lowest(store, rank, [each for each in range(size) if machines[each] == machines[rank]])
+    lowest = _lowest(store, rank, [each for each in range(size) if machines[each] == machines[rank]], check, deadline)
     store.set(f"home/{rank}", str(lowest))
     found: dict[int, list[int]] = {}
     for each, home in enumerate(store.multi_get([f"home/{each}" for each in range(size)])):
@@ -266,7 +252,7 @@ def hosts(store: Store, rank: int, size: int) -> list[list[int]]:
     return [found[home] for home in sorted(found)]
 
 
-def _lowest(store: Store, rank: int, same_machine: Sequence[int]) -> int:
+def _lowest(store: Store, rank: int, same_machine: Sequence[int], check: Callable[[], None], deadline: float) -> int:
     """Return the lowest rank of ``same_machine`` that ``rank`` can share memory with."""
     while True:
         first, *others = same_machine
@@ -274,7 +260,7 @@ def _lowest(store: Store, rank: int, same_machine: Sequence[int]) -> int:
             return first
         key = f"trial/{first}"
         if rank == first:
-            answers = _offer_page(store, key, others)
+            answers = _offer_page(store, key, others, check, deadline)
         else:
             store.set(f"{key}/{rank}", _CAN if _fetch_page(store.get(key).decode()) else _CANNOT)
             answers = store.multi_get([f"{key}/{each}" for each in others])
@@ -283,40 +269,29 @@ def _lowest(store: Store, rank: int, same_machine: Sequence[int]) -> int:
             return first
 
 
-def _offer_page(store: Store, key: str, others: Sequence[int]) -> list[bytes]:
+def _offer_page(
+    store: Store, key: str, others: Sequence[int], check: Callable[[], None], deadline: float
+) -> list[bytes]:
     """Let ``others`` fetch a page; return the result of each."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
+    keys = [f"{key}/{each}" for each in others]
     page = os.memfd_create("allhands-trial", os.MFD_CLOEXEC)
-    over = threading.Event()
     try:
         os.write(page, nonce.ljust(mmap.PAGESIZE, b"\0"))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            name = _socket_name()
-            listener.bind("\0" + name)
-            listener.listen(len(others))
-            serving = threading.Thread(target=_serve_page, args=(listener, page, over), daemon=True)
-            serving.start()
+        listener, name = _listen(len(others))
+        with listener:
+            listener.settimeout(_SERVE_S)
             store.set(key, f"{name} {nonce.hex()}")
-            try:
-                return list(store.multi_get([f"{key}/{each}" for each in others]))
-            finally:
-                over.set()
-                # Wakes the thread at once on kernels that support it.
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)
-                serving.join()
+            while not store.check(keys) and time.monotonic() < deadline:
+                check()
+                with contextlib.suppress(OSError):  # No client in time, or the client is gone again.
+                    client, _ = listener.accept()
+                    with client:
+                        if peer_credentials(client)[1] in {os.getuid(), 0}:
+                            socket.send_fds(client, [b"."], [page])
+            return list(store.multi_get(keys))
     finally:
         os.close(page)
-
-
-def _serve_page(listener: socket.socket, page: int, over: threading.Event) -> None:
-    listener.settimeout(_POLL_S)
-    while not over.is_set():
-        with contextlib.suppress(OSError):  # No client in time, or the client is gone again.
-            client, _ = listener.accept()
-            with client:
-                if peer_credentials(client)[1] in {os.getuid(), 0}:
-                    socket.send_fds(client, [b"."], [page])
 
 
 def _fetch_page(offer: str) -> bool:

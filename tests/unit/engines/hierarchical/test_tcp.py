@@ -23,7 +23,7 @@ def pair() -> Iterator[tuple[Rail, Rail]]:
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    first, second = Rail([None, ends[0]], [10, 20]), Rail([ends[1], None], [10, 20])
+    first, second = Rail({1: ends[0]}, [10, 20]), Rail({0: ends[1]}, [10, 20])
     yield first, second
     first.close()
     second.close()
@@ -43,8 +43,8 @@ def test_exchanges_keep_their_order(pair: tuple[Rail, Rail]) -> None:
         takes = [bytearray(len(each)) for each in given]
         begun = []
         for each, take in zip(given, takes, strict=True):
-            gives: list[memoryview | None] = [None, None]
-            room: list[memoryview | None] = [None, None]
+            gives = [memoryview(b"")] * 2
+            room = [memoryview(b"")] * 2
             gives[other], room[other] = memoryview(each), memoryview(take)
             begun.append(rail.begin(gives, room))
         for exchange in begun:
@@ -58,8 +58,8 @@ def test_exchanges_keep_their_order(pair: tuple[Rail, Rail]) -> None:
 def test_every_wait_ends_with_a_typed_failure(pair: tuple[Rail, Rail]) -> None:
     """A deadline, an abort from another thread and a closed connection end a wait; each names the culprit it knows."""
     first, second = pair
-    room: list[memoryview | None] = [None, memoryview(bytearray(8))]
-    nothing: list[memoryview | None] = [None, None]
+    nothing = [memoryview(b"")] * 2
+    room = [memoryview(b""), memoryview(bytearray(8))]
     waiting = first.begin(nothing, room)
     with pytest.raises(EngineTimeout) as late:
         first.finish(waiting, time.monotonic() + 0.01)

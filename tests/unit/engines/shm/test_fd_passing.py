@@ -23,12 +23,12 @@ def never() -> None:
     """Check nothing while waiting."""
 
 
-def create(ranks: int, nonce: bytes) -> tuple[int, int]:
+def create(ranks: int, nonce: bytes) -> int:
     """Create memory."""
     del ranks, nonce
     descriptor = os.memfd_create("memory", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 4096)
-    return descriptor, 4096
+    return descriptor
 
 
 @pytest.mark.parametrize("greets", [False, True])

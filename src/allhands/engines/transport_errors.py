@@ -1,15 +1,19 @@
-"""NCCL's errors, recognised by their text as torch passes it on. Only this module reads it; without torch."""
+"""Errors of Gloo and NCCL, recognised by their text: torch raises plain RuntimeError. Only this module reads it.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import re
 
-from ..base import EngineFailure, EngineTimeout, TransportFailure
+from .base import EngineFailure, EngineTimeout, TransportFailure
 
 __all__ = ["classify", "duplicate_gpu", "failure_of"]
 
 _TRANSPORT = re.compile(
-    r"ncclRemoteError|ncclSystemError|NCCL communicator was aborted|NCCL error",
+    r"gloo/(transport|rendezvous)|connection (closed|reset|refused)|broken pipe|timed ?out|wait timeout|"
+    r"application timeout|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|NCCL error",
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
