@@ -107,7 +107,7 @@ def place(tensor):
     return tensor.data_ptr(), tensor.nbytes
 """
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 both = pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
 
