@@ -133,11 +133,13 @@ _ASKING = frozenset({"get_backend", "get_rank", "get_world_size"})
 
 def __getattr__(name: str) -> Any:
     """Import ``name`` from allhands, otherwise from torch.distributed. The first use imports torch."""
+    from importlib.util import find_spec
+
     if name.startswith("__"):
         raise AttributeError(name)
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name], __name__), name)
-    elif _is_module(name):
+    elif find_spec(f"{__name__}.{name}") is not None:  # `from allhands import cli` asks for the attribute first.
         return importlib.import_module(f".{name}", __name__)
     elif name in __all__:
         value = getattr(importlib.import_module(".errors", __name__), name)
@@ -145,13 +147,6 @@ def __getattr__(name: str) -> Any:
         value = _from_torch(name)
     globals()[name] = value
     return value
-
-
-def _is_module(name: str) -> bool:
-    """Return whether ``name`` is a module of ours: `from allhands import cli` calls `__getattr__` first."""
-    from importlib.util import find_spec
-
-    return find_spec(f"{__name__}.{name}") is not None
 
 
 def _from_torch(name: str) -> Any:

@@ -54,21 +54,23 @@ class Buffers:
         self._operation = OPERATIONS[operation]
         self._rank = rank
         self._ranks = ranks
-        self.tensors: dict[str, Any] = {"whole": None, "other": None, "part": None}
-        for name in self._operation.buffers:
-            if name == "part" or rank == 0 or not self._operation.rooted:
-                self.tensors[name] = torch.zeros(size // 4 // (ranks if name == "part" else 1), device=device)
+        self._tensors = {
+            name: torch.zeros(size // 4 // (ranks if name == "part" else 1), device=device)
+            for name in self._operation.buffers
+            if name == "part" or rank == 0 or not self._operation.rooted
+        }
 
     def _parts(self, name: str) -> list[torch.Tensor]:
         """Return a tensor in one part for each rank, or as its only part if the operation does not divide it."""
-        tensor = self.tensors[name]
-        if tensor is None:
+        if name not in self._tensors:
             return []
-        return [tensor] if name == "part" or not self._operation.divided else list(tensor.chunk(self._ranks))
+        whole = name == "part" or not self._operation.divided
+        return list(self._tensors[name].chunk(1 if whole else self._ranks))
 
     def names(self) -> dict[str, Any]:
         """Return the names that the text of a call may use."""
-        return {**self.tensors, "parts": self._parts("whole") or None, "others": self._parts("other") or None}
+        parts = {"parts": self._parts("whole") or None, "others": self._parts("other") or None}
+        return {"whole": None, **self._tensors, **parts}
 
     def _given(self, rank: int, part: int) -> int:
         """Return the value that `fill` writes into a part of the input of ``rank``; each is different."""
@@ -94,9 +96,8 @@ class Buffers:
 
     def clear(self) -> None:
         """Write zeros everywhere."""
-        for tensor in self.tensors.values():
-            if tensor is not None:
-                tensor.zero_()
+        for tensor in self._tensors.values():
+            tensor.zero_()
 
 
 class Engines:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,22 +136,40 @@ def _compare(model: str, asked: DdpConfig, rank: int, gloo: Any, line: CommandCo
 
 
 def _measure_memory(model: str, who: str, rank: int, gloo: Any, line: CommandConnection) -> None:
-    """Train with one contestant; the command reads the memory of all ranks before and after."""
+    """Train with one contestant, and send the bytes that all ranks held at most, less those before.
+
+    Private memory counts with its peak, which the kernel keeps; shared pages count once.
+    """
     # Lazy imports and the buffers of the groups are not part of what a model takes.
     TorchDDP(torch.nn.Linear(1, 1), process_group=gloo)
     for group in (gloo, None):
         allhands.all_reduce(torch.ones(_MEMORY_BYTES // 4), group=group)
     allhands.barrier()
-    if rank == 0:
-        line.tell(size=model, phase="before", wait=True)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+    before = _held("VmRSS")
+    # Around each reading: the share of a rank in a page depends on which ranks have it.
+    allhands.barrier()
     trainer = _Trainer(model, who, rank, gloo)
     for _ in range(_MEMORY_STEPS):
         trainer.step()
     allhands.barrier()
-    if rank == 0:
-        line.tell(size=model, phase="after", wait=True)
-    # No rank releases anything before all were read: a shared page would be counted as another rank's own.
+    held = torch.tensor(_held("VmHWM") - before)
     allhands.barrier()
+    allhands.all_reduce(held)
+    if rank == 0:
+        line.tell(size=model, memory=float(held), wait=True)
+
+
+def _held(own: str) -> int:
+    """Return the bytes of this process: of its private memory by ``own``, and its share of shared pages."""
+    sizes = {}
+    for table in ("status", "smaps_rollup"):
+        for line in Path("/proc/self", table).read_text(encoding="utf-8").splitlines():
+            if line.endswith(" kB"):
+                name, number, _ = line.split()
+                sizes[name] = int(number) * 1024
+    shared = sizes["Pss_Shmem:"] + sizes["Pss_File:"]
+    return sizes[f"{own}:"] - sizes["RssShmem:"] - sizes["RssFile:"] + shared
 
 
 def _build(name: str) -> tuple[nn.Module, torch.Tensor]:

@@ -1,6 +1,6 @@
 """The rank processes of a bench: start (by mpirun where MPI takes part), messages, and their end in every case.
 
-Rank 0 sends one JSON object a line and waits for a byte in reply, so that nothing is measured while the command draws
+Rank 0 sends JSON objects and waits for a reply to each, so that nothing is measured while the command draws
 its progress. If the connection of a rank to the command breaks, the command is gone, and the rank exits.
 """
 
@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import secrets
-import selectors
 import shutil
 import signal
 import socket
@@ -23,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -91,10 +91,9 @@ class RankProcesses:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         # The pid of each rank that has connected.
         self.pids: dict[int, int] = {}
-        self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
-        self._unread: dict[socket.socket, bytes] = {}
-        self._ranks: dict[socket.socket, int] = {}
+        # The rank of each connection; -1 until its first message.
+        self._ranks: dict[Connection, int] = {}
         self._done: set[int] = set()
         self._network = contextlib.ExitStack()
 
@@ -103,7 +102,6 @@ class RankProcesses:
             with short_path(self._folder) as place:
                 self._listener.bind(f"{place}/socket")
             self._listener.listen(self._plan.ranks)
-            self._selector.register(self._listener, selectors.EVENT_READ)
             self._start()
         except BaseException:
             self._end()
@@ -173,47 +171,39 @@ class RankProcesses:
         while len(self._done) < self._plan.ranks:
             if time.monotonic() - heard > self._silence_s:
                 raise self._failed(f"nothing was heard for {self._silence_s:.0f} s", hung=True)
-            for key, _ in self._selector.select(0.5):
-                if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    self._unread[connection] = b""
-                    self._selector.register(connection, selectors.EVENT_READ)
+            for ready in wait([self._listener, *self._ranks], 0.5):
+                if not isinstance(ready, Connection):
+                    self._ranks[Connection(self._listener.accept()[0].detach())] = -1
                     continue
-                connection = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-                for message in self._receive(connection):
-                    heard = time.monotonic()
-                    if "size" in message:
-                        yield message
-                        with contextlib.suppress(OSError):  # It died; the next read reports that.
-                            connection.sendall(b".")
+                message = self._receive(ready)
+                heard = time.monotonic()
+                if "size" in message:
+                    yield message
+                    with contextlib.suppress(OSError):  # It died; the next read reports that.
+                        ready.send_bytes(b".")
             # A process that ends before its rank has connected closes no connection.
             for process in self._processes.values():
-                if process.poll() is not None and len(self._ranks) < self._plan.ranks:
+                if process.poll() is not None and len(self.pids) < self._plan.ranks:
                     raise self._failed(f"a process ended with status {process.returncode} before all ranks had begun")
 
-    def _receive(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived from one rank."""
+    def _receive(self, connection: Connection) -> dict[str, Any]:
+        """Return the next message of one rank; {} at the end of a rank that is done."""
         try:
-            data = connection.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data:
-            self._selector.unregister(connection)
+            message: dict[str, Any] = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
             connection.close()
-            rank = self._ranks.get(connection, -1)
+            rank = self._ranks.pop(connection)
             if rank not in self._done:
-                raise self._failed(f"rank {rank} ended" if rank >= 0 else "a rank ended before it began")
-            return
-        *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
-        for message in map(json.loads, lines):
-            if "pid" in message:
-                self._ranks[connection] = message["rank"]
-                self.pids[message["rank"]] = message["pid"]
-            if "done" in message:
-                self._done.add(message["rank"])
-            if "failed" in message:
-                raise self._failed(f"rank {message['rank']} raised {message['failed'].splitlines()[0]}")
-            yield message
+                raise self._failed(f"rank {rank} ended" if rank >= 0 else "a rank ended before it began") from None
+            return {}
+        if "pid" in message:
+            self._ranks[connection] = message["rank"]
+            self.pids[message["rank"]] = message["pid"]
+        if "done" in message:
+            self._done.add(message["rank"])
+        if "failed" in message:
+            raise self._failed(f"rank {message['rank']} raised {message['failed'].splitlines()[0]}")
+        return message
 
     # End --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +216,7 @@ class RankProcesses:
         files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != _PLAN)
         printed = {path.name: path.read_text(errors="replace").strip() for path in files}
         output = "".join(printed.values())
-        if self._plan.needs_mpirun and not self._ranks and "mpi4py" in output:
+        if self._plan.needs_mpirun and not self.pids and "mpi4py" in output:
             return missing_mpi(_tail(output, 1))
         tails = [f"--- {name} printed:\n{_tail(text, _LINES)}" for name, text in printed.items() if text]
         return fail(
@@ -253,10 +243,9 @@ class RankProcesses:
             with contextlib.suppress(ProcessLookupError):  # it ended since it was looked at
                 if _ours(pid, str(self._folder)):
                     os.kill(pid, signal.SIGKILL)
-        for connection in self._unread:
+        for connection in self._ranks:
             connection.close()
         self._listener.close()
-        self._selector.close()
         self._network.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -299,21 +288,21 @@ class CommandConnection:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._socket = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX)
         try:
             with short_path(Path(folder)) as place:
-                self._socket.connect(f"{place}/socket")
+                connection.connect(f"{place}/socket")
         except OSError:
             self._alone()
+        self._connection = Connection(connection.detach())
         self._answers = threading.Semaphore(0)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         # A command that is killed before it has read all messages resets the connection instead of closing it.
-        with contextlib.suppress(ConnectionResetError):
-            while data := self._socket.recv(64):
-                for _ in data:
-                    self._answers.release()
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while self._connection.recv_bytes():
+                self._answers.release()
         self._alone()
 
     def _alone(self) -> NoReturn:
@@ -325,7 +314,7 @@ class CommandConnection:
     def tell(self, *, wait: bool = False, **message: Any) -> None:
         """Send ``message``; with ``wait``, return when the command has processed it."""
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._connection.send_bytes(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
             self._alone()
         if wait:

@@ -263,7 +263,11 @@ def rollcall_table(rows: list[dict[str, Any]]) -> str:
         for title, columns in itertools.groupby(_ROLLCALL_COLUMNS, key=operator.itemgetter(0))
     ]
     cells = [[f"{row[key]:,.{decimals}f}" for _, _, key, decimals in _ROLLCALL_COLUMNS] for row in rows]
-    return "\n".join([*aligned(groups, cells), "", *_growth(rows), _rollcall_legend(rows[0])])
+    legend = (
+        f"medians of {rows[0]['rounds']}; {rows[0]['transport']}; one process simulates all members, and the times "
+        "include its work; CPU and memory are the coordinator's alone"
+    )
+    return "\n".join([*aligned(groups, cells), "", *_growth(rows), legend])
 
 
 def _growth(rows: list[dict[str, Any]]) -> list[str]:
@@ -284,10 +288,3 @@ def _growth(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"time per member at {largest['members']:,} over that at {base['members']:,} (1 is linear growth): {ratios}",
     ]
-
-
-def _rollcall_legend(row: dict[str, Any]) -> str:
-    return (
-        f"medians of {row['rounds']}; {row['transport']}; one process plays all members, so the times hold its work "
-        "too; CPU and memory are the coordinator's alone"
-    )

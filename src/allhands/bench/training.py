@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..control.waiting_line import WaitingLine
@@ -117,33 +116,10 @@ def _more(these: list[float], those: list[float]) -> tuple[float, float | None]:
 
 
 def memory(asked: DdpConfig, who: str) -> dict[str, float]:
-    """Return by model the bytes that all ranks held at most while ``who`` trained, less those before.
-
-    Private memory counts with its peak, which the kernel keeps; shared pages count once.
-    """
+    """Return by model the bytes that all ranks held at most while ``who`` trained, less those before."""
     found: dict[str, float] = {}
     for model in asked.models:
-        before = 0
         with RankProcesses(DdpConfig(asked.ranks, (model,), 1, who=(who,)), program="ddp_rank") as processes:
             for message in processes.messages():
-                pids = processes.pids.values()
-                if message["phase"] == "before":
-                    for pid in pids:
-                        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-                    before = sum(_held(pid, "VmRSS") for pid in pids)
-                else:
-                    found[model] = float(sum(_held(pid, "VmHWM") for pid in pids) - before)
+                found[model] = message["memory"]
     return found
-
-
-def _held(pid: int, own: str) -> int:
-    """Return the bytes of a process: of its private memory by ``own``, and its share of shared pages."""
-    resident = _sizes(f"/proc/{pid}/status")
-    shared = _sizes(f"/proc/{pid}/smaps_rollup")
-    return resident[own] - resident["RssShmem"] - resident["RssFile"] + shared["Pss_Shmem"] + shared["Pss_File"]
-
-
-def _sizes(path: str) -> dict[str, int]:
-    """Return the sizes in one of the kernel's tables, in bytes."""
-    lines = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.endswith(" kB"))
-    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in lines}

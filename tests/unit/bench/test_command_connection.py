@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,13 @@ def test_it_ends_with_the_connection(tmp_path: Path, manner: str, *, unread: boo
         try:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "here\n"
-            connection, _ = server.accept()
-            with connection:
-                assert connection.recv(1024)
+            with Connection(server.accept()[0].detach()) as connection:
+                assert connection.recv_bytes()
                 if manner == "talking" or unread:
-                    connection.sendall(b".")
+                    connection.send_bytes(b".")
                 if unread:
-                    # Until more words than were read are there.
-                    assert connection.recv(1, socket.MSG_PEEK)
+                    # Until a message is there that will not be read.
+                    assert connection.poll(DEADLINE_S)
             assert rank.wait(DEADLINE_S) == 1
         finally:
             rank.kill()
