@@ -163,7 +163,7 @@ def test_children_of_a_worker_do_not_inherit_its_recorder() -> None:
     import os, subprocess, sys
     from allhands.observe import flight_recorder
     given = int(os.environ["ALLHANDS_RECORDER_FD"].split(":")[0])
-    print("given", flight_recorder._mine().descriptor == given, flush=True)
+    print("given", flight_recorder._mine()[0] == given, flush=True)
     if os.fork() == 0:
         print("fork", flight_recorder._given(), flush=True)
         os._exit(0)

@@ -263,7 +263,7 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> Any:
-    """Wait for every rank of the group, at most ``timeout``, and raise CollectiveTimeout naming who did not come.
+    """Wait for every rank of the group, at most ``timeout``, and raise CollectiveTimeout with the missing ranks.
 
     Every rank of the group calls it. The error names the first missing rank, with ``wait_all_ranks`` all of them.
     torch's own refuses every backend that is not called "gloo".
