@@ -416,13 +416,12 @@ def _end_torch(session: Session) -> None:
     if not dist.is_initialized():
         return
     within_s = _ABANDONED_S if session.abandoned else _TORCH_END_S
-    problems: list[BaseException] = []
 
     def run() -> None:
         try:
             dist.destroy_process_group()
-        except Exception as problem:  # noqa: BLE001  # logged below; the end goes on
-            problems.append(problem)
+        except Exception as problem:  # noqa: BLE001  # logged; the end continues
+            _log.warning("torch's destroy_process_group failed: %s: %s", type(problem).__name__, problem)
         if not session.abandoned:
             # The last reference to the groups, in a cycle. Gloo's threads end with them; if they are left to Python's
             # collector at exit, a thread that is about to free a tensor ends the process with SIGABRT.
@@ -433,8 +432,6 @@ def _end_torch(session: Session) -> None:
     thread.join(within_s)
     if thread.is_alive():
         _log.warning("torch did not end its process group within %s; it is left behind", duration(within_s))
-    for problem in problems:
-        _log.warning("torch's destroy_process_group failed: %s: %s", type(problem).__name__, problem)
 
 
 def _abandon(session: Session, problem: BaseException) -> None:
