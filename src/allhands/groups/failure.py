@@ -103,8 +103,8 @@ def explain(  # noqa: PLR0917  # what is known of a call
     if member.verdict is None:
         if isinstance(problem, AllhandsError) and not isinstance(problem, StoreTimeout):
             return None
-        if reason := nccl_errors.duplicate_gpu(problem):
-            return error(member.end_group(_shared_gpu(session, reason, name, site)))
+        if found_by_nccl := nccl_errors.duplicate_gpu(problem):
+            return error(member.end_group(_shared_gpu(session, found_by_nccl, name, site)))
         found = _engine_failure(problem)
         if found is None:
             return None
@@ -302,14 +302,14 @@ def _left(
     )
 
 
-def _shared_gpu(session: Session, reason: str, name: str, site: str) -> Diagnosis:
+def _shared_gpu(session: Session, message: str, name: str, site: str) -> Diagnosis:
     """NCCL finds out in its first collective that ranks use one GPU."""
     device, host = f"cuda:{torch.cuda.current_device()}", socket.gethostname()
     return Diagnosis(
         "gpu-shared",
         f"ranks on {host} use the same GPU ({device}), which NCCL refuses",
         who=_caller(session, name, site),
-        why=f"NCCL says: {reason}; a rank that never calls torch.cuda.set_device is on cuda:0",
+        why=f"NCCL says: {message}; a rank that never calls torch.cuda.set_device is on cuda:0",
         fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='allhands', on "
         "which ranks may share a GPU",
         ranks=(session.member.rank,),
