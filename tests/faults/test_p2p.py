@@ -309,7 +309,7 @@ if child == 0:
     slugs = [attempt(lambda: lib.send(torch.ones(3), 1 - rank)).get("slug") for lib in (dist, torch_dist)]
     slugs += [attempt(call).get("slug") for call in (pending.wait, pending.is_completed)]
     os.write(writer, repr(slugs).encode())
-    dist.group.WORLD.messages._pending.clear()
+    dist.group.WORLD.messages.pending.clear()
     del pending, offered
     gc.collect()
     raise SystemExit(0)

@@ -10,27 +10,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = [
-    "ASYNC",
-    "GROUP",
-    "GROUP_PEER",
-    "IN",
-    "OP",
-    "OTHER",
-    "OUT",
-    "PEER",
-    "TABLE",
-    "TAG",
-    "Function",
-    "given",
-    "parameters",
-    "roles",
-]
+__all__ = ["ROLES", "TABLE", "Function", "given", "parameters", "roles"]
 
-# What a parameter is to the C fast path: the numbers of `enum role` in csrc/python/fast_path.c.
-OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER = range(9)
-_ROLES = {"op": OP, "group": GROUP, "async_op": ASYNC, "tag": TAG}
-_ROLES |= {"src": PEER, "dst": PEER, "group_src": GROUP_PEER, "group_dst": GROUP_PEER}
+# What a parameter is to the C fast path, by its number in `enum role` of csrc/python/fast_path.c.
+ROLES = ("out", "in", "op", "group", "async_op", "peer", "group_peer", "tag", "other")
+_ROLES = {"op": "op", "group": "group", "async_op": "async_op", "tag": "tag"}
+_ROLES |= {"src": "peer", "dst": "peer", "group_src": "group_peer", "group_dst": "group_peer"}
 
 
 class Function(NamedTuple):
@@ -43,32 +28,32 @@ class Function(NamedTuple):
 
     operation: str
     whole: bool
-    tensors: dict[str, int]
+    tensors: dict[str, str]
     compared: str = ""
     parts: str = ""
 
 
-_ONE = {"tensor": OUT}
-_OUT_IN = {"output": OUT, "input": IN}
-_INTO = {"output_tensor": OUT, "input_tensor": IN}
+_ONE = {"tensor": "out"}
+_OUT_IN = {"output": "out", "input": "in"}
+_INTO = {"output_tensor": "out", "input_tensor": "in"}
 
 TABLE: dict[str, Function] = {
-    "all_gather": Function("all_gather", False, {"tensor_list": OUT, "tensor": IN}, "tensor", "tensor_list"),
+    "all_gather": Function("all_gather", False, {"tensor_list": "out", "tensor": "in"}, "tensor", "tensor_list"),
     "all_gather_into_tensor": Function("all_gather", True, _INTO, "input_tensor"),
     "all_gather_single": Function("all_gather", True, _INTO, "input_tensor"),
     "all_reduce": Function("all_reduce", True, _ONE, "tensor"),
-    "all_reduce_coalesced": Function("all_reduce", False, {"tensors": OUT}),
-    "all_to_all": Function("all_to_all", False, {"output_tensor_list": OUT, "input_tensor_list": IN}),
+    "all_reduce_coalesced": Function("all_reduce", False, {"tensors": "out"}),
+    "all_to_all": Function("all_to_all", False, {"output_tensor_list": "out", "input_tensor_list": "in"}),
     "all_to_all_single": Function("all_to_all", True, _OUT_IN),
     "barrier": Function("barrier", False, {}),
     "broadcast": Function("broadcast", False, _ONE, "tensor"),
-    "gather": Function("gather", False, {"tensor": IN, "gather_list": OUT}, "tensor"),
+    "gather": Function("gather", False, {"tensor": "in", "gather_list": "out"}, "tensor"),
     "recv": Function("recv", False, _ONE),
     "reduce": Function("reduce", False, _ONE, "tensor"),
-    "reduce_scatter": Function("reduce_scatter", False, {"output": OUT, "input_list": IN}, "output", "input_list"),
+    "reduce_scatter": Function("reduce_scatter", False, {"output": "out", "input_list": "in"}, "output", "input_list"),
     "reduce_scatter_single": Function("reduce_scatter", True, _OUT_IN, "output"),
     "reduce_scatter_tensor": Function("reduce_scatter", True, _OUT_IN, "output"),
-    "scatter": Function("scatter", False, {"tensor": OUT, "scatter_list": IN}, "tensor"),
+    "scatter": Function("scatter", False, {"tensor": "out", "scatter_list": "in"}, "tensor"),
     "send": Function("send", False, _ONE),
 }
 
@@ -79,9 +64,9 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def roles(name: str, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the roles of the parameters ``names`` of the function ``name``."""
+    """Return the numbers of the roles of the parameters ``names`` of the function ``name``."""
     known = _ROLES | TABLE[name].tensors
-    return tuple(known.get(each, OTHER) for each in names)
+    return tuple(ROLES.index(known.get(each, "other")) for each in names)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -45,42 +44,27 @@ def create(options: Any, pg_options: Any) -> Any:
     if session is None:
         return gloo
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    engine_name = engine_choice.chosen(store, rank, pg_options if isinstance(pg_options, str) else "")
-    engine = _engine(
-        engine_name, store, gloo, rank, ranks, group=options.group_id, session=session, timeout=options.timeout
-    )
+    engine = _engine(options, pg_options, session, store, gloo, ranks)
     return Group(rank, ranks, engine=engine, gloo=gloo, session=session, timeout=options.timeout, store=store)
 
 
-def _engine(  # what a group is
-    name: str,
-    store: Store,
-    gloo: Any,
-    rank: int,
-    ranks: list[int],
-    *,
-    group: str,
-    session: _session.Session,
-    timeout: timedelta,
+def _engine(  # noqa: PLR0917  # what a group is
+    options: Any, pg_options: Any, session: _session.Session, store: Store, gloo: Any, ranks: list[int]
 ) -> Engine:
-    """Make the engine that fits the ranks of a group, Gloo's where that is ``name``; each of them calls this."""
-    size, check = len(ranks), session.member.check
+    """Make the engine that was asked for, else the one that fits the ranks of the group. Each of them calls this."""
+    rank, size, member, timeout_s = options.group_rank, len(ranks), session.member, options.timeout.total_seconds()
+    check, world_size = member.check, member.world_size
+    name = engine_choice.chosen(store, rank, pg_options if isinstance(pg_options, str) else "")
     if name == "mpi":
-        deadline = time.monotonic() + timeout.total_seconds()
-        world = mpi.join(
-            session.member.rank,
-            session.member.world_size,
-            subset=size < session.member.world_size,
-            deadline=deadline,
-            check=check,
-        )
-        comm = world.communicator(store, rank, ranks, group, deadline=deadline, check=check)
+        deadline = time.monotonic() + timeout_s
+        world = mpi.join(member.rank, world_size, subset=size < world_size, deadline=deadline, check=check)
+        comm = world.communicator(store, rank, ranks, options.group_id, deadline=deadline, check=check)
         return MpiEngine(world, comm, gloo, rank, ranks)
     if name == "gloo" or (session.one_host and size > shm.MAX_RANKS):
         return GlooEngine(gloo, rank, ranks)
     if session.one_host:
         # Ranks of one machine that cannot share memory (containers) count as ranks of different hosts.
         with suppress(Apart):
-            return shm.form(store, rank, size, timeout.total_seconds(), check)
+            return shm.form(store, rank, size, timeout_s, check)
     address = session.connections.address or session.own_address
-    return hierarchical.form(store, gloo, rank, ranks, address=address, timeout_s=timeout.total_seconds(), check=check)
+    return hierarchical.form(store, gloo, rank, ranks, address=address, timeout_s=timeout_s, check=check)

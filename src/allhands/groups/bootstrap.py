@@ -106,7 +106,7 @@ def _who(rank: int, world_size: int, coordinator: Address | None) -> tuple[World
     except WorldError as problem:
         if problem.slug != "rank-out-of-range" or not problem.ranks:
             raise
-        # The others wait for a rank that will never come, so they are told: the roll call refuses it by name.
+        # The others wait for this rank, so it takes part: the roll call refuses it by name on every rank.
         world = identify(rank=0, world_size=own_size, coordinator=coordinator)
         return world._replace(rank=problem.ranks[0]), problem
 
@@ -121,7 +121,7 @@ def _agent_store(world: World, deadline: float, left: timedelta) -> Store:
             who=f"rank {world.rank}",
             fix="start the script with torchrun, and leave MASTER_ADDR and MASTER_PORT alone in it",
         )
-    # torch's own client says little about why it cannot connect.
+    # The errors of torch's own client do not have the reason why it cannot connect.
     connect_tcp(address, deadline, who=f"rank {world.rank} (pid {os.getpid()})", late_names=world.late_names).close()
     store: Store = TCPStore(address.host, address.port, is_master=False, timeout=left, wait_for_workers=False)
     return store

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .. import _core, _torch
 from ..engines.base import EngineFailure
 from ..engines.dtypes import DTYPES, PREMUL_SUM, REDUCTIONS, operation_code
-from ..errors import AllhandsError, NotInitialised, fail
+from ..errors import AllhandsError, fail
 from ..observe import flight_recorder
 from . import arguments, desync_check, engine_choice, failure
 from . import session as _session
@@ -246,12 +246,9 @@ def _is_gloo_send(name: str, work: dist.Work) -> bool:
 
 def _torchs(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function behind one of `guarded`'s; anything else unchanged, for torch to refuse."""
-    behind = op
-    while behind not in {dist.isend, dist.irecv}:
-        if not hasattr(behind, "__wrapped__"):
-            return op
-        behind = behind.__wrapped__
-    return behind
+    known = {dist.isend, dist.irecv}
+    behind = inspect.unwrap(op, stop=lambda function: function in known)
+    return behind if behind in known else op
 
 
 class P2POp(dist.P2POp):
@@ -271,7 +268,7 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> Any:
-    """Wait for every rank of the group, at most ``timeout``, and raise CollectiveTimeout naming who did not come.
+    """Wait for every rank of the group, at most ``timeout``, and raise CollectiveTimeout with the missing ranks.
 
     Every rank of the group calls it. The error names the first missing rank, with ``wait_all_ranks`` all of them.
     torch's own refuses every backend that is not called "gloo".
@@ -392,8 +389,6 @@ def asking(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kw: Any) -> Any:
         try:
             return function(*args, **kw)
-        except NotInitialised:
-            raise
         except ValueError:
             require_group(name)
             raise

@@ -41,16 +41,7 @@ from .session import NOT_THE_USERS, Session, call_site
 if TYPE_CHECKING:
     from .process_group import Group
 
-__all__ = [
-    "Ranked",
-    "announce",
-    "barrier_timeout",
-    "engine_failure",
-    "explain",
-    "last_call_mismatch",
-    "of_group",
-    "reason",
-]
+__all__ = ["announce", "barrier_timeout", "explain", "last_call_mismatch", "of_group", "reason"]
 
 # How long a failed call waits for the coordinator's verdict. A death reaches the coordinator as a closed connection,
 # so that the verdict arrives within milliseconds unless the machine is overloaded.
@@ -79,14 +70,14 @@ _MAX_REASON = 120
 _MAX_LISTED = 16
 
 
-class Ranked(Protocol):
+class _Ranked(Protocol):
     """A group of ranks of the job."""
 
     ranks: list[int]
     session: Session
 
 
-def engine_failure(problem: BaseException) -> EngineFailure | None:
+def _engine_failure(problem: BaseException) -> EngineFailure | None:
     """Return ``problem`` as an engine's failure where it is one, of our engines or of torch's; None otherwise."""
     if isinstance(problem, EngineFailure):
         return problem
@@ -100,7 +91,7 @@ def explain(  # noqa: PLR0917  # what is known of a call
     problem: BaseException,
     name: str,
     site: str,
-    group: Ranked | None = None,
+    group: _Ranked | None = None,
     peers: Collection[int] | None = None,
 ) -> AllhandsError | None:
     """Return the exception that explains ``problem`` in the call ``name`` at ``site``; None where no engine failed.
@@ -113,7 +104,7 @@ def explain(  # noqa: PLR0917  # what is known of a call
             return None
         if reason := transport_errors.duplicate_gpu(problem):
             return error(member.end_group(_shared_gpu(session, reason, name, site)))
-        found = engine_failure(problem)
+        found = _engine_failure(problem)
         if found is None:
             return None
         verdict = member.wait_for_verdict(0 if _is_own_finding(found) else _VERDICT_S)
@@ -128,7 +119,7 @@ def explain(  # noqa: PLR0917  # what is known of a call
 
 
 def of_group(
-    group: Ranked, found: EngineFailure, name: str, site: str, peers: Collection[int] | None = None
+    group: _Ranked, found: EngineFailure, name: str, site: str, peers: Collection[int] | None = None
 ) -> AllhandsError:
     """Return the exception that explains ``found`` in a call of ``group``."""
     explained = explain(group.session, found, name, site, group, peers)
@@ -145,7 +136,7 @@ def announce(session: Session, problem: BaseException) -> None:
         return  # All ranks have received it.
     trace = "".join(traceback.format_exception(type(problem), problem, _users_part(problem)))
     message = _first_line(problem) if str(problem) else ""
-    consequential = engine_failure(problem) is not None
+    consequential = _engine_failure(problem) is not None
     session.member.report_failure(type(problem).__name__, message, trace, follows=consequential)
 
 
@@ -184,7 +175,7 @@ def _diagnose(  # noqa: PLR0917  # what is known of a call
     found: EngineFailure,
     name: str,
     site: str,
-    group: Ranked | None,
+    group: _Ranked | None,
     peers: Collection[int] | None,
 ) -> Diagnosis:
     who = _caller(session, name, site)
@@ -310,14 +301,14 @@ def _left(
     )
 
 
-def _shared_gpu(session: Session, reason: str, name: str, site: str) -> Diagnosis:
+def _shared_gpu(session: Session, message: str, name: str, site: str) -> Diagnosis:
     """NCCL finds out in its first collective that ranks use one GPU."""
     device, host = f"cuda:{torch.cuda.current_device()}", socket.gethostname()
     return Diagnosis(
         "gpu-shared",
         f"ranks on {host} use the same GPU ({device}), which NCCL refuses",
         who=_caller(session, name, site),
-        why=f"NCCL says: {reason}; a rank that never calls torch.cuda.set_device is on cuda:0",
+        why=f"NCCL says: {message}; a rank that never calls torch.cuda.set_device is on cuda:0",
         fix="call torch.cuda.set_device(local_rank) before init, pass device_id=, or use backend='allhands', on "
         "which ranks may share a GPU",
         ranks=(session.member.rank,),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from .._version import __version__
 from ..control.join import answer_roll_call
 from ..control.messages import Claim
 from ..control.process_identity import this_process
-from ..diagnosis import Diagnosis, duration, join, title
+from ..diagnosis import duration, join, title
 from ..engines.base import EngineTimeout
 from ..engines.cuda import nccl
 from ..engines.gloo import connections
@@ -100,8 +101,7 @@ def init_process_group(  # noqa: PLR0917  # torch's signature
         return
     torch_backend, engine = engine_choice.split(backend)
     limit = positive_timeout(timeout)
-    started = time.monotonic()
-    deadline = started + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
+    deadline = time.monotonic() + (limit.total_seconds() if limit is not None else _DEFAULT_ROLL_CALL_S)
     end(wait_s=0.0)  # What torch's own destroy_process_group left of an earlier group.
     session = _attend(
         init_method,
@@ -283,21 +283,22 @@ def _form_by(deadline: float, session: Session, form: Callable[[], None]) -> Non
     While connecting, Gloo waits for a lost peer five times its timeout, and cannot be interrupted. Its timeout is that
     of collectives, because messages keep the first one they are given.
     """
-    problems: list[BaseException] = []
-    done, left_behind = threading.Event(), threading.Event()
+    future: Future[None] = Future()
+    left_behind = threading.Event()
 
     def run() -> None:
         try:
             form()
         except BaseException as problem:  # noqa: BLE001  # raised in the caller's thread
-            problems.append(problem)
-        done.set()
-        if left_behind.is_set() and not problems:
+            future.set_exception(problem)
+            return
+        future.set_result(None)
+        if left_behind.is_set():
             dist.destroy_process_group()  # Too late: all ranks have raised that there is no group.
 
     threading.Thread(target=run, name="allhands-form", daemon=True).start()
     ended_at: float | None = None
-    while not done.wait(_POLL_S):
+    while not wait([future], _POLL_S).done:
         now = time.monotonic()
         if ended_at is None and session.member.verdict is not None:
             ended_at = now
@@ -305,8 +306,7 @@ def _form_by(deadline: float, session: Session, form: Callable[[], None]) -> Non
         if now >= deadline or (ended_at is not None and now - ended_at >= _NOTICE_S):
             left_behind.set()
             raise EngineTimeout("timed out waiting for torch to connect the group")
-    if problems:
-        raise problems[0]
+    future.result()
 
 
 # Ending --------------------------------------------------------------------------------------------------------------
@@ -416,13 +416,12 @@ def _end_torch(session: Session) -> None:
     if not dist.is_initialized():
         return
     within_s = _ABANDONED_S if session.abandoned else _TORCH_END_S
-    problems: list[BaseException] = []
 
     def run() -> None:
         try:
             dist.destroy_process_group()
-        except Exception as problem:  # noqa: BLE001  # logged below; the end goes on
-            problems.append(problem)
+        except Exception as problem:  # noqa: BLE001  # logged; the end continues
+            _log.warning("torch's destroy_process_group failed: %s: %s", type(problem).__name__, problem)
         if not session.abandoned:
             # The last reference to the groups, in a cycle. Gloo's threads end with them; if they are left to Python's
             # collector at exit, a thread that is about to free a tensor ends the process with SIGABRT.
@@ -433,8 +432,6 @@ def _end_torch(session: Session) -> None:
     thread.join(within_s)
     if thread.is_alive():
         _log.warning("torch did not end its process group within %s; it is left behind", duration(within_s))
-    for problem in problems:
-        _log.warning("torch's destroy_process_group failed: %s: %s", type(problem).__name__, problem)
 
 
 def _abandon(session: Session, problem: BaseException) -> None:
@@ -459,7 +456,12 @@ def _hook(session: Session, before: Callable[..., None]) -> None:
         if _session.current() is session:
             failure.announce(session, problem)
         inner(kind, problem, trace)
-        _print_cause(session, problem)
+        verdict = session.member.verdict
+        # Ctrl-C reaches all ranks of a terminal: each has its own cause.
+        if isinstance(problem, AllhandsError | KeyboardInterrupt) or verdict is None:
+            return
+        if verdict.ranks != (session.member.rank,):
+            sys.stderr.write(f"\nThe cause, as allhands saw it:\n{verdict.render(title(verdict.slug))}\n")
 
     def restore() -> None:
         # torch may have wrapped it, and its wrapper would print one more "[rank0]:" for each group; a hook that the
@@ -475,17 +477,6 @@ def _hook(session: Session, before: Callable[..., None]) -> None:
         # In a child of multiprocessing neither hook runs: its exception is caught above the user's function, and a
         # forked one ends without atexit. Its finalizers run while the exception is being handled.
         multiprocessing.util.Finalize(None, _at_process_exit, exitpriority=100)
-
-
-def _print_cause(session: Session, problem: BaseException) -> None:
-    """Print the verdict where the exception does not contain it."""
-    verdict: Diagnosis | None = session.member.verdict
-    # Ctrl-C reaches all ranks of a terminal: each has its own cause.
-    if verdict is None or isinstance(problem, AllhandsError | KeyboardInterrupt):
-        return
-    if verdict.ranks == (session.member.rank,):
-        return
-    sys.stderr.write(f"\nThe cause, as allhands saw it:\n{verdict.render(title(verdict.slug))}\n")
 
 
 def _at_process_exit() -> None:

@@ -22,14 +22,14 @@ from ..observe import flight_recorder
 from . import failure
 from . import session as _session
 from .staging import Staged
-from .work import Done, Operation
+from .work import Operation
 
 if TYPE_CHECKING:
     from .. import _core
     from .._core import Request
     from .process_group import Group
 
-__all__ = ["Call", "Message", "Messages", "Sent"]
+__all__ = ["Message", "Messages"]
 
 # How often the end of a group checks whether the last sends have been delivered.
 _POLL_S = 0.002
@@ -44,40 +44,35 @@ _FRAMES = 5
 _UNDER_WAY = -1
 
 
-class Sent(Done):
-    """A message that was complete when its call returned."""
-
-    def __init__(self, tensors: list[torch.Tensor], peer: int) -> None:
-        super().__init__(tensors)
-        self._peer = peer
-
-    def source_rank(self) -> int:
-        """Return the group rank that sent it."""
-        return self._peer
-
-    # torch's `recv` from any source calls it so.
-    _source_rank = source_rank
-
-
 class Message(Operation):
-    """A message under way. A thread that waits for it makes progress on it."""
+    """One call of `send` or `recv`. A thread that waits for it makes progress on it.
 
-    def __init__(self, messages: Messages, call: Call, key: int, request: Request | None) -> None:
-        super().__init__(call.tensors)
-        self.name = call.name
-        self.key = key
-        self._request = request
+    Its entry in the flight recorder is open until it is complete.
+    """
+
+    def __init__(self, messages: Messages, name: str, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
+        super().__init__(tensors)
+        self.name = name
+        self.site = _session.call_site()
+        self.peer = peer
+        # Once it is posted: its number, and what the core knows it by.
+        self.key = -1
+        self.request: Request | None = None
         self._messages = messages
-        self._call = call
+        self._staged = Staged(tensors[0], back=name == "recv")
+        number = -1 if peer is None else peer
+        # Address, bytes, type, peer and tag, as the core takes them.
+        self.arguments = (*self._staged.place, dtype_code(tensors[0].dtype), number, tag)
         self._lock = threading.Lock()
         self._done = False
-        self._peer = -1
+        self._source = -1
         self._future: torch.futures.Future[Any] | None = None
+        self._entry = _session.begin_entry(name, messages.group.getGroupName(), tensors, self.site, root=number)
+        flight_recorder.own().run(self._entry, 0)
 
     def _finish_by(self, limit_s: float | None, /) -> bool:
         if not self._done:
-            limit_ns = -1 if limit_s is None else int(limit_s * 1e9)
-            self.finish(self._messages.wait(self._call, self._request, limit_ns))
+            self.finish(self._messages.wait(self, -1 if limit_s is None else int(limit_s * 1e9)))
         return self._done
 
     def finish(self, outcome: int) -> None:
@@ -88,27 +83,32 @@ class Message(Operation):
             if self._done:
                 return
             try:
-                self._peer = self._messages.outcome(self._call, outcome)
-                self._call.staged.copy_back()
+                self._source = self._messages.source(self, outcome)
+                self._staged.copy_back()
             except BaseException as problem:  # noqa: BLE001  # raised by `wait`
                 self._problem = problem
-            self._call.close(well=self._problem is None)
+            self.close_entry(well=self._problem is None)
             self._done = True
             future = self._future
-        self._messages.forget(self)
+        self._messages.pending.pop(self.key, None)
         if future is not None:
             self._settle(future)
 
+    def close_entry(self, *, well: bool) -> None:
+        """Close its entry in the flight recorder."""
+        flight_recorder.own().end(self._entry, well)
+
     def is_completed(self) -> bool:
         """Make progress, and return whether it is complete."""
-        if not self._done and self._request is not None:
-            self.finish(self._messages.test(self._request))
+        if not self._done and self.request is not None:
+            self.finish(self._messages.test(self.request))
         return self._done
 
     def source_rank(self) -> int:
         """Return the group rank that sent it, -1 before it is complete."""
-        return self._peer
+        return self._source
 
+    # torch's `recv` from any source calls it so.
     _source_rank = source_rank
 
     def get_future(self) -> Any:
@@ -122,30 +122,10 @@ class Message(Operation):
                 future = self._future
         if over:
             self._settle(future)
-        elif self._request is not None:
-            self._messages.core.start_timeout(self._request)
+        elif self.request is not None:
+            self._messages.core.start_timeout(self.request)
         # A failed future passed on as it is ends the process in torch's C++ code; one made with `then` raises.
         return future.then(lambda done: done.value())
-
-
-class Call:
-    """One call of `send` or `recv`: name, line, peer and tensors. Its recorder entry is open until `close`."""
-
-    def __init__(self, name: str, group: str, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
-        self.name = name
-        self.site = _session.call_site()
-        self.tensors = tensors
-        self.peer = peer
-        self.staged = Staged(tensors[0], back=name == "recv")
-        number = -1 if peer is None else peer
-        # Address, bytes, type, peer and tag, as the core takes them.
-        self.arguments = (*self.staged.place, dtype_code(tensors[0].dtype), number, tag)
-        self._entry = _session.begin_entry(name, group, tensors, self.site, root=number)
-        flight_recorder.own().run(self._entry, 0)
-
-    def close(self, *, well: bool) -> None:
-        """Close the recorder entry."""
-        flight_recorder.own().end(self._entry, well)
 
 
 class Messages:
@@ -153,17 +133,17 @@ class Messages:
 
     def __init__(self, group: Group) -> None:
         self.core = cast("_core.P2P", group.engine.p2p)
-        self._group = group
+        self.group = group
         self._keys = itertools.count()
         # Kept until they are complete: callers may drop both the Work and the tensor.
-        self._pending: dict[int, Message | None] = {}
+        self.pending: dict[int, Message | None] = {}
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def begin(self, name: str, tensors: list[torch.Tensor], rank: int | None, tag: int, limit_ns: int) -> dist.Work:
         """Send one tensor to a rank of the group, or receive one; None receives from any. Small ones are buffered."""
-        group, core, sends = self._group, self.core, name == "send"
+        group, core, sends = self.group, self.core, name == "send"
         # A forked child maps the segment too, and would act as its parent.
         group.session.member.check_process()
         wrong = ""
@@ -176,42 +156,35 @@ class Messages:
         if wrong:
             who = f"rank {group.session.member.rank}"
             raise fail("invalid-argument", f"{name}: {wrong}", who=who, fix="see the call")
-        call = Call(name, group.getGroupName(), tensors, rank, tag)
+        message = Message(self, name, tensors, rank, tag)
         if _is_blocking():
-            session = group.session
-            before, well = session.enter(call.name, call.site), False
+            before = group.session.enter(name, message.site)
             try:
-                found = self.outcome(call, (core.send if sends else core.recv)(*call.arguments, limit_ns))
-                call.staged.copy_back()
-                well = True
+                message.finish((core.send if sends else core.recv)(*message.arguments, limit_ns))
+            except BaseException:
+                message.close_entry(well=False)  # A signal handler raised.
+                raise
             finally:
-                call.close(well=well)
-                session.leave(before)
-            return Sent(call.tensors, found)
-        key = next(self._keys)
-        # The progress thread may complete it before it is stored.
-        self._pending[key] = None
-        posted = (core.post_send if sends else core.post_recv)(*call.arguments, limit_ns, key)
-        if not isinstance(posted, int):
-            message = self._pending[key] = Message(self, call, key, posted)
-            with self._starting:
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
-                    self._thread.start()
+                group.session.leave(before)
             return message
-        del self._pending[key]
-        if posted & 255:
-            # A failure is raised by `wait`.
-            message = Message(self, call, -1, None)
+        message.key = next(self._keys)
+        # The progress thread may complete it before it is stored.
+        self.pending[message.key] = None
+        posted = (core.post_send if sends else core.post_recv)(*message.arguments, limit_ns, message.key)
+        if isinstance(posted, int):
             message.finish(posted)
             return message
-        call.staged.copy_back()
-        call.close(well=True)
-        return Sent(call.tensors, posted >> 8)
+        message.request = posted
+        self.pending[message.key] = message
+        with self._starting:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="allhands-p2p", daemon=True)
+                self._thread.start()
+        return message
 
     def close(self, within_s: float) -> None:
         """Wait for sends that nobody waited for, then end what is left, all within about ``within_s``."""
-        member = self._group.session.member
+        member = self.group.session.member
         if self._closed or member.forked:
             return
         self._closed = True
@@ -221,59 +194,55 @@ class Messages:
         self.core.stop()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(within_s)
-        for message in list(self._pending.values()):
+        for message in list(self.pending.values()):
             if message is not None:
                 message.is_completed()
 
     # For Message -------------------------------------------------------------------------------------------
 
-    def wait(self, call: Call, request: Any, limit_ns: int) -> int:
+    def wait(self, message: Message, limit_ns: int) -> int:
         """Wait for a posted message, and record that this rank does."""
-        session = self._group.session
+        session = self.group.session
         session.member.check_process()
-        before = session.enter(call.name, call.site)
+        before = session.enter(message.name, message.site)
         try:
-            return self.core.wait(request, limit_ns)
+            return self.core.wait(cast("Request", message.request), limit_ns)
         finally:
             session.leave(before)
 
     def test(self, request: Any) -> int:
         """Make progress and return the outcome of a posted message."""
-        self._group.session.member.check_process()
+        self.group.session.member.check_process()
         return self.core.test(request)
 
-    def outcome(self, call: Call, outcome: int) -> int:
-        """Return the peer of a message; raise its failure."""
+    def source(self, message: Message, outcome: int) -> int:
+        """Return the peer of a message that is complete; raise its failure."""
         peer, code = divmod(outcome, 256)
         if not code:
             return peer
-        group = self._group
+        group, mine = self.group, self.group.session.member.rank
         if self._closed and group.session.member.verdict is None:
             raise fail(
                 "already-destroyed",
-                f"{call.name} at {call.site} was under way when its group was destroyed",
-                who=f"rank {group.session.member.rank}",
+                f"{message.name} at {message.site} was under way when its group was destroyed",
+                who=f"rank {mine}",
                 why="destroy_process_group ran before the message was there",
                 fix="wait() for what isend and irecv return before the group is destroyed",
             )
-        peers = group.ranks if call.peer is None else [group.ranks[call.peer]]
-        mine = group.session.member.rank
+        peers = group.ranks if message.peer is None else [group.ranks[message.peer]]
         others = [rank for rank in peers if rank != mine]
-        raise failure.of_group(group, group.engine.failure(code, peer), call.name, call.site, others) from None
-
-    def forget(self, message: Message) -> None:
-        """Drop a message that is complete."""
-        self._pending.pop(message.key, None)
+        failed = group.engine.failure(code, peer)
+        raise failure.of_group(group, failed, message.name, message.site, others) from None
 
     # Inside ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while keys := self.core.progress():
             for key in keys:
-                message = self._pending.get(key)
-                while message is None and key in self._pending:
+                message = self.pending.get(key)
+                while message is None and key in self.pending:
                     time.sleep(0)  # The thread that posted it is about to store it.
-                    message = self._pending.get(key)
+                    message = self.pending.get(key)
                 if message is not None:
                     message.is_completed()
 

@@ -1,4 +1,4 @@
-"""The job's store as torch knows stores: every operation goes over the member's one connection."""
+"""The job's key-value store as a torch store: every operation uses the member's one connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_KEYS = 4
 class MemberStore(Store):
     """A `torch.distributed.Store` on the coordinator. Any rank, any thread; waits end with the group.
 
-    torch's C++ code keeps no reference to the Python part of a store, so whoever makes one must keep it.
+    torch's C++ code keeps no reference to the Python part of a store, so its maker must keep it.
     """
 
     def __init__(self, member: Member, connections: Connections) -> None:
@@ -77,11 +77,11 @@ class MemberStore(Store):
         self._ask("multi_set", keys, *values)
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key``; tell whether it was there."""
+        """Remove ``key``; return whether it was there."""
         return bool(self._ask("delete", [key]).number)
 
     def check(self, keys: list[str]) -> bool:
-        """Tell, without waiting, whether all ``keys`` are there."""
+        """Return, without waiting, whether all ``keys`` are there."""
         return bool(self._ask("check", keys).number)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -122,7 +122,7 @@ class MemberStore(Store):
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
-        """Tell torch that append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are there."""
         return True
 
     def clone(self) -> MemberStore:
@@ -206,7 +206,7 @@ class StoreRendezvous:
 
 
 def _wide(store: Store) -> bool:
-    """Tell whether ranks on other hosts may share ``store``."""
+    """Return whether ranks on other hosts may share ``store``."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, HashStore):

@@ -177,16 +177,12 @@ def read_owned(pid: int, inner_pid: int | None = None) -> FlightRecorder | None:
 
     ``inner_pid`` is the pid that it has in its own pid namespace.
     """
-    try:
+    with contextlib.suppress(LookupError, OSError):
         for path in open_memfds(pid, _NAME):
-            try:
+            with contextlib.suppress(LookupError, OSError):  # Not written yet, or closed meanwhile.
                 found = _parse_at(pid, path)
-            except (LookupError, OSError):
-                continue  # Not written yet, or closed meanwhile.
-            if found.owner == (pid if inner_pid is None else inner_pid):
-                return found
-    except (LookupError, OSError):
-        return None
+                if found.owner == (pid if inner_pid is None else inner_pid):
+                    return found
     return None
 
 

@@ -28,8 +28,6 @@ _MOST = 1 << 20
 
 _POLL_S = 0.02
 
-_registered = False
-
 
 def make() -> int:
     """Create the memory, for this process or a child; return its descriptor."""
@@ -42,16 +40,11 @@ def make() -> int:
 def register() -> None:
     """Let other processes request this process's stacks.
 
-    Does nothing if the launcher has registered the handler already, or the script uses the signal.
+    Does nothing if the handler is registered already, or the script uses the signal.
     """
-    global _registered  # noqa: PLW0603  # one process, one handler
-    if _registered:
-        return
-    _registered = True
-    if is_handled(os.getpid()):
-        return
-    # Never closed: it lives as long as the process. Forked children write into it too.
-    faulthandler.register(SIGNAL, file=make(), all_threads=True)
+    if not is_handled(os.getpid()):
+        # Never closed: it lives as long as the process. Forked children write into it too.
+        faulthandler.register(SIGNAL, file=make(), all_threads=True)
 
 
 def request(pid: int, timeout_s: float) -> str:
