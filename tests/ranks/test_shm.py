@@ -105,3 +105,24 @@ except dist.ArgumentError as problem:
     )
     check(results)
     assert all("ALLHANDS_SLOT_KIB=8" in result["text"] for result in results)
+
+
+def test_ranks_that_cannot_share_memory_use_gloo() -> None:
+    """Where one machine's ranks refuse each other's credentials, all use Gloo, and results are right."""
+    results = harness.well(
+        harness.launch(
+            """
+import torch
+import allhands as dist
+from allhands.engines.shm import fd_passing
+fd_passing.peer_credentials = lambda sock: (1, 12345 if rank == 1 else 0)
+dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
+x = torch.ones(3)
+dist.all_reduce(x)
+say(engine=dist.group.WORLD.engine.name, sum=x.tolist())
+dist.destroy_process_group()
+""",
+            3,
+        )
+    )
+    assert [(result["engine"], result["sum"]) for result in results] == [("gloo", [3.0] * 3)] * 3

@@ -114,8 +114,6 @@ class Capabilities:
     tensor_lists: bool = False
     # All ranks are on one host and can share memory (`Engine.fd_passing`), which CUDA engines need.
     one_host: bool = False
-    # Results stay in the order of a stream of the GPU: a call returns before it is done.
-    stream: bool = False
 
 
 class Engine(ABC):

@@ -34,23 +34,10 @@ DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 
 # Types that the core compares and copies, but cannot reduce.
-_MOVED = {
-    dtype: _core.RAW + 1 + index
-    for index, dtype in enumerate(
-        getattr(torch, name)
-        for name in (
-            "complex32",
-            "complex64",
-            "complex128",
-            "float8_e4m3fn",
-            "float8_e4m3fnuz",
-            "float8_e5m2",
-            "float8_e5m2fnuz",
-            "float8_e8m0fnu",
-        )
-        if hasattr(torch, name)
-    )
-}
+_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+_NAMES = ("complex32", "complex64", "complex128", *(f"float8_{kind}" for kind in _FLOAT8))
+_KNOWN = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
+_MOVED = {dtype: _core.RAW + 1 + index for index, dtype in enumerate(_KNOWN)}
 
 # Added to the number of a real type: a complex tensor with such parts. The core reduces the parts as real numbers.
 COMPLEX = _core.COMPLEX
@@ -62,6 +49,9 @@ REDUCTION_NAMES = ("", *_core.REDUCTIONS)
 
 # Reductions that apply to the real and imaginary parts of complex numbers separately.
 LINEAR = frozenset({_core.REDUCTIONS["SUM"], _core.REDUCTIONS["AVG"], PREMUL_SUM})
+
+# Whether the core can reduce a type by a reduction, both as its numbers.
+reducible = _core.reducible
 
 OPERATIONS = ("", *_core.OPERATIONS)
 # Added to an operation: compared by the engine, then performed by Gloo. No operation of the core has such a number.
@@ -91,14 +81,9 @@ def reduction_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     return PREMUL_SUM if op == ReduceOp.PREMUL_SUM else 0
 
 
-def reducible(dtype: int, reduction: int) -> bool:
-    """Return whether the core can reduce ``dtype`` by ``reduction``."""
-    return _core.reducible(dtype, reduction)
-
-
 def operation_code(name: str) -> int:
     """Return the number of an operation, 0 for an unknown one."""
-    return OPERATIONS.index(name) if name in OPERATIONS else 0
+    return _core.OPERATIONS.get(name, 0)
 
 
 def operation_name(code: int) -> str:

@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,7 +19,18 @@ from ..diagnosis.majority import Judgement
 from .dtypes import REDUCTION_NAMES, dtype_of, operation_name
 from .shm.fd_passing import FdPassing, allocate
 
-__all__ = ["BYTES", "HEAD_BYTES", "SEQUENCE", "Call", "CallRing", "elements", "judge", "judge_sizes", "unpack"]
+__all__ = [
+    "BYTES",
+    "HEAD_BYTES",
+    "SEQUENCE",
+    "Call",
+    "CallRing",
+    "elements",
+    "judge",
+    "judge_arrived",
+    "judge_sizes",
+    "unpack",
+]
 
 # Sequence, bytes, operation, reduction, type, root, flags: what must be the same on every rank. Then the text's length.
 _HEAD = struct.Struct("<QQIIIiI")
@@ -45,7 +56,7 @@ _RING = 64
 _MARK = struct.Struct("=Q")
 _ENTRY = _MARK.size + BYTES
 
-# How long a difference waits for the calls of more ranks: two that differ do not show which of them is the odd one.
+# How long a difference waits for the calls of more ranks, and how often it polls.
 _JUDGE_S, _POLL_S = 0.3, 0.002
 
 
@@ -152,6 +163,20 @@ def judge_sizes(
     return Judgement(tuple(odd), tuple(lines))
 
 
+def judge_arrived(
+    arrived: Callable[[], list[int]], call: Callable[[int], Call], numbers: Sequence[int]
+) -> Judgement | None:
+    """Judge a difference after more ranks have had time to make their call: two do not show which is the odd one.
+
+    ``arrived`` returns the ranks that have made it, ``call`` that of a rank.
+    """
+    deadline = time.monotonic() + _JUDGE_S
+    while len(ranks := arrived()) < len(numbers) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    found = judge([call(rank) for rank in ranks], [numbers[rank] for rank in ranks])
+    return Judgement(tuple(ranks[index] for index in found.odd), found.lines) if found is not None else None
+
+
 class CallRing:
     """The last calls of each rank of one host's group, in shared memory.
 
@@ -184,11 +209,9 @@ class CallRing:
         head = record[:HEAD_BYTES]
         if all(self._record(rank, number)[:HEAD_BYTES] == head for rank in self._arrived(number)):
             return None
-        deadline = time.monotonic() + _JUDGE_S
-        while len(arrived := self._arrived(number)) < len(self._names) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        found = judge([unpack(self._record(rank, number)) for rank in arrived], [self._names[rank] for rank in arrived])
-        return Judgement(tuple(arrived[index] for index in found.odd), found.lines) if found is not None else None
+        return judge_arrived(
+            lambda: self._arrived(number), lambda rank: unpack(self._record(rank, number)), self._names
+        )
 
     def _arrived(self, number: int) -> list[int]:
         """Return the ranks that have written call ``number``."""

@@ -10,10 +10,8 @@ another does not delay it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -106,19 +104,20 @@ class _Rows:
     def _map(self, total: int) -> int:
         key = f"rows/{self._number}"
         if self._rank:
-            published: dict[str, Any] = json.loads(self._store.get(key))
-            if published["why"]:
-                raise driver.DriverError(published["why"])
-            return driver.open_handle(bytes.fromhex(published["handle"]))
-        address = 0
+            handle = bytes.fromhex(self._store.get(key).decode())
+            if not handle:
+                raise driver.DriverError("rank 0 has no memory")  # Its own problem is the first, and reported.
+            return driver.open_handle(handle)
+        address, handle = 0, b""
         try:
             address = driver.allocate(total)
-            self._store.set(key, json.dumps({"why": "", "handle": driver.export_handle(address).hex()}))
-        except driver.DriverError as problem:
-            self._store.set(key, json.dumps({"why": str(problem), "handle": ""}))
+            handle = driver.export_handle(address)
+        except driver.DriverError:
             if address:
                 driver.free(address)
             raise
+        finally:
+            self._store.set(key, handle.hex())
         return address
 
     def _unmap(self, address: int) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ...diagnosis.majority import Judgement
 from .. import fingerprint
-from ..base import CallMismatch, Capabilities, EngineTimeout
+from ..base import CallMismatch, EngineTimeout
 from ..compared import ComparedEngine, Tensors, sizes_of
 from ..dtypes import operation_code
 from ..fingerprint import Call
@@ -45,8 +47,8 @@ _RING = 64
 # Above the value of every call: releases all waits. Below 2**63, because the driver compares as signed numbers.
 _RELEASED = 1 << 62
 
-# How often a wait polls, and how long a difference waits for the calls of more ranks before it is judged.
-_POLL_S, _JUDGE_S = 0.0005, 0.3
+# How often a wait polls.
+_POLL_S = 0.0005
 
 
 def _entry_bytes(ranks: int) -> int:
@@ -107,11 +109,9 @@ class Counters:
             if time.monotonic() > deadline:
                 break  # The thread that watches calls under way names the rank that is behind.
             time.sleep(_POLL_S)
-        record = call.pack()
-        place = self._place(self._rank, mine)
+        record, place = call.pack(), self._place(self._rank, mine)
         self._bytes[place : place + len(record)] = record
-        table = b"".join(size.to_bytes(8, "little") for size in sizes)
-        self._bytes[place + fingerprint.BYTES : place + fingerprint.BYTES + len(table)] = table
+        struct.pack_into(f"={len(sizes)}Q", self._bytes, place + fingerprint.BYTES, *sizes)
         self._set(_POSTED, self._rank, mine + 1)
         return self.compare()
 
@@ -142,40 +142,26 @@ class Counters:
             self.compared += 1
             self._set(_COMPARED, self._rank, self.compared)
 
-    def _judge(self, call: int, arrived: list[int]) -> Judgement | None:
-        heads = {bytes(self._record(rank, call)[: fingerprint.HEAD_BYTES]) for rank in arrived}
-        if len(heads) == 1 and not fingerprint.unpack(self._record(arrived[0], call)).uneven:
-            return None
-        calls = [fingerprint.unpack(self._record(rank, call)) for rank in arrived]
+    def _judge(self, number: int, arrived: list[int]) -> Judgement | None:
+        calls = [self._call(rank, number) for rank in arrived]
         if fingerprint.judge(calls, [self._names[rank] for rank in arrived]) is not None:
-            return self._judge_difference(call)
-        return self._judge_sizes(call) if len(arrived) == self._ranks else None
+            return fingerprint.judge_arrived(
+                lambda: [rank for rank in range(self._ranks) if self.posted(rank) > number],
+                lambda rank: self._call(rank, number),
+                self._names,
+            )
+        if len(arrived) < self._ranks or not any(call.uneven for call in calls):
+            return None
+        tables = [self._sizes(rank, number) for rank in arrived]
+        gives, takes = [table[: self._ranks] for table in tables], [table[self._ranks :] for table in tables]
+        return fingerprint.judge_sizes(gives, takes, calls, self._names)
 
-    def _judge_sizes(self, call: int) -> Judgement | None:
-        rows = [self._sizes(rank, call) for rank in range(self._ranks)]
-        calls = [fingerprint.unpack(self._record(rank, call)) for rank in range(self._ranks)]
-        return fingerprint.judge_sizes(
-            [row[: self._ranks] for row in rows], [row[self._ranks :] for row in rows], calls, self._names
-        )
+    def _call(self, rank: int, number: int) -> Call:
+        place = self._place(rank, number)
+        return fingerprint.unpack(self._bytes[place : place + fingerprint.BYTES])
 
-    def _judge_difference(self, call: int) -> Judgement | None:
-        """Judge a difference after more ranks have had time to post: two do not show which of them is the odd one."""
-        deadline = time.monotonic() + _JUDGE_S
-        while time.monotonic() < deadline and any(self.posted(rank) <= call for rank in range(self._ranks)):
-            time.sleep(_POLL_S)
-        arrived = [rank for rank in range(self._ranks) if self.posted(rank) > call]
-        calls = [fingerprint.unpack(self._record(rank, call)) for rank in arrived]
-        found = fingerprint.judge(calls, [self._names[rank] for rank in arrived])
-        return Judgement(tuple(arrived[index] for index in found.odd), found.lines) if found is not None else None
-
-    def _record(self, rank: int, call: int) -> memoryview:
-        place = self._place(rank, call)
-        return self._bytes[place : place + fingerprint.BYTES]
-
-    def _sizes(self, rank: int, call: int) -> list[int]:
-        place = self._place(rank, call) + fingerprint.BYTES
-        table = self._bytes[place : place + 16 * self._ranks]
-        return [int.from_bytes(table[at : at + 8], "little") for at in range(0, len(table), 8)]
+    def _sizes(self, rank: int, number: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"={2 * self._ranks}Q", self._bytes, self._place(rank, number) + fingerprint.BYTES)
 
     def release(self) -> None:
         """Release every stream that waits for a counter: the group is over, and its data means nothing any more.
@@ -199,29 +185,16 @@ class Counters:
         driver.unmap_host(self._host)
 
 
-class _CudaArray:
-    """Memory of the GPU for `torch.as_tensor` (the CUDA array interface)."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return ``nbytes`` of ``device`` at ``address`` as a tensor."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.as_tensor(_CudaArray(address, nbytes), device=device)
+    described = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=device)
 
 
 class StreamEngine(ComparedEngine):
     """One rank's end. An operation returns once it is in the stream, in issue order; `meet` only is waited for."""
-
-    capabilities = Capabilities(stream=True)
 
     def __init__(self, counters: Counters, rank: int, ranks: int, device: torch.device) -> None:
         # Called while waiting for other ranks; raises where the group is over.

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import fail
+from ...errors import AllhandsError, fail
 
-__all__ = ["IFNAME", "Connections", "addresses", "check_interface", "interface_of", "loopback_interface"]
+__all__ = ["IFNAME", "Connections", "addresses", "check_interface", "interface_of", "loopback_interface", "unreachable"]
 
 IFNAME = "GLOO_SOCKET_IFNAME"
 
@@ -94,18 +94,7 @@ class Connections:
         try:
             socket.create_connection(place, timeout=max(_MIN_PROBE_S, until - time.monotonic())).close()
         except OSError as problem:
-            host, port = place
-            raise fail(
-                "engine-failed",
-                f"every rank answered the roll call, but Gloo's port {port} on {host} cannot be reached",
-                who=f"{socket.gethostname()} (pid {os.getpid()})",
-                why=f"connecting to {host}:{port}: {problem.strerror or problem}; probably a firewall that only lets "
-                "the coordinator's port through",
-                fix="open the ports above 1023 between the hosts; or name the interface that leads to them with "
-                f"{IFNAME}",
-                hosts=(host,),
-                certain=False,
-            ) from problem
+            raise unreachable(f"Gloo's port {place[1]} on {place[0]}", place, problem, "") from problem
         self._reachable.add(place[0])
 
     def close_all(self) -> int:
@@ -134,6 +123,21 @@ class Connections:
         except OSError:
             return False  # Listening, or closed already.
         return here in self._own or there in self._peers
+
+
+def unreachable(what: str, place: _Place, problem: OSError, fix: str) -> AllhandsError:
+    """Return engine-failed: ``what``, a port that the engine uses at ``place``, cannot be reached."""
+    host, port = place
+    return fail(
+        "engine-failed",
+        f"every rank answered the roll call, but {what} cannot be reached",
+        who=f"{socket.gethostname()} (pid {os.getpid()})",
+        why=f"connecting to {host}:{port}: {problem.strerror or problem}; probably a firewall that only lets the "
+        "coordinator's port through",
+        fix=f"open the ports above 1023 between the hosts; or name the interface that leads to them with {IFNAME}{fix}",
+        hosts=(host,),
+        certain=False,
+    )
 
 
 def interface_of(address: str) -> str:

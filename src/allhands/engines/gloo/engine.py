@@ -210,22 +210,18 @@ class GlooEngine(ComparedEngine):
         Gloo does not always notice that a connection closed: a buffer that is just being sent is in none of the lists
         that it wakes (gloo/transport/tcp/pair.cc, signalException), and stays until its timeout.
         """
+        work = None
         try:
-            self._wait(issue(*args))
-        except RuntimeError as problem:
+            work = issue(*args)
+            while not _finished(work):
+                self._check_aborted()
+        except BaseException as problem:
+            if work is not None and not work.is_completed():
+                self._leak_gloo()
             failure = transport_errors.failure_of(problem)
             if failure is None:
                 raise
             raise failure from problem
-
-    def _wait(self, work: Any) -> None:
-        try:
-            while not _finished(work):
-                self._check_aborted()
-        except BaseException:
-            if not work.is_completed():
-                self._leak_gloo()
-            raise
 
     def _check_aborted(self) -> None:
         if self._aborted_at is not None and time.monotonic() - self._aborted_at > _NOTICE_S:

@@ -23,6 +23,7 @@ from ..compared import Tensors, as_bytes, memory
 from ..dtypes import DTYPES, REDUCTION_NAMES, REDUCTIONS, reduce_rows
 from ..gloo.engine import GlooEngine
 from ..shm import engine as shm
+from ..shm.fd_passing import Apart
 from ..shm.fd_passing import hosts as find_hosts
 from .tcp import Exchange, Rail, join
 
@@ -62,7 +63,7 @@ def form(
     network between them, "" on one host; ``check`` raises where the group is over.
     """
     deadline = time.monotonic() + timeout_s
-    hosts = find_hosts(store, rank, len(ranks), check, deadline)
+    hosts = find_hosts(store, rank, len(ranks))
     if max(map(len, hosts)) > shm.MAX_RANKS or len(hosts) == len(ranks) > 1:
         return GlooEngine(gloo, rank, ranks)
     number = next(number for number, host in enumerate(hosts) if rank in host)
@@ -72,15 +73,18 @@ def form(
         sub = PrefixStore(f"host/{here[0]}/", store)
         try:
             local = shm.form(sub, here.index(rank), len(here), timeout_s, check)
+        except Apart as problem:
+            refused = str(problem) or "apart"
         except AllhandsError as problem:
             if len(hosts) == 1 or problem.slug != "shm-too-small":
                 raise
             refused = problem.slug
     if len(hosts) == 1 and local is not None:
         return local
+    # One engine for all ranks, also where those of one host cannot share memory or have no room for it.
     store.set(f"formed/{rank}", refused)
     if any(store.multi_get([f"formed/{each}" for each in range(len(ranks))])):
-        return GlooEngine(gloo, rank, ranks)  # One host has no room for the segment, and all ranks need one engine.
+        return GlooEngine(gloo, rank, ranks)
     place, rail = here.index(rank), None
     if place < min(map(len, hosts)):
         sub = PrefixStore(f"rail/{place}/", store)

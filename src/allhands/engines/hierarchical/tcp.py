@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
-from ...errors import fail
 from ..base import EngineAborted, EngineTimeout, TransportFailure
+from ..gloo.connections import unreachable
 
 __all__ = ["Exchange", "Rail", "join"]
 
@@ -189,19 +189,10 @@ def _connect(published: str, host: int, name: int, deadline: float) -> socket.so
             if hmac.compare_digest(_read(link, _TOKEN_BYTES), token[_TOKEN_BYTES:]):
                 opened.pop_all()
                 return link
-        why = "something else answers there"
+            raise ConnectionError("something else answers there")
     except OSError as problem:
-        why = str(problem.strerror or problem)
-    raise fail(
-        "engine-failed",
-        f"every rank answered the roll call, but port {port} of rank {name} on {address} cannot be reached",
-        who=f"{socket.gethostname()} (pid {os.getpid()})",
-        why=f"connecting to {address}:{port}: {why}; probably a firewall",
-        fix="open the ports above 1023 between the hosts; or name the interface that leads to them with "
-        "GLOO_SOCKET_IFNAME; or set ALLHANDS_ENGINE=gloo",
-        hosts=(address,),
-        certain=False,
-    )
+        what, fix = f"port {port} of rank {name} on {address}", "; or set ALLHANDS_ENGINE=gloo"
+        raise unreachable(what, (address, int(port)), problem, fix) from problem
 
 
 def _accept(

@@ -1,21 +1,20 @@
 """Share anonymous memory among ranks: descriptors over Unix sockets, with the peer's credentials checked.
 
-`FdPassing` sends memory from rank 0 of a group to the others. `hosts` finds which ranks can share memory at all: ranks
-on one machine may be in containers that cannot reach each other, or belong to different users, so it is tried.
+`FdPassing` sends memory from rank 0 of a group to the others. `hosts` finds which ranks can share memory: ranks on one
+machine may be in containers that cannot reach each other, or belong to different users.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -30,21 +29,12 @@ __all__ = ["Apart", "FdPassing", "Handover", "allocate", "hosts", "no_room", "pi
 # How often a wait for a peer checks whether the group is over.
 _POLL_S = 0.1
 
-# How long a rank that offers a page waits for a client before it checks whether all have answered.
-_SERVE_S = 0.005
-
 # In the store a diagnosis with this prefix replaces the name of the socket.
 _REFUSED = "!"
 
 # Allocating more pages than the machine has makes the kernel kill some process, not always ours. So allocation is
 # refused where less than this part of the free memory would be left.
 _MIN_FREE = 0.05
-
-# The result of trying to fetch a page from another rank.
-_CAN, _CANNOT = "can", "cannot"
-
-# A page arrives at once or not at all; on a machine with overloaded cores it may take a while.
-_TRIAL_S = 10.0
 
 _NONCE_BYTES = 16
 
@@ -148,8 +138,11 @@ class FdPassing:
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
             undo.callback(os.close, descriptor)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            listener, name = _listen(self._ranks)
-            opened.enter_context(listener)
+            listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            # A new name in the abstract namespace.
+            name = f"allhands-shm-{secrets.token_hex(12)}"
+            listener.bind("\0" + name)
+            listener.listen(self._ranks)
             self._store.set(key, name)
             clients: dict[int, socket.socket] = {}
             while len(clients) < self._ranks - 1:
@@ -215,15 +208,6 @@ def _hello(client: socket.socket) -> _Hello | None:
         raise
 
 
-def _listen(backlog: int) -> tuple[socket.socket, str]:
-    """Listen at a new name in the abstract namespace."""
-    name = f"allhands-shm-{secrets.token_hex(12)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind("\0" + name)
-    listener.listen(backlog)
-    return listener, name
-
-
 def _connect(name: str, deadline: float) -> socket.socket:
     """Connect to the socket ``name``; raise OSError where that fails or another user's process listens."""
     with contextlib.ExitStack() as undo:
@@ -236,77 +220,14 @@ def _connect(name: str, deadline: float) -> socket.socket:
     return sock
 
 
-def hosts(store: Store, rank: int, size: int, check: Callable[[], None], deadline: float) -> list[list[int]]:
+def hosts(store: Store, rank: int, size: int) -> list[list[int]]:
     """Return the ranks of each host of a group, ordered by their lowest rank. Every rank of the group calls this.
 
-    A host is a set of ranks on one machine of which each could fetch a page of memory from the lowest. ``check`` is
-    called while waiting and raises where the group is over.
+    A host is the processes of one user on one machine and in one network namespace: they can connect to each other's
+    sockets. Where something else forbids it, `FdPassing.share` raises Apart.
     """
-    store.set(f"machine/{rank}", host_key())
-    machines = store.multi_get([f"machine/{each}" for each in range(size)])
-    lowest = _lowest(store, rank, [each for each in range(size) if machines[each] == machines[rank]], check, deadline)
-    store.set(f"home/{rank}", str(lowest))
-    found: dict[int, list[int]] = {}
-    for each, home in enumerate(store.multi_get([f"home/{each}" for each in range(size)])):
-        found.setdefault(int(home), []).append(each)
-    return [found[home] for home in sorted(found)]
-
-
-def _lowest(store: Store, rank: int, same_machine: Sequence[int], check: Callable[[], None], deadline: float) -> int:
-    """Return the lowest rank of ``same_machine`` that ``rank`` can share memory with."""
-    while True:
-        first, *others = same_machine
-        if not others:
-            return first
-        key = f"trial/{first}"
-        if rank == first:
-            answers = _offer_page(store, key, others, check, deadline)
-        else:
-            store.set(f"{key}/{rank}", _CAN if _fetch_page(store.get(key).decode()) else _CANNOT)
-            answers = store.multi_get([f"{key}/{each}" for each in others])
-        same_machine = [each for each, answer in zip(others, answers, strict=True) if answer.decode() == _CANNOT]
-        if rank not in same_machine:
-            return first
-
-
-def _offer_page(
-    store: Store, key: str, others: Sequence[int], check: Callable[[], None], deadline: float
-) -> list[bytes]:
-    """Let ``others`` fetch a page; return the result of each."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    keys = [f"{key}/{each}" for each in others]
-    page = os.memfd_create("allhands-trial", os.MFD_CLOEXEC)
-    try:
-        os.write(page, nonce.ljust(mmap.PAGESIZE, b"\0"))
-        listener, name = _listen(len(others))
-        with listener:
-            listener.settimeout(_SERVE_S)
-            store.set(key, f"{name} {nonce.hex()}")
-            while not store.check(keys) and time.monotonic() < deadline:
-                check()
-                with contextlib.suppress(OSError):  # No client in time, or the client is gone again.
-                    client, _ = listener.accept()
-                    with client:
-                        if peer_credentials(client)[1] in {os.getuid(), 0}:
-                            socket.send_fds(client, [b"."], [page])
-            return list(store.multi_get(keys))
-    finally:
-        os.close(page)
-
-
-def _fetch_page(offer: str) -> bool:
-    """Return whether the page of ``offer`` can be fetched and has the expected content."""
-    name, _, nonce = offer.partition(" ")
-    try:
-        with _connect(name, time.monotonic() + _TRIAL_S) as sock:
-            _, descriptors, _, _ = socket.recv_fds(sock, 16, 1)
-        if not descriptors:
-            return False
-        try:
-            # Mapped writable, as the segment will be.
-            with mmap.mmap(descriptors[0], mmap.PAGESIZE) as memory:
-                return memory[:_NONCE_BYTES].hex() == nonce
-        finally:
-            os.close(descriptors[0])
-    except OSError:
-        return False
+    store.set(f"machine/{rank}", f"{host_key()} {os.getuid()}")
+    found: dict[bytes, list[int]] = {}
+    for each, machine in enumerate(store.multi_get([f"machine/{each}" for each in range(size)])):
+        found.setdefault(machine, []).append(each)
+    return list(found.values())
