@@ -7,7 +7,6 @@ leaves evidence, and the evidence of the last one selects the diagnosis.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -226,7 +225,11 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
             f"give the right name or the address of {root}'s machine as {wording.address_from}; `getent hosts {host}` "
             "must print an address"
         )
-    elif errno.ECONNREFUSED in codes and several_hosts and all(map(is_loopback, attempts.outcomes)):
+    elif (
+        errno.ECONNREFUSED in codes
+        and several_hosts
+        and all(host == "::1" or host.startswith("127.") for host in attempts.outcomes)
+    ):
         slug, certain = "loopback-advertised", False
         what = f"the coordinator's address {address} is this machine's own loopback, but {root} runs elsewhere"
         why += f"; the launch environment says that {wording.noun}s are on several machines"
@@ -261,11 +264,3 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
         )
     ranks = () if unresolved else (0,)
     return fail(slug, what, who=who, why=why, fix=fix, ranks=ranks, hosts=(host,), certain=certain)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is an address that only this machine can connect to."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -26,7 +26,7 @@ import msgspec
 from ..diagnosis import Diagnosis
 from ..environments.world import Address
 from ..errors import error
-from .connect import is_loopback
+from .bind import is_loopback
 from .process_identity import PortOwner, port_owner
 
 if TYPE_CHECKING:
