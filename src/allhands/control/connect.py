@@ -26,7 +26,7 @@ __all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "kee
 # An unknown host name is looked up again for this long, in case the answer was a transient error.
 _NAME_S = 1.5
 
-# "No route" comes from this machine's own routing table; an interface may still be coming up.
+# "No route" is the answer of this machine's own routing table; an interface may not be up yet.
 _ROUTE_S = 1.5
 
 # One connection attempt: longer than two retransmissions of a lost SYN (1 s, then 2 s).
@@ -35,7 +35,7 @@ _ATTEMPT_S = 3.5
 # Pause between attempts; short at first because ranks usually start within a second of each other.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
-# What is on this host is asked more often.
+# For places on this host, where an attempt is cheap.
 _LONGEST_LOCAL_PAUSE_S = 0.1
 
 # TCP keepalive: report a host without power or network after about 8 s (idle 3 s, 5 probes) instead of two hours.

@@ -1,7 +1,7 @@
 """A rank's connection to the coordinator, from its claim in the roll call to its end.
 
-One thread owns the socket; other threads queue messages and wait for the replies. A call may therefore come from any
-thread, from a signal handler that interrupts another call, or at interpreter exit, without mixing two messages on the
+One thread owns the socket; other threads queue messages and wait for the replies. A call may therefore be made in
+any thread, in a signal handler that interrupts another call, or at interpreter exit, without mixing two messages on the
 stream. A forked child closes its copy of the connection.
 """
 
@@ -168,7 +168,7 @@ class Member:
         return [] if granted is None else list(granted.still)
 
     def wait_for_verdict(self, timeout_s: float) -> Diagnosis | None:
-        """Wait at most ``timeout_s`` for the end of the group; return its diagnosis, None if it goes on."""
+        """Wait at most ``timeout_s`` for the end of the group; return its diagnosis, None if it has not ended."""
         self._ended.wait(timeout_s)
         return self.verdict
 

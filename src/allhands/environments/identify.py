@@ -91,7 +91,7 @@ def identify(
     given = {name for name, value in (("rank", rank), ("world_size", world_size)) if value is not None}
     found, ignored = None, ""
     try:
-        found = _believed(source, given)
+        found = _detect(source, given)
     except AllhandsError as error:
         if len(given) < 2:
             raise
@@ -125,7 +125,7 @@ def _consider(environment: Environment, env: Mapping[str, str]) -> Finding:
         return Finding(environment.name, recognised=True, reason=reason or error.diagnosis.what, error=error)
 
 
-def _believed(env: Mapping[str, str], given: Collection[str]) -> Detection | None:
+def _detect(env: Mapping[str, str], given: Collection[str]) -> Detection | None:
     inside = ""
     for environment in ENVIRONMENTS:
         found = environment.detect(env)
