@@ -44,7 +44,7 @@ LAUNCHER_TABLE: dict[str, str] = {
 
 
 class Settings(NamedTuple):
-    """The values of the environment, typed. `environments.launcher` reads the launcher's variables."""
+    """The values of the environment, typed. `environments.launchers` reads the launcher's variables."""
 
     token: str = ""
     token_file: str = ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from ..environments.world import Address
 from ..errors import fail
 from . import connect
-from .connect import is_loopback
 from .wording import RANKS, Wording
 
 __all__ = ["WARNING_OPEN", "bind_address", "is_loopback"]
@@ -66,3 +66,11 @@ def bind_address(
             ranks=(0,),
         )
     return host
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is an address that only this machine can connect to."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

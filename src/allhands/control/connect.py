@@ -7,7 +7,6 @@ leaves evidence, and the evidence of the last one selects the diagnosis.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -27,7 +26,7 @@ __all__ = ["Attempts", "Notify", "connect_tcp", "connect_unix", "diagnose", "kee
 # An unknown host name is looked up again for this long, in case the answer was a transient error.
 _NAME_S = 1.5
 
-# "No route" comes from this machine's own routing table; an interface may still be coming up.
+# "No route" is the answer of this machine's own routing table; an interface may not be up yet.
 _ROUTE_S = 1.5
 
 # One connection attempt: longer than two retransmissions of a lost SYN (1 s, then 2 s).
@@ -36,7 +35,7 @@ _ATTEMPT_S = 3.5
 # Pause between attempts; short at first because ranks usually start within a second of each other.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
-# What is on this host is asked more often.
+# For places on this host, where an attempt is cheap.
 _LONGEST_LOCAL_PAUSE_S = 0.1
 
 # TCP keepalive: report a host without power or network after about 8 s (idle 3 s, 5 probes) instead of two hours.
@@ -226,7 +225,11 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
             f"give the right name or the address of {root}'s machine as {wording.address_from}; `getent hosts {host}` "
             "must print an address"
         )
-    elif errno.ECONNREFUSED in codes and several_hosts and all(map(is_loopback, attempts.outcomes)):
+    elif (
+        errno.ECONNREFUSED in codes
+        and several_hosts
+        and all(host == "::1" or host.startswith("127.") for host in attempts.outcomes)
+    ):
         slug, certain = "loopback-advertised", False
         what = f"the coordinator's address {address} is this machine's own loopback, but {root} runs elsewhere"
         why += f"; the launch environment says that {wording.noun}s are on several machines"
@@ -261,11 +264,3 @@ def diagnose(attempts: Attempts, *, who: str, several_hosts: bool) -> AllhandsEr
         )
     ranks = () if unresolved else (0,)
     return fail(slug, what, who=who, why=why, fix=fix, ranks=ranks, hosts=(host,), certain=certain)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is an address that only this machine can connect to."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"

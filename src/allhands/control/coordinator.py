@@ -47,7 +47,7 @@ _MOST_REPORTED = 64
 # An exception that may be a consequence of a peer's death is held back this long, so that the death is reported first.
 _FOLLOW_S = 0.3
 
-# Far more than the largest job has; limits the memory that a flood of connections takes.
+# Far more than the largest job has; limits the memory that a flood of connections can use.
 _MOST_CONNECTIONS = 65_536
 
 # How long a coordinator continues after a refusal, so that ranks which still start receive the same diagnosis.

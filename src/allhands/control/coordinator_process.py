@@ -26,7 +26,7 @@ import msgspec
 from ..diagnosis import Diagnosis
 from ..environments.world import Address
 from ..errors import error
-from .connect import is_loopback
+from .bind import is_loopback
 from .process_identity import PortOwner, port_owner
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _PROGRAM = (
 class Options(msgspec.Struct, frozen=True):
     """What the child must do. ``host`` "" means no TCP; ``path`` is a rendezvous file to remove at the end.
 
-    ``derived`` says that ranks derive the name ``unix`` instead of receiving it.
+    ``derived``: ranks derive the name ``unix`` instead of receiving it.
     """
 
     unix: str

@@ -10,13 +10,11 @@ from contextlib import closing
 
 import msgspec
 
-from ..diagnosis import duration
 from ..environments.world import Address, World
 from ..errors import AllhandsError, ConnectError, error, fail
 from ..settings import Settings
 from . import bind, connect, coordinator_process, handshake, messages
 from .member import IN_LAUNCHER, IN_OWN_PROCESS, Member
-from .messages import FrameError, Splitter, decode_from_coordinator, encode, pack
 from .rendezvous import (
     Announcement,
     FileRendezvous,
@@ -257,8 +255,8 @@ class _Joining:
             time.sleep(0.05)
 
     def _answer(self, sock: socket.socket, target: _Target) -> Membership | None:
-        """Authenticate, send the claim, wait. None: the coordinator was that of an earlier group; connect again."""
-        world, deadline = self.world, self.deadline + _DECISION_S
+        """Authenticate, and claim the rank. None: the coordinator was that of an earlier group; connect again."""
+        world = self.world
         opening = handshake.hello(
             job=self.settings.job or world.job,
             attempt=self.settings.attempt,
@@ -267,80 +265,29 @@ class _Joining:
             token=target.token,
         )
         splitter, frames = handshake.authenticate(sock, opening, target.token, str(target), self.deadline)
-
-        def send(message: messages.FromMember) -> bool:
-            """Send; return False if the coordinator has closed (its last messages may still be unread)."""
-            try:
-                handshake.send(sock, pack(encode(message)), deadline)
-            except OSError:
-                return False
-            return True
-
-        claimed = send(msgspec.structs.replace(self.claim, timeout_s=max(0.0, self.deadline - time.monotonic())))
-        while True:
-            for index, frame in enumerate(frames):
-                message = decode_from_coordinator(frame)
-                match message:
-                    case messages.Complete():
-                        return self._membership(sock, splitter, frames[index + 1 :], message, target)
-                    case messages.Refused(diagnosis):
-                        raise error(diagnosis)
-                    case messages.Waiting(line):
-                        self.waiting_line(line)
-                    case messages.LogLine(text):
-                        _log.warning("the coordinator reports: %s", text)
-                    case messages.Closing():
-                        return None
-                    case messages.Ping():
-                        send(messages.Pong())
-                    case messages.StatusQuery():
-                        send(messages.Status(world.rank, "busy", "in the roll call"))
-                    case _:
-                        raise FrameError(f"a {type(message).__name__} during the roll call")
-            try:
-                received = handshake.receive(sock, splitter, deadline)
-            except OSError:
-                received = []
-            if received is None:
-                raise fail(
-                    "coordinator-silent",
-                    f"the coordinator at {target} did not decide by the deadline",
-                    who=self.who,
-                    why="it accepted our claim and sent no decision within "
-                    f"{duration(self.claim.timeout_s)} (observed)",
-                    fix=f"look at the coordinator's process, {self.runs}: it may be stopped or starved",
-                    ranks=(0,),
-                    certain=False,
-                )
-            if not received and not claimed:
-                return None  # It was closing before our claim: an earlier group's.
-            if not received:
-                raise fail(
-                    "coordinator-lost",
-                    f"the coordinator at {target} closed the connection during the roll call",
-                    who=self.who,
-                    why=f"it closed the connection without notice (observed); it runs {self.runs}",
-                    fix="look at rank 0's output and host, and run the job again",
-                    ranks=(0,),
-                )
-            frames = received
-
-    def _membership(
-        self, sock: socket.socket, splitter: Splitter, rest: list[bytes], complete: messages.Complete, target: _Target
-    ) -> Membership:
-        own = ""
-        if not complete.one_host:
-            if self.process is not None:
-                own = self.process.host
-            elif sock.family == socket.AF_UNIX:
-                # Connected through the launcher, which knows this node's address.
-                own = self.settings.node_address or outbound_address()
-            else:
-                own = str(sock.getsockname()[0])
-        world = self.world
+        left_s = max(0.0, self.deadline - time.monotonic())
+        claim = msgspec.structs.replace(self.claim, timeout_s=left_s)
         member = Member(sock, splitter, rank=world.rank, world_size=world.world_size, place=str(target), runs=self.runs)
-        member.start(rest)
-        return Membership(member, complete, self.process, own)
+        member.show_waiting = self.waiting_line
+        membership = None
+        try:
+            complete = member.claim(claim, frames, left_s + _DECISION_S)
+            if complete is not None:
+                membership = Membership(member, complete, self.process, self._own_address(sock, complete))
+        finally:
+            if membership is None:
+                member.close()
+        return membership
+
+    def _own_address(self, sock: socket.socket, complete: messages.Complete) -> str:
+        if complete.one_host:
+            return ""
+        if self.process is not None:
+            return self.process.host
+        if sock.family == socket.AF_UNIX:
+            # Connected through the launcher, which knows this node's address.
+            return self.settings.node_address or outbound_address()
+        return str(sock.getsockname()[0])
 
 
 def answer_roll_call(

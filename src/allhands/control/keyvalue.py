@@ -29,12 +29,11 @@ _WAITING = frozenset({"get", "wait", "multi_get", "pop"})
 
 
 class Parked(msgspec.Struct, eq=False):
-    """An operation of ``owner`` that waits for ``keys`` until ``deadline``."""
+    """An operation of ``owner`` that waits for its keys until ``deadline``."""
 
     owner: object
     ask: StoreRequest
     deadline: float
-    keys: set[str] = msgspec.field(default_factory=set)
 
 
 def _limit_size(reply: StoreReply) -> StoreReply:
@@ -64,7 +63,9 @@ class KeyValue:
             if ask.wait_s <= 0:
                 return StoreReply(ask.id, problem="timeout"), []
             # Under all its keys, not only the missing ones: a present key may be deleted while it waits.
-            self._park(Parked(owner, ask, now + ask.wait_s, set(ask.keys)))
+            parked = Parked(owner, ask, now + ask.wait_s)
+            for key in set(ask.keys):
+                self._parked.setdefault(key, []).append(parked)
             return None, []
         reply = self._apply(ask)
         return _limit_size(reply), self._release(ask.keys)
@@ -89,12 +90,8 @@ class KeyValue:
             return {key for key in ask.keys[:1] if not self._queues.get(key)}
         return {key for key in ask.keys if key not in self._values and not (ask.op == "wait" and key in self._queues)}
 
-    def _park(self, parked: Parked) -> None:
-        for key in parked.keys:
-            self._parked.setdefault(key, []).append(parked)
-
     def _unpark(self, parked: Parked) -> None:
-        for key in parked.keys:
+        for key in set(parked.ask.keys):
             queue = self._parked.get(key)
             if queue is not None and parked in queue:
                 queue.remove(parked)

@@ -1,7 +1,7 @@
-"""A rank's connection to the coordinator after the roll call.
+"""A rank's connection to the coordinator, from its claim in the roll call to its end.
 
-One thread owns the socket; other threads queue messages and wait for the replies. A call may therefore come from any
-thread, from a signal handler that interrupts another call, or at interpreter exit, without mixing two messages on the
+One thread owns the socket; other threads queue messages and wait for the replies. A call may therefore be made in
+any thread, in a signal handler that interrupts another call, or at interpreter exit, without mixing two messages on the
 stream. A forked child closes its copy of the connection.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from ..diagnosis import Diagnosis
-from ..errors import error, fail
+from ..diagnosis import Diagnosis, duration
+from ..errors import AllhandsError, error, fail
 from . import messages
 from .messages import FrameError, Splitter, decode_from_coordinator, encode, pack
 
@@ -37,6 +37,9 @@ _GRACE_S = 2.0
 
 # A rank that is about to exit waits this long for the coordinator to acknowledge its exception.
 _ACKNOWLEDGE_S = 1.0
+
+# The id under which the decision of the roll call is awaited; requests count from 1.
+_ROLL_CALL = 0
 
 # Where the coordinator runs, for messages ("it runs ...").
 IN_OWN_PROCESS, IN_LAUNCHER = "in a process of rank 0", "in the launcher of node 0 (allhands run)"
@@ -67,7 +70,9 @@ class Member:
         # Whether the verdict was raised to the caller.
         self.verdict_raised = False
         # Returns what this rank is doing and for how long (seconds).
-        self.describe: Callable[[], tuple[str, float]] = lambda: ("running", 0.0)
+        self.describe: Callable[[], tuple[str, float]] = lambda: ("in the roll call", 0.0)
+        # Shows the line about ranks that are missing.
+        self.show_waiting: Callable[[str], None] = lambda _: None
         self._sock = sock
         self._splitter = splitter
         self._pid = os.getpid()
@@ -87,10 +92,31 @@ class Member:
         _live.add(self)
 
     def start(self, frames: list[bytes]) -> None:
-        """Start the thread. ``frames`` arrived together with the end of the roll call."""
+        """Start the thread. ``frames`` arrived together with the coordinator's proof."""
         for frame in frames:
             self._receive(frame)
         self._thread.start()
+
+    def claim(self, claim: messages.Claim, frames: list[bytes], timeout_s: float) -> messages.Complete | None:
+        """Start, send ``claim`` and wait for the end of the roll call; raise the refusal.
+
+        None: the coordinator is that of an earlier group, and is closing.
+        """
+        decision = self._replies[_ROLL_CALL] = queue.SimpleQueue()
+        self._send(pack(encode(claim)))
+        self.start(frames)
+        try:
+            decided: messages.Complete | messages.Refused | None = decision.get(timeout=timeout_s)
+        except queue.Empty:
+            why = f"it accepted our claim and sent no decision within {duration(claim.timeout_s)} (observed)"
+            raise self._silent("did not decide by the deadline", why) from None
+        finally:
+            del self._replies[_ROLL_CALL]
+        if isinstance(decided, messages.Refused):
+            raise error(decided.diagnosis)
+        if decided is None:
+            self.check()
+        return decided
 
     # For any thread ----------------------------------------------------------------------------------------------
 
@@ -107,28 +133,15 @@ class Member:
         self.check_process()
         self.check()
         if self.over:
-            raise fail(
-                "coordinator-silent",
-                f"the coordinator at {self.place} has exited",
-                who=f"rank {self.rank} (pid {self._pid})",
-                why="it exited normally (observed), as it does once rank 0 has left",
-                fix="let rank 0 wait for the others before it destroys the group",
-                ranks=(0,),
-            )
+            why = "it exited normally (observed), as it does once rank 0 has left"
+            raise self._silent("has exited", why, "let rank 0 wait for the others before it destroys the group")
         reply: messages.StoreReply | None = self._request(
             lambda made: messages.StoreRequest(made, op, keys, values or [], number, wait_s), wait_s + _GRACE_S
         )
         self.check()
         if reply is None:
-            raise fail(
-                "coordinator-silent",
-                f"the coordinator at {self.place} did not answer the store operation {op}",
-                who=f"rank {self.rank} (pid {self._pid})",
-                why="its connection is open but nothing arrives (observed); probably its process is stopped or starved",
-                fix=f"look at the coordinator's process, {self.runs}: `ps -o stat,cmd -p PID` (T is stopped)",
-                ranks=(0,),
-                certain=False,
-            )
+            why = "its connection is open but nothing arrives (observed); probably its process is stopped or starved"
+            raise self._silent(f"did not answer the store operation {op}", why)
         return reply
 
     def statuses(self, wait_s: float = 1.0) -> list[messages.Status]:
@@ -155,7 +168,7 @@ class Member:
         return [] if granted is None else list(granted.still)
 
     def wait_for_verdict(self, timeout_s: float) -> Diagnosis | None:
-        """Wait at most ``timeout_s`` for the end of the group; return its diagnosis, None if it goes on."""
+        """Wait at most ``timeout_s`` for the end of the group; return its diagnosis, None if it has not ended."""
         self._ended.wait(timeout_s)
         return self.verdict
 
@@ -233,6 +246,17 @@ class Member:
         finally:
             del self._replies[number]
 
+    def _silent(self, how: str, why: str, fix: str = "") -> AllhandsError:
+        return fail(
+            "coordinator-silent",
+            f"the coordinator at {self.place} {how}",
+            who=f"rank {self.rank} (pid {self._pid})",
+            why=why,
+            fix=fix or f"look at the coordinator's process, {self.runs}: `ps -o stat,cmd -p PID` (T is stopped)",
+            ranks=(0,),
+            certain=bool(fix),
+        )
+
     def _send(self, frame: bytes) -> None:
         self._outbox.put(frame)
         self._wake_thread()
@@ -271,6 +295,12 @@ class Member:
                 sent = self._sock.send(unsent)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
+            except OSError:
+                # The coordinator has closed. Its last messages may still be unread; without any, a coordinator that
+                # closed before it read the claim is that of an earlier group.
+                unsent.clear()
+                self._closing |= _ROLL_CALL in self._replies
+                return
             del unsent[:sent]
 
     def _read(self) -> bool:
@@ -293,6 +323,10 @@ class Member:
                 replies = self._replies.get(message.id)
                 if replies is not None:
                     replies.put(message)
+            case messages.Complete() | messages.Refused() if _ROLL_CALL in self._replies:
+                self._replies[_ROLL_CALL].put(message)
+            case messages.Waiting(line):
+                self.show_waiting(line)
             case messages.Ping():
                 self._send(pack(encode(messages.Pong())))
             case messages.StatusQuery():

@@ -15,6 +15,51 @@ import msgspec
 from ..diagnosis import Diagnosis
 from .process_identity import Identity
 
+__all__ = [
+    "GREETING",
+    "HEADER",
+    "MOST_BEFORE_PROOF",
+    "MOST_BYTES",
+    "Acknowledged",
+    "Challenge",
+    "Claim",
+    "Closing",
+    "Complete",
+    "EndGroup",
+    "Ended",
+    "Failed",
+    "FrameError",
+    "FromCoordinator",
+    "FromMember",
+    "Hello",
+    "Leave",
+    "LeaveGranted",
+    "LogLine",
+    "Ping",
+    "Pong",
+    "Proof",
+    "Refused",
+    "Reply",
+    "Splitter",
+    "State",
+    "Status",
+    "StatusQuery",
+    "StatusReport",
+    "StatusRequest",
+    "StoreOp",
+    "StoreReply",
+    "StoreRequest",
+    "Waiting",
+    "checked",
+    "decode_challenge",
+    "decode_from_coordinator",
+    "decode_from_member",
+    "decode_hello",
+    "decode_proof",
+    "encode",
+    "pack",
+]
+
 # A line of text and a blank line: services with text protocols (HTTP, Redis, SSH) answer at once and are recognised.
 GREETING = b"ALLHANDS/1\r\n\r\n"
 

@@ -122,7 +122,7 @@ class PortOwner(NamedTuple):
 def port_owner(port: int) -> PortOwner | None:
     """Return the process that listens on TCP ``port`` on this host, or None."""
     # The kernel's tables are read one after another while they change: a line may be skipped, and a new socket may
-    # have no process yet. Callers know that the port is in use, so a second look is worth it.
+    # have no process yet. The port is known to be in use, so a second search is worth its time.
     found = _find_port_owner(port)
     return found if found is not None and found.pid else _find_port_owner(port) or found
 

@@ -187,19 +187,14 @@ class FileRendezvous:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system of ``folder``, "" if it is unknown."""
-    best, kind = "", ""
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    target = str(folder)
-    for line in lines:
-        _, mount, found, *_ = line.split(" ")
-        # The kernel escapes blanks in names.
-        mount = mount.replace("\\040", " ")
-        if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
-            best, kind = mount, found
-    return kind
+    # The kernel escapes blanks in names. A later mount at the same place hides an earlier one.
+    kinds = {line.split(" ")[1].replace("\\040", " "): line.split(" ")[2] for line in lines}
+    mounts = [mount for mount in kinds if folder.is_relative_to(mount)]
+    return kinds[max(mounts, key=len)] if mounts else ""
 
 
 def local_socket_name(job: str) -> str:

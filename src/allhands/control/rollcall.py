@@ -79,7 +79,7 @@ _EQUAL: tuple[tuple[str, Callable[[Arrival], Hashable]], ...] = (
 )
 
 
-# What is counted besides: the ranks of each host and GPU.
+# All properties whose ranks are counted.
 _COUNTED: tuple[tuple[str, Callable[[Arrival], Hashable]], ...] = (
     *_EQUAL,
     ("host", lambda arrival: arrival.claim.identity.key),

@@ -1,6 +1,6 @@
 """The catalogue of diagnoses: every slug, the exception that carries it, and its page.
 
-A slug is a promise: it never changes its meaning, its page says what to do, and a test provokes it.
+A slug never changes its meaning, its page lists what to do, and a test provokes it.
 """
 
 from __future__ import annotations

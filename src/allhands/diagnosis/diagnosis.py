@@ -5,6 +5,7 @@ It is plain data that is sent between processes, so every rank can report the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -77,13 +78,11 @@ def ranks(numbers: Iterable[int], noun: str = "rank") -> str:
         return f"{noun} {ordered[0]}"
     named, left = ordered[:MOST_NAMED], len(ordered) - MOST_NAMED
     runs: list[str] = []
-    start = 0
-    for index in range(1, len(named) + 1):
-        if index == len(named) or named[index] != named[index - 1] + 1:
-            run = named[start:index]
-            # Two numbers are not written as a range.
-            runs.extend([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run])
-            start = index
+    # In a run of consecutive numbers the difference to the index is constant.
+    for _, pairs in itertools.groupby(enumerate(named), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        # Two numbers are not written as a range.
+        runs += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     if left > 0:
         runs.append(f"{left} more")
     return f"{noun}s {join(runs)}"

@@ -34,7 +34,12 @@ def render(slug: str | None) -> str:
     Raises `ArgumentError` for an unknown slug, and suggests similar ones.
     """
     if slug is None:
-        return _listing()
+        width = max(map(len, CATALOGUE))
+        blocks = [
+            "\n".join([heading, *(f"  {entry.slug:<{width}}  {entry.meaning}" for entry in entries)])
+            for heading, entries in _sections()
+        ]
+        return "\n\n".join([*blocks, "`allhands explain NAME` prints the page on one of them."]) + "\n"
     if slug not in CATALOGUE:
         near = closest(slug)
         guess = f"Did you mean {join(near, 'or')}? " if near else ""
@@ -57,23 +62,10 @@ def index() -> str:
     ]
     for heading, entries in _sections():
         lines += ["", f"## {heading}", "", "| name | exception | meaning |", "| --- | --- | --- |"]
-        lines += [
-            f"| [{entry.slug}]({_PAGES}/{entry.slug}.md) | {_raised(entry)} | {entry.meaning} |" for entry in entries
-        ]
+        for slug, error, meaning in entries:
+            raised = "none: reported by `allhands doctor`" if error == "AllhandsError" else f"`{error}`"
+            lines.append(f"| [{slug}]({_PAGES}/{slug}.md) | {raised} | {meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _raised(entry: Entry) -> str:
-    return "none: reported by `allhands doctor`" if entry.error == "AllhandsError" else f"`{entry.error}`"
-
-
-def _listing() -> str:
-    width = max(map(len, CATALOGUE))
-    blocks = [
-        "\n".join([heading, *(f"  {entry.slug:<{width}}  {entry.meaning}" for entry in entries)])
-        for heading, entries in _sections()
-    ]
-    return "\n\n".join([*blocks, "`allhands explain NAME` prints the page on one of them."]) + "\n"
 
 
 def _sections() -> Iterator[tuple[str, list[Entry]]]:

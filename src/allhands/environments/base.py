@@ -1,6 +1,6 @@
 """The interface of an environment, its result `Detection`, and the reading of values.
 
-Which sources may differ (`precedence` implements these rules):
+Which sources may differ (`identify` implements these rules):
 
 - Arguments of the caller are never compared with anything.
 - allhands' launcher and torchrun start the process itself. What is around them is not compared (torchrun inside

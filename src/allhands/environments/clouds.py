@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import AllhandsError, fail
-from . import mpi, torch_variables
+from . import launchers, mpi
 from .base import (
     DEFAULT_PORT,
     Detection,
@@ -109,7 +109,7 @@ def detect_azureml(env: Mapping[str, str]) -> Detection | None:
     if rank == mpi.OPENMPI:
         mpi.read_ranks(found, rank).read(node_rank="NODE_RANK")
     else:
-        torch_variables.read_ranks(found, "NODE_RANK")
+        launchers.read_ranks(found, "NODE_RANK")
     run = text(env, "AZUREML_RUN_ID")
     if run:
         found.set(f"AZUREML_RUN_ID={run}", job=f"azureml-{run}")

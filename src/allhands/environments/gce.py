@@ -91,38 +91,38 @@ def detect(
         attributes = dict(attributes)
     except (ValueError, AttributeError, TypeError):
         return None
-    told = {str(key): str(value) for key, value in attributes.items() if str(key).startswith("allhands-")}
-    if not {"allhands-hosts", "allhands-rank"} & told.keys():
+    keys = {str(name): str(value) for name, value in attributes.items() if str(name).startswith("allhands-")}
+    if not {"allhands-hosts", "allhands-rank"} & keys.keys():
         return None
     check_one_process(env, "the metadata", "on Compute Engine, instances are numbered")
-    found = Detection("compute", "the instance's metadata has keys of allhands", {**env, **told}, late_names=True)
-    return _hosts(found, told, host) if "allhands-hosts" in told else _numbers(found, told)
+    found = Detection("compute", "the instance's metadata has keys of allhands", {**env, **keys}, late_names=True)
+    return _hosts(found, keys, host) if "allhands-hosts" in keys else _numbers(found, keys)
 
 
-def _hosts(found: Detection, told: Mapping[str, str], host: str) -> Detection:
-    names = told["allhands-hosts"].replace(",", " ").split()
+def _hosts(found: Detection, keys: Mapping[str, str], host: str) -> Detection:
+    names = keys["allhands-hosts"].replace(",", " ").split()
     mine, _, domain = host.partition(".")
     short = [name.partition(".")[0] for name in names]
     if mine not in short:
         raise fail(
             "incomplete-environment",
-            f"this instance is not in its metadata's allhands-hosts={told['allhands-hosts']}",
+            f"this instance is not in its metadata's allhands-hosts={keys['allhands-hosts']}",
             who=me(),
             why=f"its own name is {mine or 'unknown'}",
             fix="give every instance the same allhands-hosts, with all their names in order",
         )
     node = short.index(mine)
     found.set("this instance's place in allhands-hosts (metadata)", rank=node, node_rank=node)
-    found.set("allhands-hosts (metadata)", world_size=len(names), job=f"compute-{told['allhands-hosts']}")
+    found.set("allhands-hosts (metadata)", world_size=len(names), job=f"compute-{keys['allhands-hosts']}")
     # Internal DNS names are NAME.ZONE.c.PROJECT.internal; a bare name is in this instance's own zone.
     first = names[0] if "." in names[0] or not domain else f"{names[0]}.{domain}"
     return found.locate(lambda: (first, "allhands-hosts (metadata)"), DEFAULT_PORT, "the default")
 
 
-def _numbers(found: Detection, told: Mapping[str, str]) -> Detection:
+def _numbers(found: Detection, keys: Mapping[str, str]) -> Detection:
     found.read(rank="allhands-rank", node_rank="allhands-rank", world_size=("allhands-world-size", "WORLD_SIZE"))
     found.remedy = "set allhands-rank and allhands-world-size, or allhands-hosts, in the instances' metadata"
-    where = told.get("allhands-coordinator", "")
+    where = keys.get("allhands-coordinator", "")
     if not where:
         return found.locate()
     why = f"allhands-coordinator={where} (metadata)"

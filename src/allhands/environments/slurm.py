@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 
@@ -110,12 +111,9 @@ def expand(written: str) -> list[str]:
         # Odd pieces were in brackets; the last bracket varies fastest, as in Slurm.
         pieces = re.split(r"[\[\]]", item)
         choices = [_numbers(written, piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-        total = len(hosts)
-        for choice in itertools.product(*choices):
-            total += 1
-            if total > MOST:
-                raise _malformed(written, f"it names more than {MOST} hosts")
-            hosts.append("".join(choice))
+        if len(hosts) + math.prod(map(len, choices)) > MOST:
+            raise _malformed(written, f"it names more than {MOST} hosts")
+        hosts += map("".join, itertools.product(*choices))
     return hosts
 
 

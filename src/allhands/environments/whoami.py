@@ -11,7 +11,7 @@ import msgspec
 from ..diagnosis import Diagnosis, title
 from ..errors import AllhandsError
 from .identify import identify, survey
-from .world import Address, World
+from .world import World
 
 __all__ = ["render", "report"]
 
@@ -31,9 +31,11 @@ def report(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     except AllhandsError as error:
         made |= {"exit_code": 1, "error": msgspec.to_builtins(error.diagnosis)}
     else:
-        values = {name: (getattr(world, name), world.reasons.get(name, _NOT_GIVEN)) for name in _VALUES}
+        values = {**world._asdict(), "coordinator": world.coordinator and str(world.coordinator)}
         made["source"] = world.source
-        made["world"] = {name: {"value": _plain(value), "reason": reason} for name, (value, reason) in values.items()}
+        made["world"] = {
+            name: {"value": values[name], "reason": world.reasons.get(name, _NOT_GIVEN)} for name in _VALUES
+        }
     made["survey"] = [
         {
             "name": found.name,
@@ -45,10 +47,6 @@ def report(env: Mapping[str, str] | None = None) -> dict[str, Any]:
         for found in survey(source)
     ]
     return made
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Address) else value
 
 
 def render(report: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from allhands.control.messages import (
     LogLine,
     Ping,
     Pong,
+    Refused,
     Splitter,
     Status,
     StatusQuery,
@@ -33,12 +34,14 @@ from allhands.control.messages import (
     StatusRequest,
     StoreReply,
     StoreRequest,
+    Waiting,
     decode_from_member,
     encode,
     pack,
 )
 from allhands.diagnosis import Diagnosis
 from allhands.errors import AllhandsError
+from unit.control.peers import claim
 
 LOST = Diagnosis("peer-lost", "rank 1 is gone", ranks=(1,))
 FAILED = Diagnosis("peer-failed", "rank 2 raised", ranks=(2,))
@@ -47,11 +50,12 @@ FAILED = Diagnosis("peer-failed", "rank 2 raised", ranks=(2,))
 class Pair:
     """A member, and the coordinator's end of its connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, started: bool = True) -> None:
         ours, self.sock = socket.socketpair()
         self.sock.settimeout(10)
         self.member = Member(ours, Splitter(), rank=0, world_size=2, place="node-a:29500")
-        self.member.start([])
+        if started:
+            self.member.start([])
         self._splitter, self._frames = Splitter(), list[bytes]()
         self._pool = ThreadPoolExecutor()
 
@@ -91,11 +95,75 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
+@pytest.fixture
+def unclaimed() -> Iterator[Pair]:
+    """Return a member that has not sent its claim, and its coordinator."""
+    made = Pair(started=False)
+    yield made
+    made.close()
+
+
 def raised(future: Future[Any]) -> AllhandsError:
     """Return what a call raised."""
     problem = future.exception(timeout=10)
     assert isinstance(problem, AllhandsError)
     return problem
+
+
+# The roll call ---------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_returns_the_completed_group(unclaimed: Pair) -> None:
+    """The claim is sent, the line about missing ranks is shown, and the decision is returned."""
+    shown: list[str] = []
+    unclaimed.member.show_waiting = shown.append
+    call = unclaimed.call(unclaimed.member.claim, claim(0), [], 10)
+    assert unclaimed.receive() == claim(0)
+    unclaimed.send(StatusQuery())
+    assert unclaimed.receive() == Status(0, "busy", "in the roll call")
+    complete = Complete(one_host=True, session="x")
+    unclaimed.send(Waiting("1 of 2 ranks are here"), complete)
+    assert call.result(10) == complete
+    assert shown == ["1 of 2 ranks are here"]
+    unclaimed.sync()
+
+
+def test_a_decision_may_arrive_with_the_proof(unclaimed: Pair) -> None:
+    """Frames that followed the coordinator's proof are handled before those that arrive later."""
+    complete = Complete(one_host=True, session="x")
+    assert unclaimed.member.claim(claim(0), [encode(complete)], 10) == complete
+
+
+def test_a_refused_claim_raises(unclaimed: Pair) -> None:
+    """The diagnosis of the refusal is raised, and is no verdict of a group."""
+    call = unclaimed.call(unclaimed.member.claim, claim(0), [], 10)
+    unclaimed.send(Refused(LOST))
+    assert raised(call).diagnosis == LOST
+    assert unclaimed.member.verdict is None
+
+
+def test_a_refusal_is_read_although_the_claim_cannot_be_sent(unclaimed: Pair) -> None:
+    """A coordinator that refuses and closes before it reads the claim is understood."""
+    unclaimed.send(Refused(LOST))
+    unclaimed.sock.close()
+    assert raised(unclaimed.call(unclaimed.member.claim, claim(0), [], 10)).diagnosis == LOST
+
+
+@pytest.mark.parametrize("words", [[Closing()], []], ids=["closing", "no message"])
+def test_a_coordinator_of_an_earlier_group(unclaimed: Pair, words: list[Any]) -> None:
+    """A coordinator that closes before it reads the claim is that of an earlier group: there is no decision."""
+    unclaimed.send(*words)
+    unclaimed.sock.close()
+    assert unclaimed.member.claim(claim(0), [], 10) is None
+    assert unclaimed.member.verdict is None
+
+
+def test_a_coordinator_that_closes_after_the_claim_is_lost(unclaimed: Pair) -> None:
+    """The end of the connection without a decision is coordinator-lost."""
+    call = unclaimed.call(unclaimed.member.claim, claim(0), [], 10)
+    unclaimed.receive()
+    unclaimed.sock.close()
+    assert raised(call).slug == "coordinator-lost"
 
 
 # Requests --------------------------------------------------------------------------------------------------------
