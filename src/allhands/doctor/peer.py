@@ -19,20 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .._version import __version__
-from ..control import handshake
-from ..control.handshake import receive, send
-from ..control.messages import (
-    GREETING,
-    MOST_BEFORE_PROOF,
-    MOST_BYTES,
-    FrameError,
-    Refused,
-    Splitter,
-    decode_hello,
-    decode_proof,
-    encode,
-    pack,
-)
+from ..control import handshake, messages
 from ..control.process_identity import port_owner
 from ..diagnosis import Diagnosis, duration, join
 from ..environments.world import Address
@@ -144,7 +131,7 @@ class PeerConnection:
     ``own`` and ``peer`` are the addresses of both ends as seen from here.
     """
 
-    def __init__(self, link: socket.socket, splitter: Splitter, rest: list[bytes]) -> None:
+    def __init__(self, link: socket.socket, splitter: messages.Splitter, rest: list[bytes]) -> None:
         self.link = link
         self.splitter = splitter
         self.own, self.peer = _plain(link.getsockname()[0]), _plain(link.getpeername()[0])
@@ -158,14 +145,14 @@ class PeerConnection:
     def send(self, message: Any) -> None:
         """Send one message. Raises ConnectionFailed."""
         with _translated("it does not receive what is sent"):
-            send(self.link, pack(encode(message)), time.monotonic() + _ANSWER_S)
+            handshake.send(self.link, messages.pack(messages.encode(message)), time.monotonic() + _ANSWER_S)
 
     def frame(self, timeout_s: float) -> bytes:
         """Return the next frame. Raises ConnectionFailed if none arrives, or an invalid one."""
         deadline = time.monotonic() + timeout_s
         with _translated(f"no message within {timeout_s:g} s"):
             while not self._frames:
-                frames = receive(self.link, self.splitter, deadline)
+                frames = handshake.receive(self.link, self.splitter, deadline)
                 if frames is None:
                     raise TimeoutError
                 if not frames:
@@ -213,7 +200,7 @@ def _translated(timed_out: str = "") -> Iterator[None]:
         raise ConnectionFailed(timed_out, silent=True) from None
     except OSError as problem:
         raise ConnectionFailed(problem.strerror or str(problem)) from problem
-    except (msgspec.MsgspecError, FrameError) as problem:
+    except (msgspec.MsgspecError, messages.FrameError) as problem:
         raise ConnectionFailed(f"it sent an invalid message ({problem})") from problem
 
 
@@ -550,13 +537,13 @@ class PeerServer:
     def _handshake(self, link: socket.socket) -> PeerConnection | None:
         """Do the coordinator's half of the handshake; return None if the client is no doctor or has not our token."""
         begin = b""
-        while len(begin) < len(GREETING):
-            more = link.recv(len(GREETING) - len(begin))
+        while len(begin) < len(messages.GREETING):
+            more = link.recv(len(messages.GREETING) - len(begin))
             begin += more
-            if not more or not GREETING.startswith(begin):
+            if not more or not messages.GREETING.startswith(begin):
                 return None
-        connection = PeerConnection(link, Splitter(MOST_BEFORE_PROOF), [])
-        opening = decode_hello(connection.frame(_HANDSHAKE_S))
+        connection = PeerConnection(link, messages.Splitter(messages.MOST_BEFORE_PROOF), [])
+        opening = messages.decode_hello(connection.frame(_HANDSHAKE_S))
         if opening.job != JOB:
             diagnosis = Diagnosis(
                 "wrong-service",
@@ -566,14 +553,14 @@ class PeerServer:
                 fix="end it before the job starts",
                 ranks=(0,),
             )
-            connection.send(Refused(diagnosis))
+            connection.send(messages.Refused(diagnosis))
             return None
         made = msgspec.structs.replace(handshake.challenge(opening, self._token), protocol=LISTENER)
         connection.send(made)
-        proof = decode_proof(connection.frame(_HANDSHAKE_S)).proof
+        proof = messages.decode_proof(connection.frame(_HANDSHAKE_S)).proof
         if not handshake.verify_member(opening, made, proof, self._token):
             return None
-        connection.splitter.most = MOST_BYTES
+        connection.splitter.most = messages.MOST_BYTES
         return connection
 
     def _answer(self, connection: PeerConnection) -> Report | None:

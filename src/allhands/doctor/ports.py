@@ -15,22 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from .. import settings
-from ..control import handshake
+from ..control import handshake, messages
 from ..control.connect import Attempts, diagnose
-from ..control.handshake import receive, send, wrap_tls
-from ..control.messages import (
-    GREETING,
-    Challenge,
-    Closing,
-    FrameError,
-    Hello,
-    Proof,
-    Refused,
-    Splitter,
-    decode_challenge,
-    encode,
-    pack,
-)
 from ..control.process_identity import port_owner
 from ..diagnosis import duration, join
 from ..environments.world import Address
@@ -198,23 +184,23 @@ def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) 
     """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
     deadline = time.monotonic() + _ANSWER_S
     opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
-    splitter, frames, found = Splitter(), [b""], Service("unknown")
+    splitter, frames, found = messages.Splitter(), [b""], Service("unknown")
     with contextlib.ExitStack() as sockets:
         try:
             link = sockets.enter_context(socket.create_connection(place, _ANSWER_S))
             if authority:
-                link = sockets.enter_context(wrap_tls(link, authority, name, deadline))
-            send(link, GREETING + pack(encode(opening)), deadline)
-            frames = receive(link, splitter, deadline) or [splitter.held]
-            found = _answer(opening, decode_challenge(frames[0]), token)
+                link = sockets.enter_context(handshake.wrap_tls(link, authority, name, deadline))
+            handshake.send(link, messages.GREETING + messages.pack(messages.encode(opening)), deadline)
+            frames = handshake.receive(link, splitter, deadline) or [splitter.held]
+            found = _answer(opening, messages.decode_challenge(frames[0]), token)
             if found.proof:
                 # Without this proof a coordinator would count this process as a rank without a token.
                 with contextlib.suppress(OSError):
-                    send(link, pack(encode(Proof(found.proof))), deadline)
+                    handshake.send(link, messages.pack(messages.encode(messages.Proof(found.proof))), deadline)
             if found.proof and found.kind == "doctor":
                 found.connection = PeerConnection(link, splitter, frames[1:])
                 sockets.pop_all()
-        except FrameError:
+        except messages.FrameError:
             found.evidence = _shown(splitter.held)
         except msgspec.MsgspecError:
             found.evidence = _shown(frames[0])
@@ -225,11 +211,13 @@ def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) 
     return found
 
 
-def _answer(opening: Hello, answer: Challenge | Refused | Closing, token: bytes) -> Service:
+def _answer(
+    opening: messages.Hello, answer: messages.Challenge | messages.Refused | messages.Closing, token: bytes
+) -> Service:
     """Return the service that sent ``answer``, with the proof that it expects."""
-    if isinstance(answer, Closing):
+    if isinstance(answer, messages.Closing):
         return Service("coordinator", "a coordinator that is just ending")
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         return Service("coordinator", problem=error(answer.diagnosis))
     kind = "doctor" if answer.protocol == LISTENER else "coordinator"
     if handshake.verify_coordinator(opening, answer, token):
