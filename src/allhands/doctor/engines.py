@@ -87,19 +87,18 @@ def installed() -> Installed:
         built = dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
     driver = _ask_driver("cuDriverGetVersion")
     return Installed(
-        torch=package_version("torch"),
+        torch=_version("torch"),
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
-        nccl=next((found for name in _NCCL_PACKAGES if (found := package_version(name))), ""),
+        nccl=next((found for name in _NCCL_PACKAGES if (found := _version(name))), ""),
         driver=f"{driver // 1000}.{driver % 1000 // 10}" if driver else "",
         mpi=shutil.which("mpirun") or shutil.which("mpirun.openmpi") or "",
-        mpi4py=package_version("mpi4py"),
+        mpi4py=_version("mpi4py"),
         core=util.find_spec("allhands._core") is not None,
     )
 
 
-def package_version(name: str) -> str:
-    """Return the installed version of a package, "" if it is not installed."""
+def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ from ..diagnosis import count, duration, join
 from ..errors import fail
 from ..launch.termination import descendants
 from ..observe.flight_recorder import FlightRecorder, read_owned
-from .concurrent import Concurrent
+from .concurrent import run_concurrently
 from .finding import Finding, Section
 from .proc_status import command_line, environment, inner_pid, waiting_in
 from .stalled_job import RankState, count_progress, diagnose, main_stack
@@ -68,7 +68,7 @@ class Job:
         return [rank.pid for rank in self.ranks]
 
 
-def find_jobs() -> list[Job]:
+def _find_jobs() -> list[Job]:
     """Return every job that has ranks on this machine, as far as this user may see."""
     found = []
     for process in psutil.process_iter():
@@ -143,7 +143,7 @@ def examine_job(pid: int | None, name: str | None) -> list[Finding]:
 
     Raises invalid-argument if there is no such process or job.
     """
-    found = find_jobs()
+    found = _find_jobs()
     if pid is None:
         chosen = [each for each in found if name in {None, "", each.name}]
     else:
@@ -170,12 +170,10 @@ def _examine(job: Job) -> list[Finding]:
     before, started = _snapshots(job.pids), time.monotonic()
     if not before:
         return [_JOB.green("over", "the job has just ended")]
-    stacks = Concurrent(main_stack, list(before))
+    stack_of = dict(zip(before, run_concurrently(main_stack, list(before)), strict=True))
     # Long enough for a training job to begin or end a call.
-    time.sleep(0.4)
-    after = _snapshots(before)
-    stack_of = dict(zip(before, stacks.results(), strict=True))
-    passed_s = max(0.01, time.monotonic() - started)
+    time.sleep(max(0.0, started + 0.4 - time.monotonic()))
+    passed_s, after = time.monotonic() - started, _snapshots(before)
     states = [
         RankState(
             rank.number,
@@ -208,7 +206,7 @@ def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder, str, floa
 
 def list_jobs() -> Iterator[Finding]:
     """List the jobs that run here, for a check of the machine; a job that makes no progress is yellow."""
-    for job in find_jobs():
+    for job in _find_jobs():
         name = f"{job.name}: " if job.name else ""
         shown = f"{name}{count(len(job.ranks), 'rank')} (pid {job.pids[0]}{' …' if len(job.pids) > 1 else ''})"
         recorders = [rank.recorder for rank in job.ranks if rank.recorder is not None]

@@ -95,7 +95,7 @@ def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) 
     return _NETWORK.of("port", "yellow" if expected else "red", diagnosis, commands=commands)
 
 
-def _reachable(request: Request, target: Address, host: str, seconds: float, service: Service) -> Finding:
+def _reachable(request: Request, target: Address, host: str, seconds: float, service: _Service) -> Finding:
     took = duration(round(seconds, 3)) if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
     connected = f"{host} accepted the connection after {took}"
     held = port_owner(target.port) if request.target_is_here else None
@@ -141,7 +141,7 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
 
 
 @dataclass(slots=True)
-class Service:
+class _Service:
     """A service on a port: ``kind`` is coordinator, doctor, silent, or the name of another service.
 
     ``connection`` is open if it is a doctor that accepts this one; the caller closes it.
@@ -154,7 +154,7 @@ class Service:
     connection: PeerConnection | None = None
 
 
-def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
+def _identify(place: tuple[str, int], name: str, settings: Settings) -> _Service:
     """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
     token = settings.secret()
     for authority in dict.fromkeys((settings.tls_ca, "")):
@@ -165,26 +165,26 @@ def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
     banner = _exchange(place, b"", 0.25)
     for text, kind in _BANNERS:
         if banner.startswith(text):
-            return Service(kind, _shown(banner))
+            return _Service(kind, _shown(banner))
     number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
     ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
     if _exchange(place, ping, _ANSWER_S / 2, most=4) == number:
-        return Service(_STORE, "it answers torch's ping")
+        return _Service(_STORE, "it answers torch's ping")
     page = _exchange(place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
     if page.startswith(b"HTTP/"):
         server = re.search(
             r"^server:[ \t]*([\x20-\x7e]{1,40})", page.decode("latin-1"), flags=re.IGNORECASE | re.MULTILINE
         )
-        return Service("a web server" + (f" ({server[1].strip()})" if server else ""), _shown(page))
+        return _Service("a web server" + (f" ({server[1].strip()})" if server else ""), _shown(page))
     evidence = _shown(banner or page) or found.evidence
-    return Service("another service" if evidence else "silent", evidence or "it accepts connections and sends nothing")
+    return _Service("another service" if evidence else "silent", evidence or "it accepts connections and sends nothing")
 
 
-def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
+def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> _Service:
     """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
     deadline = time.monotonic() + _ANSWER_S
     opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
-    splitter, frames, found = messages.Splitter(), [b""], Service("unknown")
+    splitter, frames, found = messages.Splitter(), [b""], _Service("unknown")
     with contextlib.ExitStack() as sockets:
         try:
             link = sockets.enter_context(socket.create_connection(place, _ANSWER_S))
@@ -213,15 +213,15 @@ def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) 
 
 def _answer(
     opening: messages.Hello, answer: messages.Challenge | messages.Refused | messages.Closing, token: bytes
-) -> Service:
+) -> _Service:
     """Return the service that sent ``answer``, with the proof that it expects."""
     if isinstance(answer, messages.Closing):
-        return Service("coordinator", "a coordinator that is just ending")
+        return _Service("coordinator", "a coordinator that is just ending")
     if isinstance(answer, messages.Refused):
-        return Service("coordinator", problem=error(answer.diagnosis))
+        return _Service("coordinator", problem=error(answer.diagnosis))
     kind = "doctor" if answer.protocol == LISTENER else "coordinator"
     if handshake.verify_coordinator(opening, answer, token):
-        return Service(kind, proof=handshake.member_proof(opening, answer, token))
+        return _Service(kind, proof=handshake.member_proof(opening, answer, token))
     theirs = "has a token" if answer.has_token else "has no token"
     ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
     problem = fail(
@@ -231,7 +231,7 @@ def _answer(
         why="their proofs do not match (observed)",
         fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
     )
-    return Service(kind, problem=problem)
+    return _Service(kind, problem=problem)
 
 
 def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:
