@@ -401,16 +401,15 @@ def _torch(found: Installed) -> Finding:
 
 def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, hardware: bool) -> Iterator[Finding]:
     visible = request.env.get("CUDA_VISIBLE_DEVICES")
+
+    def missing_gpus(what: str, why: str, fix: str) -> Finding:
+        commands = ("unset CUDA_VISIBLE_DEVICES",)
+        return _STACK.yellow("gpus", "gpu-missing", what, why=why, fix=fix, commands=commands)
+
     if not hardware and not gpus:
         if found.cuda and visible:
-            yield _STACK.yellow(
-                "gpus",
-                "gpu-missing",
-                f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU",
-                why="there is no device of NVIDIA's in /dev",
-                fix="start the container with --gpus all, or unset the variable",
-                commands=("unset CUDA_VISIBLE_DEVICES",),
-            )
+            what, why = f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU", "there is no device of NVIDIA's in /dev"
+            yield missing_gpus(what, why, "start the container with --gpus all, or unset the variable")
         return
     if not found.driver:
         yield _STACK.red(
@@ -433,14 +432,8 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
         why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
         yield _STACK.green("driver", what, why, driver=found.driver, nccl=found.nccl)
     if visible is not None and not [part for part in visible.split(",") if part.strip() not in {"", "-1"}]:
-        yield _STACK.yellow(
-            "gpus",
-            "gpu-missing",
-            f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
-            why=f"the machine has {len(gpus)}",
-            fix="unset it, or list some",
-            commands=("unset CUDA_VISIBLE_DEVICES",),
-        )
+        what = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+        yield missing_gpus(what, f"the machine has {len(gpus)}", "unset it, or list some")
     ranks = request.local_ranks
     if gpus and ranks is not None and ranks > len(gpus):
         yield _STACK.yellow(
