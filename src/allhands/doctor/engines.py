@@ -6,6 +6,7 @@ torch's files and the driver's library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -178,17 +179,14 @@ def _no_memory() -> str:
 
 def _torch_backends() -> set[str]:
     """Return the backends that torch's bindings contain."""
-    folder = _torch_folder()
-    if folder is None:
-        return set()
-    try:
-        with (
-            (folder / "lib" / "libtorch_python.so").open("rb") as file,
-            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as bindings,
-        ):
-            return {name for name, symbol in _SYMBOLS.items() if bindings.find(symbol) >= 0}
-    except (OSError, ValueError):
-        return set()
+    path = (_torch_folder() or Path()) / "lib" / "libtorch_python.so"
+    with (
+        contextlib.suppress(OSError, ValueError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as bindings,
+    ):
+        return {name for name, symbol in _SYMBOLS.items() if bindings.find(symbol) >= 0}
+    return set()
 
 
 # Offers -------------------------------------------------------------------------------------------------------

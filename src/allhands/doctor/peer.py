@@ -470,7 +470,9 @@ class PeerServer:
         who = f"{socket.gethostname()} (allhands doctor --listen)"
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        except OSError as problem:
+            both = family == socket.AF_INET6
+            return socket.create_server(place[:2], family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=both)
+        except socket.gaierror as problem:
             raise fail(
                 "address-unresolvable",
                 f"{host} has no address to listen on",
@@ -478,10 +480,6 @@ class PeerServer:
                 why=problem.strerror or str(problem),
                 fix="give an address of this machine, or 0.0.0.0 for all of them",
             ) from problem
-        try:
-            return socket.create_server(
-                place[:2], family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=family == socket.AF_INET6
-            )
         except OSError as problem:
             held = port_owner(port)
             raise fail(

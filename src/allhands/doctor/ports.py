@@ -102,15 +102,14 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
     by = f"; held by {held}" if held is not None else ""
     if service.problem is not None:
         return _NETWORK.of("port", "red", service.problem.diagnosis)
-    if service.kind == "coordinator":
-        return _NETWORK.green("port", f"a coordinator of allhands listens on {target}", f"{connected}{by}")
-    if service.kind == "doctor":
-        return _NETWORK.green("port", f"a doctor listens on {target}", connected)
+    expected = {"coordinator": "a coordinator of allhands", "doctor": "a doctor"}
+    if request.world is not None and request.world.agent_store:
+        expected[_STORE] = "torchrun's store"
+    if service.kind in expected:
+        return _NETWORK.green("port", f"{expected[service.kind]} listens on {target}", f"{connected}{by}")
     why = f"{connected}; {service.evidence}{by}"
     listing = f"ss -ltnp 'sport = :{target.port}'   # on {target.host}"
     if service.kind == _STORE:
-        if request.world is not None and request.world.agent_store:
-            return _NETWORK.green("port", f"torchrun's store listens on {target}", f"{connected}{by}")
         return _NETWORK.yellow(
             "port",
             "wrong-service",
