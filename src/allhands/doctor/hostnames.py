@@ -163,16 +163,15 @@ def _describe_silent(answers: list[Answer]) -> str:
     return join([f"{each.server} {f'does not answer: {each.error}' if each.error else quiet}" for each in silent])
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: Request) -> Iterator[Finding]:
     """Check this machine's own name, and the coordinator's if it is a name."""
-    found = [_own_name(request)]
+    yield _own_name(request)
     target = request.target
     if target is not None and target.host != "localhost":
         try:
             ipaddress.ip_address(target.host.partition("%")[0])
         except ValueError:
-            found += _target_name(request, target)
-    return found
+            yield from _target_name(request, target)
 
 
 def _own_name(request: Request) -> Finding:

@@ -149,7 +149,6 @@ class _Service:
     kind: str
     evidence: str = ""
     problem: AllhandsError | None = None
-    proof: bytes = b""
     connection: PeerConnection | None = None
 
 
@@ -183,7 +182,7 @@ def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) 
     """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
     deadline = time.monotonic() + _ANSWER_S
     opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
-    splitter, frames, found = messages.Splitter(), [b""], _Service("unknown")
+    splitter, frames = messages.Splitter(), [b""]
     with contextlib.ExitStack() as sockets:
         try:
             link = sockets.enter_context(socket.create_connection(place, _ANSWER_S))
@@ -191,46 +190,43 @@ def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) 
                 link = sockets.enter_context(handshake.wrap_tls(link, authority, name, deadline))
             handshake.send(link, messages.GREETING + messages.pack(messages.encode(opening)), deadline)
             frames = handshake.receive(link, splitter, deadline) or [splitter.held]
-            found = _answer(opening, messages.decode_challenge(frames[0]), token)
-            if found.proof:
-                # Without this proof a coordinator would count this process as a rank without a token.
-                with contextlib.suppress(OSError):
-                    handshake.send(link, messages.pack(messages.encode(messages.Proof(found.proof))), deadline)
-            if found.proof and found.kind == "doctor":
-                found.connection = PeerConnection(link, splitter, frames[1:])
-                sockets.pop_all()
+            answer = messages.decode_challenge(frames[0])
+            if isinstance(answer, messages.Closing):
+                return _Service("coordinator", "a coordinator that is just ending")
+            if isinstance(answer, messages.Refused):
+                return _Service("coordinator", problem=error(answer.diagnosis))
+            kind = "doctor" if answer.protocol == LISTENER else "coordinator"
+            if not handshake.verify_coordinator(opening, answer, token):
+                return _Service(kind, problem=_other_token(kind, token, theirs=answer.has_token))
+            # Without this proof a coordinator would count this process as a rank without a token.
+            proof = messages.Proof(handshake.member_proof(opening, answer, token))
+            with contextlib.suppress(OSError):
+                handshake.send(link, messages.pack(messages.encode(proof)), deadline)
+            if kind == "coordinator":
+                return _Service(kind)
+            connection = PeerConnection(link, splitter, frames[1:])
+            sockets.pop_all()
+            return _Service(kind, connection=connection)
         except messages.FrameError:
-            found.evidence = _shown(splitter.held)
+            evidence = _shown(splitter.held)
         except msgspec.MsgspecError:
-            found.evidence = _shown(frames[0])
+            evidence = _shown(frames[0])
         except AllhandsError as problem:
-            found.evidence = problem.diagnosis.why
+            evidence = problem.diagnosis.why
         except OSError as problem:
-            found.evidence = f"it broke the connection ({problem.strerror or problem})"
-    return found
+            evidence = f"it broke the connection ({problem.strerror or problem})"
+    return _Service("unknown", evidence)
 
 
-def _answer(
-    opening: messages.Hello, answer: messages.Challenge | messages.Refused | messages.Closing, token: bytes
-) -> _Service:
-    """Return the service that sent ``answer``, with the proof that it expects."""
-    if isinstance(answer, messages.Closing):
-        return _Service("coordinator", "a coordinator that is just ending")
-    if isinstance(answer, messages.Refused):
-        return _Service("coordinator", problem=error(answer.diagnosis))
-    kind = "doctor" if answer.protocol == LISTENER else "coordinator"
-    if handshake.verify_coordinator(opening, answer, token):
-        return _Service(kind, proof=handshake.member_proof(opening, answer, token))
-    theirs = "has a token" if answer.has_token else "has no token"
-    ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
-    problem = fail(
+def _other_token(kind: str, token: bytes, *, theirs: bool) -> AllhandsError:
+    ours = "has one too, but not the same" if token and theirs else "has one" if token else "has none"
+    return fail(
         "not-authorised",
-        f"the {kind} there {theirs}, this process {ours}",
+        f"the {kind} there {'has a token' if theirs else 'has no token'}, this process {ours}",
         who="this process and the one that listens",
         why="their proofs do not match (observed)",
         fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
     )
-    return _Service(kind, problem=problem)
 
 
 def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:

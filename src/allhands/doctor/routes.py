@@ -34,7 +34,7 @@ def select_interfaces(value: str, present: list[Interface], *, prefixes: bool) -
     return found, [] if exclude else [word for word in words if not any(matches(word, each.name) for each in present)]
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: Request) -> Iterator[Finding]:
     """Check the interfaces, the route, and the interfaces that variables select."""
     # The source address and the interface of the kernel's route to the first place that has one.
     own, route = "", None
@@ -45,12 +45,11 @@ def check(request: Request) -> list[Finding]:
             own = str(sock.getsockname()[0]).partition("%")[0]
             route = next((each for each in request.interfaces if own in each.addresses), None)
             break
-    found = [_interfaces(request, own, route)]
+    yield _interfaces(request, own, route)
     # NCCL accepts prefixes of names.
     for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True), ("TP_SOCKET_IFNAME", False)):
         if value := request.env.get(name, "").strip():
-            found.append(_variable(name, value, route, request, prefixes=prefixes))
-    return found
+            yield _variable(name, value, route, request, prefixes=prefixes)
 
 
 def _interfaces(request: Request, own: str, route: Interface | None) -> Finding:
