@@ -171,7 +171,7 @@ def _examine(job: _Job) -> list[Finding]:
             rank.pid,
             *after[rank.pid][:2],
             waiting_in(rank.pid),
-            stack_of[rank.pid],
+            *stack_of[rank.pid],
             busy=(after[rank.pid][2] - before[rank.pid][2]) / passed_s,
         )
         for rank in job
