@@ -471,7 +471,7 @@ class PeerServer:
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             both = family == socket.AF_INET6
-            return socket.create_server(place[:2], family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=both)
+            return socket.create_server(place, family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=both)
         except socket.gaierror as problem:
             raise fail(
                 "address-unresolvable",
