@@ -107,7 +107,7 @@ def test_interfaces(cables: Making) -> None:
     ip(f"{ours} link set eth9 up", f"{ours} link set eth8 up", f"{ours} link add eth7 type veth peer name eth6")
 
     def look(**env: str) -> list[Finding]:
-        found: list[Finding] = on(b, lambda: routes.check(request_of(a.ipv4, env)))
+        found: list[Finding] = on(b, lambda: list(routes.check(request_of(a.ipv4, env))))
         return found
 
     # A cable that was just plugged in is not noticed at once.

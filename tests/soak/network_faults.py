@@ -159,7 +159,7 @@ SHUT = "tcp dport 32768-65535 ct state new drop"
 def ports_there(site: Site) -> Finding:
     """Look at a host that others cannot reach on the ports that Gloo and NCCL use; then let them in."""
     with firewall(SHUT)(site), Visit(site) as visit:
-        fix = "on host-a let host-b in on all ports above 1023"
+        fix = "on host-a accept connections from host-b on all ports above 1023"
         found, took = visit.look("ports-there", "host-b cannot reach", fix)
         let_in(site, 0, "1024-65535")
         return visit.green(found, took)
@@ -181,7 +181,7 @@ def large_packets(site: Site) -> Finding:
     """Look through such a switch; then type on both machines what the doctor says."""
     with narrow(site), Visit(site) as visit:
         found, took = visit.look(
-            "packet-size", "large ones to host-a vanish", "the smallest MTU on the way; 1280 passes"
+            "packet-size", "large ones to host-a are lost", "the smallest MTU on the way; 1280 passes"
         )
         (command,) = found.commands
         for host in site.hosts:

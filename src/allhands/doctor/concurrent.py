@@ -9,48 +9,39 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-__all__ = ["Concurrent", "run_concurrently"]
+__all__ = ["run_concurrently"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# The work is mostly waiting for answers; more threads than this gain nothing.
-_MOST_THREADS = 32
 
+def run_concurrently(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Call ``work`` on all ``items`` concurrently; return the results in their order.
 
-class Concurrent(Generic[_Item, _Result]):
-    """Work on several items that has been started; the thread that calls `results` does what is left."""
+    Raises the exception of the first item that failed. The calling thread works, too.
+    """
+    results: list[Future[_Result]] = [Future() for _ in items]
+    # deque.popleft is atomic.
+    left = deque(zip(items, results, strict=True))
 
-    def __init__(self, work: Callable[[_Item], _Result], items: Sequence[_Item]) -> None:
-        self._work = work
-        self._results: list[Future[_Result]] = [Future() for _ in items]
-        # deque.popleft is atomic.
-        self._left = deque(zip(items, self._results, strict=True))
-        for _ in range(min(_MOST_THREADS, len(items))):
-            try:
-                threading.Thread(target=self._run, name="allhands-doctor", daemon=True).start()
-            except RuntimeError:
-                break  # The limit on processes and threads is reached.
-
-    def _run(self) -> None:
+    def run() -> None:
         while True:
             try:
-                item, result = self._left.popleft()
+                item, result = left.popleft()
             except IndexError:
                 return
             try:
-                result.set_result(self._work(item))
-            except BaseException as problem:  # noqa: BLE001  # raised again by `results`
+                result.set_result(work(item))
+            except BaseException as problem:  # noqa: BLE001  # raised again below
                 result.set_exception(problem)
 
-    def results(self) -> list[_Result]:
-        """Return the results in the order of the items; raise the exception of the first item that failed."""
-        self._run()
-        return [each.result() for each in self._results]
-
-
-def run_concurrently(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Call ``work`` on all ``items`` concurrently; return the results in their order."""
-    return Concurrent(work, items).results()
+    # The work is mostly waiting for answers; more threads than this gain nothing.
+    for _ in range(min(32, len(items))):
+        try:
+            threading.Thread(target=run, name="allhands-doctor", daemon=True).start()
+        except RuntimeError:
+            break  # The limit on processes and threads is reached.
+    run()
+    return [each.result() for each in results]

@@ -6,6 +6,7 @@ torch's files and the driver's library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -87,19 +88,18 @@ def installed() -> Installed:
         built = dict(re.findall(r"^(\w+)\s*(?::[^=]*)?=\s*'([^']*)'", text, flags=re.MULTILINE))
     driver = _ask_driver("cuDriverGetVersion")
     return Installed(
-        torch=package_version("torch"),
+        torch=_version("torch"),
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
-        nccl=next((found for name in _NCCL_PACKAGES if (found := package_version(name))), ""),
+        nccl=next((found for name in _NCCL_PACKAGES if (found := _version(name))), ""),
         driver=f"{driver // 1000}.{driver % 1000 // 10}" if driver else "",
         mpi=shutil.which("mpirun") or shutil.which("mpirun.openmpi") or "",
-        mpi4py=package_version("mpi4py"),
+        mpi4py=_version("mpi4py"),
         core=util.find_spec("allhands._core") is not None,
     )
 
 
-def package_version(name: str) -> str:
-    """Return the installed version of a package, "" if it is not installed."""
+def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -179,17 +179,14 @@ def _no_memory() -> str:
 
 def _torch_backends() -> set[str]:
     """Return the backends that torch's bindings contain."""
-    folder = _torch_folder()
-    if folder is None:
-        return set()
-    try:
-        with (
-            (folder / "lib" / "libtorch_python.so").open("rb") as file,
-            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as bindings,
-        ):
-            return {name for name, symbol in _SYMBOLS.items() if bindings.find(symbol) >= 0}
-    except (OSError, ValueError):
-        return set()
+    path = (_torch_folder() or Path()) / "lib" / "libtorch_python.so"
+    with (
+        contextlib.suppress(OSError, ValueError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as bindings,
+    ):
+        return {name for name, symbol in _SYMBOLS.items() if bindings.find(symbol) >= 0}
+    return set()
 
 
 # Offers -------------------------------------------------------------------------------------------------------
@@ -402,16 +399,15 @@ def _torch(found: Installed) -> Finding:
 
 def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, hardware: bool) -> Iterator[Finding]:
     visible = request.env.get("CUDA_VISIBLE_DEVICES")
+
+    def missing_gpus(what: str, why: str, fix: str) -> Finding:
+        commands = ("unset CUDA_VISIBLE_DEVICES",)
+        return _STACK.yellow("gpus", "gpu-missing", what, why=why, fix=fix, commands=commands)
+
     if not hardware and not gpus:
         if found.cuda and visible:
-            yield _STACK.yellow(
-                "gpus",
-                "gpu-missing",
-                f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU",
-                why="there is no device of NVIDIA's in /dev",
-                fix="start the container with --gpus all, or unset the variable",
-                commands=("unset CUDA_VISIBLE_DEVICES",),
-            )
+            what, why = f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU", "there is no device of NVIDIA's in /dev"
+            yield missing_gpus(what, why, "start the container with --gpus all, or unset the variable")
         return
     if not found.driver:
         yield _STACK.red(
@@ -434,14 +430,8 @@ def _gpus(request: Request, found: Installed, gpus: list[Gpu], problem: str, *, 
         why = f"torch is built for CUDA {found.cuda}" if found.cuda else ""
         yield _STACK.green("driver", what, why, driver=found.driver, nccl=found.nccl)
     if visible is not None and not [part for part in visible.split(",") if part.strip() not in {"", "-1"}]:
-        yield _STACK.yellow(
-            "gpus",
-            "gpu-missing",
-            f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
-            why=f"the machine has {len(gpus)}",
-            fix="unset it, or list some",
-            commands=("unset CUDA_VISIBLE_DEVICES",),
-        )
+        what = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+        yield missing_gpus(what, f"the machine has {len(gpus)}", "unset it, or list some")
     ranks = request.local_ranks
     if gpus and ranks is not None and ranks > len(gpus):
         yield _STACK.yellow(

@@ -163,16 +163,15 @@ def _describe_silent(answers: list[Answer]) -> str:
     return join([f"{each.server} {f'does not answer: {each.error}' if each.error else quiet}" for each in silent])
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: Request) -> Iterator[Finding]:
     """Check this machine's own name, and the coordinator's if it is a name."""
-    found = [_own_name(request)]
+    yield _own_name(request)
     target = request.target
     if target is not None and target.host != "localhost":
         try:
             ipaddress.ip_address(target.host.partition("%")[0])
         except ValueError:
-            found += _target_name(request, target)
-    return found
+            yield from _target_name(request, target)
 
 
 def _own_name(request: Request) -> Finding:
@@ -181,7 +180,17 @@ def _own_name(request: Request) -> Finding:
     # IPv4 first: all software accepts it.
     outer = sorted({host for each in request.interfaces if each.up for host in each.outer}, key=lambda a: (":" in a, a))
     if lookup.error is not None:
-        return _unknown_own_name(name, outer[0] if outer else "127.0.1.1", lookup.error)
+        silent = _describe_silent(_query_servers(name))
+        fault = "is in no file, and the name server does not answer" if silent else "has no address"
+        line = f"{outer[0] if outer else '127.0.1.1'} {name}"
+        return _NAMES.yellow(
+            "own-name",
+            "name-server-silent" if silent else "address-unresolvable",
+            f"this machine's own name {name} {fault}",
+            why=silent or f"{lookup.error.strerror}; torch's own Gloo resolves its host name at its start",
+            fix=f"put `{line}` into /etc/hosts" + (", or correct /etc/resolv.conf" if silent else ""),
+            commands=(f"echo '{line}' >> /etc/hosts",),
+        )
     addresses = [host for _, host in lookup.places]
     source = "/etc/hosts" if hosts_file_entries(_HOSTS, name) else "the name service"
     if all(not is_loopback(host) and host not in request.local_addresses for host in addresses):
@@ -208,27 +217,6 @@ def _own_name(request: Request) -> Finding:
     return _NAMES.green("own-name", f"{name} is {join(addresses)}", f"from {source}", addresses=addresses)
 
 
-def _unknown_own_name(name: str, address: str, error: socket.gaierror) -> Finding:
-    fix, commands = f"put `{address} {name}` into /etc/hosts", (f"echo '{address} {name}' >> /etc/hosts",)
-    if silent := _describe_silent(_query_servers(name)):
-        return _NAMES.yellow(
-            "own-name",
-            "name-server-silent",
-            f"this machine's own name {name} is in no file, and the name server does not answer",
-            why=silent,
-            fix=f"{fix}, or correct /etc/resolv.conf",
-            commands=commands,
-        )
-    return _NAMES.yellow(
-        "own-name",
-        "address-unresolvable",
-        f"this machine's own name {name} has no address",
-        why=f"{error.strerror}; torch's own Gloo resolves its host name at its start",
-        fix=fix,
-        commands=commands,
-    )
-
-
 def _target_name(request: Request, target: Address) -> Iterator[Finding]:
     if request.lookup is None:
         return
@@ -241,9 +229,9 @@ def _target_name(request: Request, target: Address) -> Iterator[Finding]:
     # The system does not query a server for names in /etc/hosts, but other machines may.
     own = target.host == socket.gethostname()
     answers = [] if own else _query_servers(target.host, 0.6 if listed else _SERVER_S)
-    other = next((each for each in answers if each.addresses), None)
-    shadowed = listed and other is not None and not set(other.addresses) & set(addresses)
-    if shadowed and other is not None:
+    others = [each for each in answers if each.addresses][:1]
+    shadowed = [each for each in others if listed and not set(each.addresses) & set(addresses)]
+    for other in shadowed:
         yield _NAMES.yellow(
             "target-name",
             "name-shadowed",

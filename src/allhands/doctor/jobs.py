@@ -17,12 +17,12 @@ from ..diagnosis import count, duration, join
 from ..errors import fail
 from ..launch.termination import descendants
 from ..observe.flight_recorder import FlightRecorder, read_owned
-from .concurrent import Concurrent
+from .concurrent import run_concurrently
 from .finding import Finding, Section
 from .proc_status import command_line, environment, inner_pid, waiting_in
 from .stalled_job import RankState, count_progress, diagnose, main_stack
 
-__all__ = ["Job", "Rank", "examine_job", "list_jobs"]
+__all__ = ["Rank", "examine_job", "list_jobs"]
 
 _JOB = Section("job")
 
@@ -50,25 +50,11 @@ class Rank:
     recorder: FlightRecorder | None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The ranks of one job on this machine, in order."""
-
-    ranks: tuple[Rank, ...]
-
-    @property
-    def name(self) -> str:
-        """The name that the launcher gave it, or ""."""
-        env = self.ranks[0].env
-        return env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes of its ranks."""
-        return [rank.pid for rank in self.ranks]
+# The ranks of one job on this machine, in order.
+_Job = list[Rank]
 
 
-def find_jobs() -> list[Job]:
+def _find_jobs() -> list[_Job]:
     """Return every job that has ranks on this machine, as far as this user may see."""
     found = []
     for process in psutil.process_iter():
@@ -107,7 +93,7 @@ def _without_descendants(found: list[Rank]) -> list[Rank]:
     ]
 
 
-def _by_job(found: list[Rank]) -> list[Job]:
+def _by_job(found: list[Rank]) -> list[_Job]:
     """Group ranks by launch id, by address, by shared memory, or else by parent."""
     # Merge the segments of ranks that share any of them.
     segments: dict[int, set[int]] = defaultdict(set)
@@ -123,7 +109,12 @@ def _by_job(found: list[Rank]) -> list[Job]:
     for rank in found:
         shared = next((number for number, each in enumerate(merged) if each & segments[rank.pid]), None)
         jobs[_job_key(rank, shared)].append(rank)
-    return [Job(tuple(sorted(members, key=lambda rank: (rank.number, rank.pid)))) for members in jobs.values()]
+    return [sorted(members, key=lambda rank: (rank.number, rank.pid)) for members in jobs.values()]
+
+
+def _name(job: _Job) -> str:
+    env = job[0].env
+    return env.get("ALLHANDS_JOB") or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or ""
 
 
 def _job_key(rank: Rank, shared: int | None) -> str:
@@ -143,19 +134,19 @@ def examine_job(pid: int | None, name: str | None) -> list[Finding]:
 
     Raises invalid-argument if there is no such process or job.
     """
-    found = find_jobs()
+    found = _find_jobs()
     if pid is None:
-        chosen = [each for each in found if name in {None, "", each.name}]
+        chosen = [job for job in found if name in {None, "", _name(job)}]
     else:
         below = set(descendants(pid))
-        exact = [each for each in found if pid in each.pids]
-        chosen = exact or [each for each in found if below & set(each.pids)]
+        exact = [job for job in found if any(rank.pid == pid for rank in job)]
+        chosen = exact or [job for job in found if any(rank.pid in below for rank in job)]
     if chosen:
         return [finding for job in chosen for finding in _examine(job)]
     if pid is None and not name:
         return [_JOB.green("none", "no ranks of this user run on this machine")]
     what = f"no job with {f'the process {pid}' if pid is not None else f'the name {name}'} runs on this machine"
-    there = join([f"{each.name or 'without a name'} (pid {each.pids[0]})" for each in found[:8]])
+    there = join([f"{_name(job) or 'without a name'} (pid {job[0].pid})" for job in found[:8]])
     raise fail(
         "invalid-argument",
         what if pid is None or psutil.pid_exists(pid) else f"there is no process {pid}",
@@ -165,31 +156,29 @@ def examine_job(pid: int | None, name: str | None) -> list[Finding]:
     )
 
 
-def _examine(job: Job) -> list[Finding]:
+def _examine(job: _Job) -> list[Finding]:
     """Take two snapshots of the ranks of ``job``, read their stacks in between, and compare them."""
-    before, started = _snapshots(job.pids), time.monotonic()
+    before, started = _snapshots(rank.pid for rank in job), time.monotonic()
     if not before:
         return [_JOB.green("over", "the job has just ended")]
-    stacks = Concurrent(main_stack, list(before))
+    stack_of = dict(zip(before, run_concurrently(main_stack, list(before)), strict=True))
     # Long enough for a training job to begin or end a call.
-    time.sleep(0.4)
-    after = _snapshots(before)
-    stack_of = dict(zip(before, stacks.results(), strict=True))
-    passed_s = max(0.01, time.monotonic() - started)
+    time.sleep(max(0.0, started + 0.4 - time.monotonic()))
+    passed_s, after = time.monotonic() - started, _snapshots(before)
     states = [
         RankState(
             rank.number,
             rank.pid,
             *after[rank.pid][:2],
             waiting_in(rank.pid),
-            stack_of[rank.pid],
+            *stack_of[rank.pid],
             busy=(after[rank.pid][2] - before[rank.pid][2]) / passed_s,
         )
-        for rank in job.ranks
+        for rank in job
         if rank.pid in after
     ]
     progress = count_progress(*({pid: each[0] for pid, each in taken.items()} for taken in (before, after)))
-    world_size = max(len(states), *(rank.world_size for rank in job.ranks))
+    world_size = max(len(states), *(rank.world_size for rank in job))
     return diagnose(states, world_size, progress, host=socket.gethostname())
 
 
@@ -208,22 +197,22 @@ def _snapshots(pids: Iterable[int]) -> dict[int, tuple[FlightRecorder, str, floa
 
 def list_jobs() -> Iterator[Finding]:
     """List the jobs that run here, for a check of the machine; a job that makes no progress is yellow."""
-    for job in find_jobs():
-        name = f"{job.name}: " if job.name else ""
-        shown = f"{name}{count(len(job.ranks), 'rank')} (pid {job.pids[0]}{' …' if len(job.pids) > 1 else ''})"
-        recorders = [rank.recorder for rank in job.ranks if rank.recorder is not None]
+    for job in _find_jobs():
+        name, first = _name(job), job[0].pid
+        shown = (f"{name}: " if name else "") + f"{count(len(job), 'rank')} (pid {first}{' …' if job[1:] else ''})"
+        recorders = [rank.recorder for rank in job if rank.recorder is not None]
         waiting = [entry for recorder in recorders for entry in recorder.under_way]
         latest = [entry.age_s for recorder in recorders for entry in recorder.entries[-1:]]
         idle_s = min(latest, default=0.0) if waiting else 0.0
         if idle_s < _STALLED_S:
-            yield _JOB.green(f"job-{job.pids[0]}", f"runs here: {shown}")
+            yield _JOB.green(f"job-{first}", f"runs here: {shown}")
             continue
         yield _JOB.yellow(
-            f"job-{job.pids[0]}",
+            f"job-{first}",
             "rank-behind",
             f"a job has made no progress for {duration(idle_s)}: {shown}",
             why=f"no call has begun or ended since; {count(len(waiting), 'call')} under way",
             fix="look into it",
-            commands=(f"allhands doctor --pid {job.pids[0]}",),
+            commands=(f"allhands doctor --pid {first}",),
             certain=False,
         )

@@ -19,26 +19,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from .._version import __version__
-from ..control import handshake
-from ..control.handshake import receive, send
-from ..control.messages import (
-    GREETING,
-    MOST_BEFORE_PROOF,
-    MOST_BYTES,
-    FrameError,
-    Refused,
-    Splitter,
-    decode_hello,
-    decode_proof,
-    encode,
-    pack,
-)
+from ..control import handshake, messages
 from ..control.process_identity import port_owner
 from ..diagnosis import Diagnosis, duration, join
 from ..environments.world import Address
 from ..errors import fail
 from .concurrent import run_concurrently
-from .engines import package_version
+from .engines import installed
 from .finding import Finding, Section, lines
 from .request import interfaces
 from .routes import firewall_rules
@@ -76,7 +63,7 @@ _ROUND_TRIPS = 20
 # Messages -----------------------------------------------------------------------------------------------------
 
 
-class PeerInfo(msgspec.Struct, frozen=True):
+class _PeerInfo(msgspec.Struct, frozen=True):
     """The server's first message: its name, versions and interface, and the client's address as it sees it."""
 
     host: str
@@ -88,28 +75,28 @@ class PeerInfo(msgspec.Struct, frozen=True):
     seen_as: str
 
 
-class ClockRequest(msgspec.Struct, tag=True, frozen=True):
+class _ClockRequest(msgspec.Struct, tag=True, frozen=True):
     """Send the time. Reply: seconds since the epoch, a float."""
 
 
-class ListenRequest(msgspec.Struct, tag=True, frozen=True):
+class _ListenRequest(msgspec.Struct, tag=True, frozen=True):
     """Listen on some ports until this connection ends. Reply: the ports, a list[int]."""
 
 
-class ConnectRequest(msgspec.Struct, tag=True, frozen=True):
+class _ConnectRequest(msgspec.Struct, tag=True, frozen=True):
     """Connect to these ports of the client. Reply: the error of each, "" if there was none, a dict[int, str]."""
 
     address: str
     ports: list[int]
 
 
-class ReceiveRequest(msgspec.Struct, tag=True, frozen=True):
+class _ReceiveRequest(msgspec.Struct, tag=True, frozen=True):
     """Receive so many bytes. Replies: True once ready to receive, and True when all have arrived."""
 
     size: int
 
 
-class SendRequest(msgspec.Struct, tag=True, frozen=True):
+class _SendRequest(msgspec.Struct, tag=True, frozen=True):
     """Send so many bytes. They are the reply."""
 
     size: int
@@ -122,7 +109,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     red: bool
 
 
-_Request = ClockRequest | ListenRequest | ConnectRequest | ReceiveRequest | SendRequest | Report
+_Request = _ClockRequest | _ListenRequest | _ConnectRequest | _ReceiveRequest | _SendRequest | Report
 _decode_request = msgspec.msgpack.Decoder(_Request).decode
 _Reply = TypeVar("_Reply")
 
@@ -130,7 +117,7 @@ _Reply = TypeVar("_Reply")
 # The connection -----------------------------------------------------------------------------------------------
 
 
-class ConnectionFailed(Exception):
+class _ConnectionFailed(Exception):
     """The peer closed the connection, sent an invalid message, or, if ``silent``, nothing in time."""
 
     def __init__(self, why: str, *, silent: bool = False) -> None:
@@ -144,7 +131,7 @@ class PeerConnection:
     ``own`` and ``peer`` are the addresses of both ends as seen from here.
     """
 
-    def __init__(self, link: socket.socket, splitter: Splitter, rest: list[bytes]) -> None:
+    def __init__(self, link: socket.socket, splitter: messages.Splitter, rest: list[bytes]) -> None:
         self.link = link
         self.splitter = splitter
         self.own, self.peer = _plain(link.getsockname()[0]), _plain(link.getpeername()[0])
@@ -156,36 +143,36 @@ class PeerConnection:
         return next(((each.name, each.mtu) for each in interfaces() if self.own in each.addresses), ("", 0))
 
     def send(self, message: Any) -> None:
-        """Send one message. Raises ConnectionFailed."""
+        """Send one message. Raises _ConnectionFailed."""
         with _translated("it does not receive what is sent"):
-            send(self.link, pack(encode(message)), time.monotonic() + _ANSWER_S)
+            handshake.send(self.link, messages.pack(messages.encode(message)), time.monotonic() + _ANSWER_S)
 
     def frame(self, timeout_s: float) -> bytes:
-        """Return the next frame. Raises ConnectionFailed if none arrives, or an invalid one."""
+        """Return the next frame. Raises _ConnectionFailed if none arrives, or an invalid one."""
         deadline = time.monotonic() + timeout_s
         with _translated(f"no message within {timeout_s:g} s"):
             while not self._frames:
-                frames = receive(self.link, self.splitter, deadline)
+                frames = handshake.receive(self.link, self.splitter, deadline)
                 if frames is None:
                     raise TimeoutError
                 if not frames:
-                    raise ConnectionFailed("it closed the connection")
+                    raise _ConnectionFailed("it closed the connection")
                 self._frames += frames
         return self._frames.pop(0)
 
     def receive(self, kind: type[_Reply], timeout_s: float = _ANSWER_S) -> _Reply:
-        """Return the next message, which must be of this ``kind``. Raises ConnectionFailed."""
+        """Return the next message, which must be of this ``kind``. Raises _ConnectionFailed."""
         frame = self.frame(timeout_s)
         with _translated():
             return msgspec.msgpack.decode(frame, type=kind)
 
     def ask(self, request: _Request, kind: type[_Reply], timeout_s: float = _ANSWER_S) -> _Reply:
-        """Send ``request`` and return the reply. Raises ConnectionFailed."""
+        """Send ``request`` and return the reply. Raises _ConnectionFailed."""
         self.send(request)
         return self.receive(kind, timeout_s)
 
     def send_bytes(self, size: int) -> None:
-        """Send ``size`` bytes, which are not parsed. Raises ConnectionFailed."""
+        """Send ``size`` bytes, which are not parsed. Raises _ConnectionFailed."""
         chunk = memoryview(bytes(_CHUNK))
         self.link.settimeout(_ANSWER_S)
         with _translated(f"it received nothing more for {_ANSWER_S:g} s"):
@@ -193,28 +180,28 @@ class PeerConnection:
                 size -= self.link.send(chunk[:size])
 
     def receive_bytes(self, size: int) -> None:
-        """Receive ``size`` bytes that are not parsed; no message may be under way. Raises ConnectionFailed."""
+        """Receive ``size`` bytes that are not parsed; no message may be under way. Raises _ConnectionFailed."""
         chunk = bytearray(_CHUNK)
         self.link.settimeout(_ANSWER_S)
         with _translated(f"nothing more arrived for {_ANSWER_S:g} s"):
             while size:
                 received = self.link.recv_into(chunk, min(size, _CHUNK))
                 if not received:
-                    raise ConnectionFailed("it closed the connection")
+                    raise _ConnectionFailed("it closed the connection")
                 size -= received
 
 
 @contextlib.contextmanager
 def _translated(timed_out: str = "") -> Iterator[None]:
-    """Raise ConnectionFailed for errors of a socket, and for invalid messages."""
+    """Raise _ConnectionFailed for errors of a socket, and for invalid messages."""
     try:
         yield
     except TimeoutError:
-        raise ConnectionFailed(timed_out, silent=True) from None
+        raise _ConnectionFailed(timed_out, silent=True) from None
     except OSError as problem:
-        raise ConnectionFailed(problem.strerror or str(problem)) from problem
-    except (msgspec.MsgspecError, FrameError) as problem:
-        raise ConnectionFailed(f"it sent an invalid message ({problem})") from problem
+        raise _ConnectionFailed(problem.strerror or str(problem)) from problem
+    except (msgspec.MsgspecError, messages.FrameError) as problem:
+        raise _ConnectionFailed(f"it sent an invalid message ({problem})") from problem
 
 
 def _plain(address: str) -> str:
@@ -284,14 +271,14 @@ def check_peer(connection: PeerConnection) -> list[Finding]:
     found: list[Finding] = []
     name = "the other doctor"
     try:
-        peer = connection.receive(PeerInfo)
+        peer = connection.receive(_PeerInfo)
         name = peer.host
         found += _versions(peer)
         found += _clock(connection, name)
         found += _ports(connection, peer)
         found += _throughput(connection, peer)
         connection.send(Report(lines(found), red=any(each.level == "red" for each in found)))
-    except ConnectionFailed as problem:
+    except _ConnectionFailed as problem:
         found.append(
             _NETWORK.red(
                 "conversation",
@@ -304,8 +291,8 @@ def check_peer(connection: PeerConnection) -> list[Finding]:
     return found
 
 
-def _versions(peer: PeerInfo) -> Iterator[Finding]:
-    torch = package_version("torch")
+def _versions(peer: _PeerInfo) -> Iterator[Finding]:
+    torch = installed().torch
     if peer.allhands == __version__ and torch == peer.torch:
         return
     install = f"pip install torch=={peer.torch.partition('+')[0]} allhands=={peer.allhands}"
@@ -324,7 +311,7 @@ def _clock(connection: PeerConnection, name: str) -> Iterator[Finding]:
     best, offset = float("inf"), 0.0
     for _ in range(_ROUND_TRIPS):
         started, wall = time.monotonic(), time.time()
-        theirs = connection.ask(ClockRequest(), float)
+        theirs = connection.ask(_ClockRequest(), float)
         took = time.monotonic() - started
         if took < best:
             # If both directions take as long, the peer read its clock after half the time.
@@ -348,12 +335,12 @@ def _clock(connection: PeerConnection, name: str) -> Iterator[Finding]:
     )
 
 
-def _ports(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]:
+def _ports(connection: PeerConnection, peer: _PeerInfo) -> Iterator[Finding]:
     own, here = connection.own, socket.gethostname()
-    there = _connect_to_ports(peer.address, connection.ask(ListenRequest(), list[int]))
+    there = _connect_to_ports(peer.address, connection.ask(_ListenRequest(), list[int]))
     with _listen_on_ports(own) as ports:
         # The peer connects to all ports concurrently, and waits for those that do not answer.
-        back = connection.ask(ConnectRequest(own, ports), dict[int, str], _ANSWER_S + 3.0)
+        back = connection.ask(_ConnectRequest(own, ports), dict[int, str], _ANSWER_S + 3.0)
     if any(there.values()):
         yield _filtered("ports-there", there, here, peer.host)
     if any(back.values()):
@@ -390,7 +377,7 @@ def _filtered(
     )
 
 
-def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]:
+def _throughput(connection: PeerConnection, peer: _PeerInfo) -> Iterator[Finding]:
     # Every network of IPv6, and so nearly every tunnel, passes an MTU of 1280.
     interface, mtu = connection.interface()
     mtus = f"{interface} here has MTU {mtu}, {peer.interface} on {peer.host} {peer.mtu}"
@@ -400,7 +387,7 @@ def _throughput(connection: PeerConnection, peer: PeerInfo) -> Iterator[Finding]
         there = _measure(connection, back=False)
         direction = f"from {peer.host}"
         back = _measure(connection, back=True)
-    except ConnectionFailed as problem:
+    except _ConnectionFailed as problem:
         if not problem.silent:
             raise
         yield _NETWORK.red(
@@ -437,10 +424,10 @@ def _measure(connection: PeerConnection, *, back: bool) -> float:
         size = int(min(max(_FIRST_TRANSFER, rate * _TRANSFER_S), _MOST_TRANSFER))
         if not back:
             # Bytes that arrived together with the request would be parsed.
-            connection.ask(ReceiveRequest(size), bool)
+            connection.ask(_ReceiveRequest(size), bool)
         started = time.monotonic()
         if back:
-            connection.send(SendRequest(size))
+            connection.send(_SendRequest(size))
             connection.receive_bytes(size)
         else:
             connection.send_bytes(size)
@@ -473,8 +460,9 @@ class PeerServer:
         self._token = token
         self._on_report = on_report
         self._clock = clock
-        self._torch = package_version("torch")
+        self._torch = installed().torch
         self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
+        self._over = threading.Event()
         self._listener = self._listen()
 
     def _listen(self) -> socket.socket:
@@ -482,7 +470,9 @@ class PeerServer:
         who = f"{socket.gethostname()} (allhands doctor --listen)"
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        except OSError as problem:
+            both = family == socket.AF_INET6
+            return socket.create_server(place, family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=both)
+        except socket.gaierror as problem:
             raise fail(
                 "address-unresolvable",
                 f"{host} has no address to listen on",
@@ -490,10 +480,6 @@ class PeerServer:
                 why=problem.strerror or str(problem),
                 fix="give an address of this machine, or 0.0.0.0 for all of them",
             ) from problem
-        try:
-            return socket.create_server(
-                place[:2], family=family, backlog=_MOST_CLIENTS, dualstack_ipv6=family == socket.AF_INET6
-            )
         except OSError as problem:
             held = port_owner(port)
             raise fail(
@@ -511,21 +497,22 @@ class PeerServer:
 
     def serve(self, *, once: bool = False) -> None:
         """Serve clients until `stop` is called, or with ``once`` until one has sent its report."""
-        # The listener raises after `stop`.
-        with contextlib.suppress(OSError):
-            while True:
+        self._listener.settimeout(0.2)
+        while not self._over.is_set():
+            try:
                 link, _ = self._listener.accept()
-                if not self._places.acquire(blocking=False):
-                    link.close()
-                elif not once:
-                    threading.Thread(target=self._serve_one, args=(link,), name="allhands-peer", daemon=True).start()
-                elif self._serve_one(link):
-                    break
+            except TimeoutError:
+                continue
+            if not self._places.acquire(blocking=False):
+                link.close()
+            elif not once:
+                threading.Thread(target=self._serve_one, args=(link,), name="allhands-peer", daemon=True).start()
+            elif self._serve_one(link):
+                break
 
     def stop(self) -> None:
         """End `serve`; safe in a signal handler."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._over.set()
 
     def close(self) -> None:
         """Release the port."""
@@ -537,12 +524,12 @@ class PeerServer:
         with contextlib.ExitStack() as stack:
             stack.callback(self._places.release)
             stack.enter_context(link)
-            stack.enter_context(contextlib.suppress(OSError, msgspec.MsgspecError, ConnectionFailed))
+            stack.enter_context(contextlib.suppress(OSError, msgspec.MsgspecError, _ConnectionFailed))
             client = str(link.getpeername()[0])
             link.settimeout(_HANDSHAKE_S)
             connection = self._handshake(link)
             if connection is not None:
-                with contextlib.suppress(msgspec.MsgspecError, ConnectionFailed):
+                with contextlib.suppress(msgspec.MsgspecError, _ConnectionFailed):
                     report = self._answer(connection)
                 self._on_report(client, report)
         return report is not None
@@ -550,13 +537,13 @@ class PeerServer:
     def _handshake(self, link: socket.socket) -> PeerConnection | None:
         """Do the coordinator's half of the handshake; return None if the client is no doctor or has not our token."""
         begin = b""
-        while len(begin) < len(GREETING):
-            more = link.recv(len(GREETING) - len(begin))
+        while len(begin) < len(messages.GREETING):
+            more = link.recv(len(messages.GREETING) - len(begin))
             begin += more
-            if not more or not GREETING.startswith(begin):
+            if not more or not messages.GREETING.startswith(begin):
                 return None
-        connection = PeerConnection(link, Splitter(MOST_BEFORE_PROOF), [])
-        opening = decode_hello(connection.frame(_HANDSHAKE_S))
+        connection = PeerConnection(link, messages.Splitter(messages.MOST_BEFORE_PROOF), [])
+        opening = messages.decode_hello(connection.frame(_HANDSHAKE_S))
         if opening.job != JOB:
             diagnosis = Diagnosis(
                 "wrong-service",
@@ -566,14 +553,14 @@ class PeerServer:
                 fix="end it before the job starts",
                 ranks=(0,),
             )
-            connection.send(Refused(diagnosis))
+            connection.send(messages.Refused(diagnosis))
             return None
         made = msgspec.structs.replace(handshake.challenge(opening, self._token), protocol=LISTENER)
         connection.send(made)
-        proof = decode_proof(connection.frame(_HANDSHAKE_S)).proof
+        proof = messages.decode_proof(connection.frame(_HANDSHAKE_S)).proof
         if not handshake.verify_member(opening, made, proof, self._token):
             return None
-        connection.splitter.most = MOST_BYTES
+        connection.splitter.most = messages.MOST_BYTES
         return connection
 
     def _answer(self, connection: PeerConnection) -> Report | None:
@@ -581,23 +568,23 @@ class PeerServer:
         # A client needs some seconds for all checks.
         deadline = time.monotonic() + 60.0
         host, own, (interface, mtu) = socket.gethostname(), connection.own, connection.interface()
-        connection.send(PeerInfo(host, __version__, self._torch, own, interface, mtu, connection.peer))
+        connection.send(_PeerInfo(host, __version__, self._torch, own, interface, mtu, connection.peer))
         with contextlib.ExitStack() as session:
             while time.monotonic() < deadline:
                 match _decode_request(connection.frame(10.0)):
-                    case ClockRequest():
+                    case _ClockRequest():
                         connection.send(self._clock())
-                    case ListenRequest():
+                    case _ListenRequest():
                         connection.send(session.enter_context(_listen_on_ports(own)))
-                    case ConnectRequest(address, ports):
+                    case _ConnectRequest(address, ports):
                         # Connects to some ports of the client only: nobody can use this server to scan others.
                         theirs = ports[:64] if address == connection.peer else []
                         connection.send(_connect_to_ports(address, theirs))
-                    case ReceiveRequest(size):
+                    case _ReceiveRequest(size):
                         connection.send(message=True)
                         connection.receive_bytes(min(size, _MOST_TRANSFER))
                         connection.send(message=True)
-                    case SendRequest(size):
+                    case _SendRequest(size):
                         connection.send_bytes(min(size, _MOST_TRANSFER))
                     case Report() as report:
                         return report

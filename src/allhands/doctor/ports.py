@@ -15,22 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from .. import settings
-from ..control import handshake
+from ..control import handshake, messages
 from ..control.connect import Attempts, diagnose
-from ..control.handshake import receive, send, wrap_tls
-from ..control.messages import (
-    GREETING,
-    Challenge,
-    Closing,
-    FrameError,
-    Hello,
-    Proof,
-    Refused,
-    Splitter,
-    decode_challenge,
-    encode,
-    pack,
-)
 from ..control.process_identity import port_owner
 from ..diagnosis import duration, join
 from ..environments.world import Address
@@ -109,22 +95,21 @@ def _unreachable(request: Request, target: Address, errors: dict[str, OSError]) 
     return _NETWORK.of("port", "yellow" if expected else "red", diagnosis, commands=commands)
 
 
-def _reachable(request: Request, target: Address, host: str, seconds: float, service: Service) -> Finding:
+def _reachable(request: Request, target: Address, host: str, seconds: float, service: _Service) -> Finding:
     took = duration(round(seconds, 3)) if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
     connected = f"{host} accepted the connection after {took}"
     held = port_owner(target.port) if request.target_is_here else None
     by = f"; held by {held}" if held is not None else ""
     if service.problem is not None:
         return _NETWORK.of("port", "red", service.problem.diagnosis)
-    if service.kind == "coordinator":
-        return _NETWORK.green("port", f"a coordinator of allhands listens on {target}", f"{connected}{by}")
-    if service.kind == "doctor":
-        return _NETWORK.green("port", f"a doctor listens on {target}", connected)
+    expected = {"coordinator": "a coordinator of allhands", "doctor": "a doctor"}
+    if request.world is not None and request.world.agent_store:
+        expected[_STORE] = "torchrun's store"
+    if service.kind in expected:
+        return _NETWORK.green("port", f"{expected[service.kind]} listens on {target}", f"{connected}{by}")
     why = f"{connected}; {service.evidence}{by}"
     listing = f"ss -ltnp 'sport = :{target.port}'   # on {target.host}"
     if service.kind == _STORE:
-        if request.world is not None and request.world.agent_store:
-            return _NETWORK.green("port", f"torchrun's store listens on {target}", f"{connected}{by}")
         return _NETWORK.yellow(
             "port",
             "wrong-service",
@@ -155,7 +140,7 @@ def _reachable(request: Request, target: Address, host: str, seconds: float, ser
 
 
 @dataclass(slots=True)
-class Service:
+class _Service:
     """A service on a port: ``kind`` is coordinator, doctor, silent, or the name of another service.
 
     ``connection`` is open if it is a doctor that accepts this one; the caller closes it.
@@ -164,11 +149,10 @@ class Service:
     kind: str
     evidence: str = ""
     problem: AllhandsError | None = None
-    proof: bytes = b""
     connection: PeerConnection | None = None
 
 
-def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
+def _identify(place: tuple[str, int], name: str, settings: Settings) -> _Service:
     """Identify the service at ``place`` (called ``name``), which accepts connections, within a few seconds."""
     token = settings.secret()
     for authority in dict.fromkeys((settings.tls_ca, "")):
@@ -179,71 +163,70 @@ def _identify(place: tuple[str, int], name: str, settings: Settings) -> Service:
     banner = _exchange(place, b"", 0.25)
     for text, kind in _BANNERS:
         if banner.startswith(text):
-            return Service(kind, _shown(banner))
+            return _Service(kind, _shown(banner))
     number = struct.pack("<I", int(time.monotonic() * 1000) & 0xFFFFFFFF)
     ping = struct.pack("<BIB", _VALIDATE, _MAGIC, _PING) + number
     if _exchange(place, ping, _ANSWER_S / 2, most=4) == number:
-        return Service(_STORE, "it answers torch's ping")
+        return _Service(_STORE, "it answers torch's ping")
     page = _exchange(place, b"HEAD / HTTP/1.0\r\n\r\n", _ANSWER_S / 2)
     if page.startswith(b"HTTP/"):
         server = re.search(
             r"^server:[ \t]*([\x20-\x7e]{1,40})", page.decode("latin-1"), flags=re.IGNORECASE | re.MULTILINE
         )
-        return Service("a web server" + (f" ({server[1].strip()})" if server else ""), _shown(page))
+        return _Service("a web server" + (f" ({server[1].strip()})" if server else ""), _shown(page))
     evidence = _shown(banner or page) or found.evidence
-    return Service("another service" if evidence else "silent", evidence or "it accepts connections and sends nothing")
+    return _Service("another service" if evidence else "silent", evidence or "it accepts connections and sends nothing")
 
 
-def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> Service:
+def _handshake(place: tuple[str, int], name: str, authority: str, token: bytes) -> _Service:
     """Do a doctor's handshake; the kind is "unknown" if the service is neither a coordinator nor a doctor."""
     deadline = time.monotonic() + _ANSWER_S
     opening = handshake.hello(job=JOB, attempt=0, rank=-1, world_size=0, token=token)
-    splitter, frames, found = Splitter(), [b""], Service("unknown")
+    splitter, frames = messages.Splitter(), [b""]
     with contextlib.ExitStack() as sockets:
         try:
             link = sockets.enter_context(socket.create_connection(place, _ANSWER_S))
             if authority:
-                link = sockets.enter_context(wrap_tls(link, authority, name, deadline))
-            send(link, GREETING + pack(encode(opening)), deadline)
-            frames = receive(link, splitter, deadline) or [splitter.held]
-            found = _answer(opening, decode_challenge(frames[0]), token)
-            if found.proof:
-                # Without this proof a coordinator would count this process as a rank without a token.
-                with contextlib.suppress(OSError):
-                    send(link, pack(encode(Proof(found.proof))), deadline)
-            if found.proof and found.kind == "doctor":
-                found.connection = PeerConnection(link, splitter, frames[1:])
-                sockets.pop_all()
-        except FrameError:
-            found.evidence = _shown(splitter.held)
+                link = sockets.enter_context(handshake.wrap_tls(link, authority, name, deadline))
+            handshake.send(link, messages.GREETING + messages.pack(messages.encode(opening)), deadline)
+            frames = handshake.receive(link, splitter, deadline) or [splitter.held]
+            answer = messages.decode_challenge(frames[0])
+            if isinstance(answer, messages.Closing):
+                return _Service("coordinator", "a coordinator that is just ending")
+            if isinstance(answer, messages.Refused):
+                return _Service("coordinator", problem=error(answer.diagnosis))
+            kind = "doctor" if answer.protocol == LISTENER else "coordinator"
+            if not handshake.verify_coordinator(opening, answer, token):
+                return _Service(kind, problem=_other_token(kind, token, theirs=answer.has_token))
+            # Without this proof a coordinator would count this process as a rank without a token.
+            proof = messages.Proof(handshake.member_proof(opening, answer, token))
+            with contextlib.suppress(OSError):
+                handshake.send(link, messages.pack(messages.encode(proof)), deadline)
+            if kind == "coordinator":
+                return _Service(kind)
+            connection = PeerConnection(link, splitter, frames[1:])
+            sockets.pop_all()
+            return _Service(kind, connection=connection)
+        except messages.FrameError:
+            evidence = _shown(splitter.held)
         except msgspec.MsgspecError:
-            found.evidence = _shown(frames[0])
+            evidence = _shown(frames[0])
         except AllhandsError as problem:
-            found.evidence = problem.diagnosis.why
+            evidence = problem.diagnosis.why
         except OSError as problem:
-            found.evidence = f"it broke the connection ({problem.strerror or problem})"
-    return found
+            evidence = f"it broke the connection ({problem.strerror or problem})"
+    return _Service("unknown", evidence)
 
 
-def _answer(opening: Hello, answer: Challenge | Refused | Closing, token: bytes) -> Service:
-    """Return the service that sent ``answer``, with the proof that it expects."""
-    if isinstance(answer, Closing):
-        return Service("coordinator", "a coordinator that is just ending")
-    if isinstance(answer, Refused):
-        return Service("coordinator", problem=error(answer.diagnosis))
-    kind = "doctor" if answer.protocol == LISTENER else "coordinator"
-    if handshake.verify_coordinator(opening, answer, token):
-        return Service(kind, proof=handshake.member_proof(opening, answer, token))
-    theirs = "has a token" if answer.has_token else "has no token"
-    ours = "has one too, but not the same" if token and answer.has_token else "has one" if token else "has none"
-    problem = fail(
+def _other_token(kind: str, token: bytes, *, theirs: bool) -> AllhandsError:
+    ours = "has one too, but not the same" if token and theirs else "has one" if token else "has none"
+    return fail(
         "not-authorised",
-        f"the {kind} there {theirs}, this process {ours}",
+        f"the {kind} there {'has a token' if theirs else 'has no token'}, this process {ours}",
         who="this process and the one that listens",
         why="their proofs do not match (observed)",
         fix="give every machine the same ALLHANDS_TOKEN (or ALLHANDS_TOKEN_FILE)",
     )
-    return Service(kind, problem=problem)
 
 
 def _exchange(place: tuple[str, int], data: bytes, timeout_s: float, most: int = 512) -> bytes:

@@ -84,10 +84,8 @@ def inner_pid(pid: int) -> int:
 
 def waiting_in(pid: int) -> str:
     """Return the system call in which the main thread of ``pid`` waits; "" if it runs or the kernel hides it."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, IndexError):
         number = (_PROC / str(pid) / "syscall").read_text(encoding="ascii").split()[0]
-        if number == "running":
-            return ""
         if number.isdecimal():
             return _CALLS.get(os.uname().machine, {}).get(int(number), f"system call {number}")
     with contextlib.suppress(OSError):

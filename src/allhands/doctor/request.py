@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -63,19 +64,13 @@ def interfaces() -> list[Interface]:
                 for entry in addresses.get(name, [])
                 if entry.family in {socket.AF_INET, socket.AF_INET6}
             )
-            flags = _ioctl(sock, name, _SIOCGIFFLAGS, "H")
-            found.append(Interface(name, inet, _ioctl(sock, name, _SIOCGIFMTU, "i"), flags & _UP == _UP))
+            request = struct.pack("40s", name.encode())
+            # An interface that was just removed is skipped. A struct ifreq has 16 bytes of name, then the value.
+            with contextlib.suppress(OSError):
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(sock, _SIOCGIFFLAGS, request), 16)
+                (mtu,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFMTU, request), 16)
+                found.append(Interface(name, inet, mtu, flags & _UP == _UP))
     return found
-
-
-def _ioctl(sock: socket.socket, name: str, request: int, kind: str) -> int:
-    """Return a number about an interface from the kernel; 0 if the interface was just removed."""
-    try:
-        answer = fcntl.ioctl(sock, request, struct.pack("40s", name.encode()))
-    except OSError:
-        return 0
-    # A struct ifreq: 16 bytes of name, then the value.
-    return int(struct.unpack_from(kind, answer, 16)[0])
 
 
 class Lookup(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -12,23 +13,9 @@ from .finding import Finding, Section
 from .proc_status import run_tool
 from .request import Interface, Request
 
-__all__ = ["check", "check_firewall", "firewall_rules", "route_to", "select_interfaces"]
+__all__ = ["check", "check_firewall", "firewall_rules", "select_interfaces"]
 
 _NETWORK = Section("network")
-
-
-def route_to(places: list[tuple[int, str]], present: list[Interface]) -> tuple[str, Interface | None]:
-    """Return the source address and the interface of the kernel's route to the first place that has one."""
-    for family, host in places:
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            try:
-                # Connecting a datagram socket looks up the route and sends nothing, so any port will do.
-                sock.connect((host, 9))
-            except OSError:
-                continue
-            own = str(sock.getsockname()[0]).partition("%")[0]
-        return own, next((each for each in present if own in each.addresses), None)
-    return "", None
 
 
 def select_interfaces(value: str, present: list[Interface], *, prefixes: bool) -> tuple[list[Interface], list[str]]:
@@ -47,15 +34,22 @@ def select_interfaces(value: str, present: list[Interface], *, prefixes: bool) -
     return found, [] if exclude else [word for word in words if not any(matches(word, each.name) for each in present)]
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: Request) -> Iterator[Finding]:
     """Check the interfaces, the route, and the interfaces that variables select."""
-    own, route = route_to(request.places, request.interfaces)
-    found = [_interfaces(request, own, route)]
+    # The source address and the interface of the kernel's route to the first place that has one.
+    own, route = "", None
+    for family, host in request.places:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+            # Connecting a datagram socket looks up the route and sends nothing, so any port will do.
+            sock.connect((host, 9))
+            own = str(sock.getsockname()[0]).partition("%")[0]
+            route = next((each for each in request.interfaces if own in each.addresses), None)
+            break
+    yield _interfaces(request, own, route)
     # NCCL accepts prefixes of names.
     for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True), ("TP_SOCKET_IFNAME", False)):
         if value := request.env.get(name, "").strip():
-            found.append(_variable(name, value, route, request, prefixes=prefixes))
-    return found
+            yield _variable(name, value, route, request, prefixes=prefixes)
 
 
 def _interfaces(request: Request, own: str, route: Interface | None) -> Finding:

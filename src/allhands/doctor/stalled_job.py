@@ -11,7 +11,7 @@ import re
 import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..observe.flight_recorder import Entry, FlightRecorder
 from .finding import Finding, Level, Section
 from .proc_status import run_tool
 
-__all__ = ["Frame", "RankState", "Stack", "count_progress", "diagnose", "main_stack", "parse_frames", "user_frame"]
+__all__ = ["Frame", "RankState", "count_progress", "diagnose", "main_stack", "parse_frames", "user_frame"]
 
 _JOB = Section("job")
 
@@ -77,26 +77,21 @@ class Frame:
         return f"{site} in {self.function}" + (f": {source}" if source else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The stack of a main thread, innermost first; ``source`` is how it was read, "" if it could not be."""
+def main_stack(pid: int) -> tuple[tuple[Frame, ...], str]:
+    """Read the stack of the main thread of ``pid``, innermost first; also return how, "" if it could not be read.
 
-    frames: tuple[Frame, ...] = ()
-    source: str = ""
-
-
-def main_stack(pid: int) -> Stack:
-    """Read the stack of the main thread of ``pid``: by its own handler, or else by py-spy if that is installed."""
+    Its own handler writes it, or else py-spy if that is installed.
+    """
     # A rank may have to wait for a core before it answers.
     if text := stacks.request(pid, 1.0):
-        return Stack(parse_frames(text), "its own handler")
+        return parse_frames(text), "its own handler"
     # py-spy stops the process, reads it and continues it, within tenths of a second.
     output, problem = run_tool("py-spy", "dump", "--json", "--pid", str(pid), timeout_s=3.0)
     if problem:
-        return Stack()
+        return (), ""
     threads = json.loads(output)
     main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
-    return Stack(tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy")
+    return tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"]), "py-spy"
 
 
 def parse_frames(text: str) -> tuple[Frame, ...]:
@@ -131,7 +126,8 @@ def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
 class RankState:
     """One rank at one moment: the state of its process as psutil names it, and its main thread.
 
-    ``waiting_in`` is the system call, ``busy`` the part of a core that it used between two snapshots.
+    ``waiting_in`` is the system call, ``source`` how ``frames`` were read, ``busy`` the part of a core that it used
+    between two snapshots.
     """
 
     rank: int
@@ -139,7 +135,8 @@ class RankState:
     recorder: FlightRecorder
     state: str
     waiting_in: str = ""
-    stack: Stack = field(default_factory=Stack)
+    frames: tuple[Frame, ...] = ()
+    source: str = ""
     busy: float = 0.0
 
     @property
@@ -155,7 +152,7 @@ class RankState:
     @property
     def line(self) -> str:
         """The user's line in which the main thread is, "" if not known."""
-        frame = user_frame(self.stack.frames)
+        frame = user_frame(self.frames)
         return str(frame) if frame is not None else ""
 
     @property
@@ -234,7 +231,7 @@ def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: s
     """Report a rank that others wait for: the call that it misses, and where it is instead."""
     missed = next(iter(waiting.values()))
     entry, last, line, activity = each.call, each.recorder.last, each.line, each.activity
-    history = f"; stack from {each.stack.source}" if each.stack.source else ""
+    history = f"; stack from {each.source}" if each.source else ""
     if entry is not None:
         # It is in another call, whose line is more useful than a line inside the library.
         peer = f" with rank {entry.root}" if entry.operation in _MESSAGES and entry.root >= 0 else ""
@@ -258,12 +255,12 @@ def _behind(each: RankState, waiting: Mapping[int, Entry], level: Level, host: s
         f"rank {each.rank} (pid {each.pid}) has not called {missed.call} at {missed.site}: {where}",
         why=_describe_waiting(waiting) + history,
         fix=fix,
-        commands=() if each.stack.frames else (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack"),
+        commands=() if each.frames else (f"py-spy dump --pid {each.pid}", f"cat /proc/{each.pid}/stack"),
         details={
             **_details(each, waiting, host, line.partition(": ")[0] or site, doing),
             "misses_at": missed.site,
             "since_s": round(max(one.age_s for one in waiting.values()), 1),
-            "stack": [str(frame) for frame in each.stack.frames[:20]],
+            "stack": [str(frame) for frame in each.frames[:20]],
         },
     )
 
@@ -299,7 +296,7 @@ def _stopped(each: RankState, calls: Mapping[int, Entry], host: str) -> Finding:
 
 def _no_calls(states: Sequence[RankState], who: str, world_size: int) -> Finding:
     """Report a job in which no rank waits in a call: all compute, or the group has not formed."""
-    forming = [each for each in states if any(frame.function == "init_process_group" for frame in each.stack.frames)]
+    forming = [each for each in states if any(frame.function == "init_process_group" for frame in each.frames)]
     if forming:
         absent = sorted(set(range(world_size)) - {each.rank for each in forming})
         others = [str(each) for each in states if each.rank in absent]

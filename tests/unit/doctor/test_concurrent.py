@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from allhands.doctor.concurrent import Concurrent, run_concurrently
+from allhands.doctor.concurrent import run_concurrently
 
 
 def test_all_at_the_same_time() -> None:
@@ -23,9 +23,8 @@ def test_all_at_the_same_time() -> None:
 
 def test_first_exception_is_raised() -> None:
     """Of several items that fail, the exception of the first is raised."""
-    work = Concurrent(lambda number: 1 // number, [1, 0])
     with pytest.raises(ZeroDivisionError):
-        work.results()
+        run_concurrently(lambda number: 1 // number, [1, 0])
 
 
 def test_without_threads_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

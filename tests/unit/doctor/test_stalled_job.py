@@ -8,7 +8,7 @@ from typing import Any
 from psutil import STATUS_SLEEPING as SLEEPING
 from psutil import STATUS_STOPPED as STOPPED
 
-from allhands.doctor.stalled_job import RankState, Stack, count_progress, diagnose, parse_frames, user_frame
+from allhands.doctor.stalled_job import RankState, count_progress, diagnose, parse_frames, user_frame
 from allhands.observe.flight_recorder import Entry, FlightRecorder
 
 DUMP = """Thread 0x00007f0000000001 (most recent call first):
@@ -51,7 +51,7 @@ def entry(number: int, state: str, *, age: float = 60.0, operation: str = "all_r
 def state_of(rank: int, *entries: Entry, state: str = SLEEPING, busy: float = 0.0, dump: str = "") -> RankState:
     """Return a rank with these entries."""
     recorder = FlightRecorder(1000 + rank, rank, 3, entries)
-    return RankState(rank, 1000 + rank, recorder, state, stack=Stack(parse_frames(dump), "x"), busy=busy)
+    return RankState(rank, 1000 + rank, recorder, state, frames=parse_frames(dump), source="x", busy=busy)
 
 
 def test_main_thread_and_user_frame() -> None:
