@@ -48,7 +48,10 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
         return f"{str(leaves[-1].dtype).removeprefix('torch.')} {shape}"
 
     structure = map_leaves(describe, values)
-    device = _device(leaves, group)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        # NCCL does not move tensors of a CPU.
+        device = torch.device("cuda", torch.cuda.current_device())
     rows = [len(leaf) if leaf.dim() else -1 for leaf in leaves]
     found = compare_ranks.gather_text(f"{structure}\n{json.dumps(rows)}", group, device)
     structures, _, row_counts = zip(*(each.rpartition("\n") for each in found), strict=True)
@@ -62,13 +65,6 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
         for number, leaf in enumerate(leaves)
     )
     return map_leaves(lambda _: next(gathered), values)
-
-
-def _device(leaves: list[torch.Tensor], group: Any) -> torch.device:
-    """Return the device of the tensors to communicate: NCCL does not move those of a CPU."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return leaves[0].device if leaves else torch.device("cpu")
 
 
 def _gather_rows(leaf: torch.Tensor, counts: list[int], group: Any, size: int | None) -> torch.Tensor:

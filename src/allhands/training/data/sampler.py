@@ -88,15 +88,8 @@ class DistributedSampler(Sampler[Any]):
             self._next_epoch()
         items = self._order.items(self.seed, self.epoch)
         self._size = len(items)
-        position = self._position = LoaderPosition()
-        return self._pass(position, self._own_items(items))
-
-    @staticmethod
-    def _pass(position: LoaderPosition, items: list[Any]) -> Iterator[Any]:
-        for item in items:
-            position.draw()
-            yield item
-        position.exhausted = True
+        self._position = LoaderPosition()
+        return self._position.follow(self._own_items(items))
 
     def _own_items(self, items: Any) -> list[Any]:
         """Return this rank's share of the remaining ``items``."""

@@ -122,8 +122,11 @@ class ModuleWatch:
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self._parameters = dict(module.named_parameters())
+        self._parameters = self._named()
         self._record()
+
+    def _named(self) -> dict[str, Parameter]:
+        return {name: each for name, each in self._module.named_parameters() if name not in self._ignored}
 
     def _record(self) -> None:
         # torch's own tables of each submodule: comparing them is faster than `Module.named_parameters` in every pass.
@@ -143,16 +146,11 @@ class ModuleWatch:
         present = self._present()
         if len(present) == len(self._values) and all(map(operator.is_, present, self._values)):
             return
-        now = dict(self._module.named_parameters())
-        was = self._parameters
-        new = [name for name in now if name not in was and name not in self._ignored]
-        gone = [name for name in was if name not in now and name not in self._ignored]
-        # torch.func.functional_call puts plain tensors in the place of parameters for the time of a call.
-        replaced = [
-            name
-            for name, each in now.items()
-            if name in was and each is not was[name] and name not in self._ignored and isinstance(each, Parameter)
-        ]
+        now, was = self._named(), self._parameters
+        new, gone = [name for name in now if name not in was], [name for name in was if name not in now]
+        # torch.func.functional_call replaces parameters by plain tensors during a call.
+        others = [name for name, each in now.items() if each is not was.get(name) and isinstance(each, Parameter)]
+        replaced = [name for name in others if name in was]
         if new or gone or replaced:
             lines = []
             for change, names in (("new", new), ("gone", gone), ("replaced", replaced)):
