@@ -1,8 +1,7 @@
 """Buckets: which gradients are reduced together, their memory, and the copies in and out of it.
 
 `BucketMemory` allocates one tensor per dtype and device and returns buckets, which are slices of it: another order of
-the buckets needs no other memory. `TensorList` reduces gradients in their own memory; if one of them cannot be (it is
-missing, sparse, not contiguous or overlaps another), those of the list are copied to their buckets.
+the buckets needs no other memory.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import _core, _torch
+from ... import _torch
 from ...errors import ResourceError, fail
 from ...groups import registered
 from ...groups.process_group import HostGroup
@@ -25,12 +24,10 @@ __all__ = [
     "Bucket",
     "BucketMemory",
     "BucketPart",
-    "TensorList",
     "assign",
     "copy_in",
     "copy_out",
     "move_in",
-    "tensor_lists",
 ]
 
 # Buckets start on cache lines of their own: ranks write adjacent slices at the same time.
@@ -89,6 +86,8 @@ class Bucket:
     def __init__(self, index: int, parts: list[BucketPart], flat: torch.Tensor | None, *, last: bool) -> None:
         self.parts = parts
         self.flat = flat
+        # The order in which gradients are reduced in their own memory: the last ones are most likely to be in a cache.
+        self.order = tuple(part.position for part in reversed(parts))
         self._index = index
         self._last = last
         self._buffer: Any = flat
@@ -133,6 +132,10 @@ class Bucket:
         if gradient is None:
             gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
         self._buffer = gradient if gradient.is_sparse else gradient.to_sparse()
+
+    def flats(self) -> list[torch.Tensor]:
+        """Return the views of a dense bucket in `order`, each flattened in the order of its memory."""
+        return [part.view.as_strided((part.view.numel(),), (1,)) for part in reversed(self.parts)]
 
     def zeros(self) -> Bucket:
         """Return a bucket of zeros with the same layout: the contribution of a rank without inputs."""
@@ -270,38 +273,3 @@ def copy_out(parts: Iterable[BucketPart], *, views: bool) -> None:
             targets.append(gradient)
             sources.append(view)
     _torch.foreach_copy(targets, sources)
-
-
-class TensorList(NamedTuple):
-    """Gradients of one dtype that are reduced as one, each in its own memory."""
-
-    parts: list[BucketPart]
-    order: tuple[int, ...]
-
-    def gather(
-        self, grad_hook: _core.GradHook, names: Sequence[str], rank: int
-    ) -> tuple[list[torch.Tensor], list[BucketPart]]:
-        """Return the tensors to reduce, and the parts that were copied to buckets. Raises as `copy_in` does."""
-        found: list[torch.Tensor] | None = grad_hook.gather(self.order)
-        if found is not None:
-            return found, []
-        with torch.no_grad():
-            copy_in(self.parts, names, rank)
-        # The elements in memory order.
-        return [part.view.as_strided((part.view.numel(),), (1,)) for part in self.parts], self.parts
-
-    def zeros(self) -> list[torch.Tensor]:
-        """Return the contribution of a rank without inputs."""
-        return [torch.zeros(part.parameter.numel(), dtype=part.parameter.dtype) for part in self.parts]
-
-
-def tensor_lists(buckets: Sequence[Bucket], *, merge: bool) -> list[TensorList]:
-    """Return one list per bucket, or with ``merge`` one per dtype, in the order of their last buckets.
-
-    The gradients that arrived last come first: they are the most likely to be in a cache.
-    """
-    merged: dict[Any, list[BucketPart]] = {}
-    for number, bucket in enumerate(buckets):
-        key = bucket.parts[0].parameter.dtype if merge else number
-        merged[key] = [*merged.pop(key, []), *bucket.parts]
-    return [TensorList(parts[::-1], tuple(part.position for part in parts[::-1])) for parts in merged.values()]

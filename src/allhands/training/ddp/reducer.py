@@ -229,7 +229,6 @@ class Reducer:
         self._grad_hook.set_places(
             tuple(number for number, _ in places), None if self._can_reduce_in_place else views_to_fill, layouts
         )
-        self._lists = bucket.tensor_lists(self.buckets, merge=not self._overlap) if self._can_reduce_in_place else []
         self._trained = []
         self._next_pass()
 
@@ -237,11 +236,6 @@ class Reducer:
     def _in_place(self) -> bool:
         """Whether gradients are reduced in their own memory."""
         return self._can_reduce_in_place and not self.static and self.averager.hook is None
-
-    @property
-    def _units(self) -> Sequence[Any]:
-        """What is reduced by one call each: lists or buckets."""
-        return self._lists if self._in_place else self.buckets
 
     def rebuild(self) -> None:
         """Arrange the buckets, once, in the order in which gradients arrived. All ranks call this at the same time."""
@@ -388,20 +382,23 @@ class Reducer:
     # Buckets are reduced -------------------------------------------------------------------------------------------
 
     def _launch(self, number: int) -> None:
-        """Start the reduction of a bucket or list."""
-        now = self._now
+        """Start the reduction of a bucket."""
+        now, unit = self._now, self.buckets[number]
         now.launched = number + 1
-        wait = number == len(self._units) - 1 or not self._overlap
+        wait = unit.is_last() or not self._overlap
         with torch.no_grad():
-            if self._in_place:
-                tensors, copied = self._lists[number].gather(self._grad_hook, self.names, self.rank)
-                now.copied += copied
-                start = functools.partial(self.averager.start, tensors)
-            else:
-                self.buckets[number].fill(self.names, self.rank)
-                start = functools.partial(self.averager.start_bucket, self.buckets[number])
+            tensors = self._grad_hook.gather(unit.order) if self._in_place else None
+            if tensors is None:
+                unit.fill(self.names, self.rank)
+                if self._in_place:
+                    # A gradient is missing, sparse, not contiguous, or shares memory. The call is the same.
+                    now.copied += unit.parts
+                    tensors = unit.flats()
             try:
-                now.waits.append(start(self.divisor, wait=wait))
+                if tensors is None:
+                    now.waits.append(self.averager.start_bucket(unit, self.divisor, wait=wait))
+                else:
+                    now.waits.append(self.averager.start(tensors, self.divisor, wait=wait))
             except AllhandsError:
                 # The group has failed; the next call reports why.
                 now.ready = now.launched = 0
@@ -438,7 +435,7 @@ class Reducer:
             pairs = zip(now.counts, self._needed, strict=True)
             found = [index for index, (count, needed) in enumerate(pairs) if count < needed]
             missing = [index for index in found if self.parameters[index].requires_grad]
-        for number in range(now.launched, len(self._units)):
+        for number in range(now.launched, len(self.buckets)):
             self._launch(number)
         for wait in now.waits:
             wait()
@@ -507,9 +504,12 @@ class Reducer:
     @torch.no_grad()
     def reduce_zeros(self) -> None:
         """Contribute zeros to the reductions of one backward pass of other ranks, and drop the results."""
-        start = self.averager.start if self._in_place else self.averager.start_bucket
-        last = len(self._units) - 1
-        waits = [start(unit.zeros(), self.divisor, wait=number == last) for number, unit in enumerate(self._units)]
+        waits = []
+        for unit in map(bucket.Bucket.zeros, self.buckets):
+            if self._in_place:
+                waits.append(self.averager.start(unit.flats(), self.divisor, wait=unit.is_last()))
+            else:
+                waits.append(self.averager.start_bucket(unit, self.divisor, wait=unit.is_last()))
         for wait in waits:
             wait()
         self._used = [0] * len(self.parameters)
