@@ -10,7 +10,7 @@ import contextlib
 import copy
 import os
 import socket
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +20,7 @@ from ...errors import ResourceError, fail
 from ...groups import registered
 from ...groups.process_group import HostGroup
 
-__all__ = [
-    "Bucket",
-    "BucketMemory",
-    "BucketPart",
-    "assign",
-    "copy_in",
-    "copy_out",
-    "move_in",
-]
+__all__ = ["Bucket", "BucketMemory", "BucketPart", "assign", "move_in"]
 
 # Buckets start on cache lines of their own: ranks write adjacent slices at the same time.
 _LINE_BYTES = 64
@@ -116,22 +108,63 @@ class Bucket:
         """Replace `buffer` for this pass."""
         self._buffer = buffer
 
-    def take_buffer(self) -> torch.Tensor:
-        """Return `buffer`, and keep no reference to what a hook returned or to a sparse gradient."""
-        found, self._buffer = self._buffer, self.flat
-        return found  # type: ignore[no-any-return]
-
     def fill(self, names: Sequence[str], rank: int) -> None:
-        """Copy the gradients to `buffer`. Raises as `copy_in` does."""
+        """Copy the gradients to `buffer`, zeros for missing ones.
+
+        Raises module-changed, with the name and ``rank``, if the shape or dtype of a gradient changed.
+        """
         self._buffer = self.flat
-        if self.flat is not None:
-            copy_in(self.parts, names, rank)
+        if self.flat is None:
+            parameter = self.parts[0].parameter
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            self._buffer = gradient if gradient.is_sparse else gradient.to_sparse()
             return
-        parameter = self.parts[0].parameter
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-        self._buffer = gradient if gradient.is_sparse else gradient.to_sparse()
+        targets, sources = [], []
+        for position, parameter, view in self.parts:
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                if gradient.shape != view.shape or gradient.dtype != view.dtype:
+                    raise fail(
+                        "module-changed",
+                        f"the module was changed after it was wrapped: {names[position]} is another tensor now",
+                        who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+                        why=f"its gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}; "
+                        f"when it was wrapped it was {view.dtype} {tuple(view.shape)} on {view.device}",
+                        fix="convert or move the module first, then wrap it",
+                        ranks=(rank,),
+                    )
+                targets.append(view)
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        _torch.foreach_copy(targets, sources)
+
+    def copy_out(self, unused: Container[int], *, views: bool) -> None:
+        """Set the gradients of parameters to the averages in `buffer`, with ``views`` to views of the bucket.
+
+        Those of ``unused`` parameters and of parameters that are frozen now stay.
+        """
+        # A hook may have returned another tensor, which is not kept.
+        average, self._buffer = self._buffer, self.flat
+        if self.flat is not None and average.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(average.view(-1))
+        targets, sources = [], []
+        for position, parameter, view in self.parts:
+            gradient = parameter.grad
+            if position in unused or not parameter.requires_grad:
+                continue
+            if view is None:
+                parameter.grad = average
+            elif views or gradient is view:
+                parameter.grad = view
+            elif gradient is None or gradient.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                targets.append(gradient)
+                sources.append(view)
+        _torch.foreach_copy(targets, sources)
 
     def flats(self) -> list[torch.Tensor]:
         """Return the views of a dense bucket in `order`, each flattened in the order of its memory."""
@@ -230,46 +263,3 @@ def move_in(part: BucketPart) -> None:
         with torch.no_grad():
             view.copy_(gradient)
         part.parameter.grad = view
-
-
-def copy_in(parts: Sequence[BucketPart], names: Sequence[str], rank: int) -> None:
-    """Copy dense gradients to their buckets, zeros for missing ones.
-
-    Raises module-changed, with the name and ``rank``, if the shape or dtype of a gradient changed.
-    """
-    targets, sources = [], []
-    for part in parts:
-        gradient = part.parameter.grad
-        if gradient is None:
-            part.view.zero_()
-        elif gradient is not part.view:
-            if gradient.shape != part.view.shape or gradient.dtype != part.view.dtype:
-                raise fail(
-                    "module-changed",
-                    f"the module was changed after it was wrapped: {names[part.position]} is another tensor now",
-                    who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
-                    why=f"its gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}; "
-                    f"when it was wrapped it was {part.view.dtype} {tuple(part.view.shape)} on {part.view.device}",
-                    fix="convert or move the module first, then wrap it",
-                    ranks=(rank,),
-                )
-            targets.append(part.view)
-            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-    _torch.foreach_copy(targets, sources)
-
-
-def copy_out(parts: Iterable[BucketPart], *, views: bool) -> None:
-    """Set the gradients of parameters to the averages in their buckets; with ``views`` to views of the buckets."""
-    targets, sources = [], []
-    for _, parameter, view in parts:
-        gradient = parameter.grad
-        if gradient is view or not parameter.requires_grad:
-            continue
-        if views:
-            parameter.grad = view
-        elif gradient is None or gradient.is_sparse:
-            parameter.grad = view.clone()
-        else:
-            targets.append(gradient)
-            sources.append(view)
-    _torch.foreach_copy(targets, sources)

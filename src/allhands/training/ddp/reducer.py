@@ -136,8 +136,8 @@ class _BackwardPass:
     ready: int = 0
     launched: int = 0
     waits: list[Callable[[], Any]] = field(default_factory=list)
-    # Gradients that could not be reduced in place.
-    copied: list[bucket.BucketPart] = field(default_factory=list)
+    # Buckets whose gradients could not be reduced in place.
+    copied: list[bucket.Bucket] = field(default_factory=list)
     # The indices of gradients in the order of arrival, unless the core counts them.
     order: list[int] = field(default_factory=list)
 
@@ -392,7 +392,7 @@ class Reducer:
                 unit.fill(self.names, self.rank)
                 if self._in_place:
                     # A gradient is missing, sparse, not contiguous, or shares memory. The call is the same.
-                    now.copied += unit.parts
+                    now.copied.append(unit)
                     tensors = unit.flats()
             try:
                 if tensors is None:
@@ -441,10 +441,8 @@ class Reducer:
             wait()
         self._check_used(missing)
         with torch.no_grad():
-            if self._in_place:
-                bucket.copy_out(now.copied, views=False)
-            else:
-                self._set_gradients()
+            for unit in now.copied if self._in_place else self.buckets:
+                unit.copy_out(self._unused, views=self.views)
         if self.passes == 0:
             # Those that did not arrive are last, so that no other gradient waits for them.
             self._order = list(dict.fromkeys([*now.order, *self._order]))
@@ -454,19 +452,6 @@ class Reducer:
             for optimizer in optimizers:
                 optimizer.step()
             parameter.grad = None
-
-    def _set_gradients(self) -> None:
-        """Set the gradients of parameters to their averages, except those that no rank used."""
-        for each in self.buckets:
-            result = each.take_buffer()
-            used = [part for part in each.parts if part.position not in self._unused]
-            if each.flat is None:
-                for part in used:
-                    part.parameter.grad = result
-                continue
-            if result.data_ptr() != each.flat.data_ptr():
-                each.flat.copy_(result.view(-1))
-            bucket.copy_out(used, views=self.views)
 
     def _check_used(self, missing: list[int]) -> None:
         """Raise unused-parameters on every rank if any rank is ``missing`` gradients; or find the unused parameters.
