@@ -97,8 +97,7 @@ class DistributedSampler(Sampler[Any]):
         end = first + self._count(size, self._start) * self.num_replicas
         # Modulo: torch's padding is the order from its beginning, repeated as needed.
         if isinstance(items, torch.Tensor):
-            own: list[int] = items[torch.arange(first, end, self.num_replicas) % max(size, 1)].tolist()
-            return own
+            return items[torch.arange(first, end, self.num_replicas) % max(size, 1)].tolist()
         return [items[index % size] for index in range(first, end, self.num_replicas)]
 
     def _count(self, size: int, start: int) -> int:

@@ -37,15 +37,13 @@ def check_same_structure(parameters: Mapping[str, torch.Tensor], options: Mappin
     """Raise parameters-differ on every rank if parameters or options differ between ranks. All ranks call this."""
     described = {name: _describe(parameter) for name, parameter in parameters.items()}
     described |= {f"argument {name}": str(value) for name, value in options.items()}
-    device = next(iter(parameters.values())).device
-    _compare(described, group, device, "ranks wrap different modules", values=False)
+    _compare(parameters, described, group, "ranks wrap different modules", values=False)
 
 
 def check_same_values(parameters: Mapping[str, torch.Tensor], group: Any) -> None:
     """Raise parameters-differ on every rank if values differ between ranks. All ranks call this."""
     described = {name: digest(parameter) for name, parameter in parameters.items()}
-    device = next(iter(parameters.values())).device
-    _compare(described, group, device, "parameters differ between ranks", values=True)
+    _compare(parameters, described, group, "parameters differ between ranks", values=True)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -62,9 +60,12 @@ def _describe(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}{strides}{frozen}"
 
 
-def _compare(described: dict[str, str], group: Any, device: torch.device, what: str, *, values: bool) -> None:
+def _compare(
+    parameters: Mapping[str, torch.Tensor], described: Mapping[str, str], group: Any, what: str, *, values: bool
+) -> None:
     if dist.get_world_size(group) == 1:
         return
+    device = next(iter(parameters.values())).device
     text = json.dumps(list(described.items()))
     summary = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
     if len(set(gather_text(summary, group, device))) == 1:

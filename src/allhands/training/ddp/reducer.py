@@ -373,12 +373,6 @@ class Reducer:
             self.armed = armed
             self._now.synchronized |= synchronized
 
-    def set_always(self, *, always: bool) -> None:
-        """Reduce every backward pass from now on, or only those that a forward pass announces."""
-        with self._lock:
-            self.always = always
-            self._next_pass()
-
     # Buckets are reduced -------------------------------------------------------------------------------------------
 
     def _launch(self, number: int) -> None:

@@ -76,8 +76,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         """Normalise a batch of shape (N, C, ...). In training, every rank of the group must call it."""
         group = self._group() if self.training else None
         if group is None:
-            plain: torch.Tensor = super().forward(input)
-            return plain
+            return super().forward(input)  # type: ignore[no-any-return]
         self._check_input_dim(input)
         factor = self.momentum
         if self.track_running_stats:
@@ -86,8 +85,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 # A tensor: reading the counter would synchronize a GPU.
                 factor = 1.0 / self.num_batches_tracked.double()
         if torch.compiler.is_compiling() and not input.numel():
-            found: torch.Tensor = self._uncompiled(input, factor, group)
-            return found
+            return self._uncompiled(input, factor, group)  # type: ignore[no-any-return]
         return self._synchronized(input, factor, group)
 
     def _synchronized(
