@@ -29,8 +29,7 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
 
     Raises `CollectiveMismatch` if the ranks' values differ in structure, dtype or shape beyond the first dimension.
     """
-    if not dist.is_initialized():
-        collectives.require_group("gather_metrics")
+    collectives.require_group("gather_metrics")
     group = dist.group.WORLD if group is None else group
     leaves: list[torch.Tensor] = []
 
@@ -56,7 +55,7 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
     found = compare_ranks.gather_text(f"{structure}\n{json.dumps(rows)}", group, device)
     structures, _, row_counts = zip(*(each.rpartition("\n") for each in found), strict=True)
     compare_ranks.raise_if_different(
-        "what they give to gather_metrics", structures, group, fix="give values of the same structure everywhere"
+        "the values passed to gather_metrics", structures, group, fix="pass values of the same structure on every rank"
     )
     counts = [json.loads(each) for each in row_counts]
     size = None if sampler is None else sampler.dealt

@@ -88,10 +88,10 @@ class IterableShard(IterableDataset[Any]):
             if self._state[_STARTED]:
                 raise fail(
                     "invalid-argument",
-                    "state_dict() cannot tell how far the training loop is",
+                    "state_dict() cannot determine the position of the training loop",
                     who="shard_iterable",
                     why="the DataLoader has workers, which prefetch",
-                    fix="pass the number of items of this epoch that this rank has had: "
+                    fix="pass the number of items of this epoch that this rank has received: "
                     "state_dict(consumed=steps * batch_size)",
                 )
             if self._position is not None and self._position.complete:

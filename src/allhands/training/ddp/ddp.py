@@ -94,7 +94,9 @@ class DistributedDataParallel(Module, Joinable):
             )
         if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise invalid_argument(
-                "delay_all_reduce_named_params is not supported", "", "leave it out: gradients are reduced as they come"
+                "delay_all_reduce_named_params is not supported",
+                "",
+                "leave it out: gradients are reduced when their bucket is complete",
             )
         named = checked_parameters(module)
         devices = {each.device for each in named.values()}

@@ -94,7 +94,14 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         """Normalise by the moments of all ranks; compiled code does not compare layers first."""
         compiling = torch.compiler.is_compiling()
         if compare and not compiling and not self._compared:
-            self._compare_layers(batch, group)
+            layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
+            compare_ranks.raise_if_different(
+                "the SyncBatchNorm layers they call",
+                compare_ranks.gather_text(layer, group, batch.device),
+                group,
+                fix="build the same model and use the same dtypes on every rank",
+            )
+            self._compared = True
         with torch.no_grad():
             record = pack(batch)
             records = record.new_empty((dist.get_world_size(group), *record.shape))
@@ -147,17 +154,6 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 f"SyncBatchNorm cannot normalise {input.dtype}", "convert the batch to a floating-point type"
             )
 
-    def _compare_layers(self, batch: torch.Tensor, group: Any) -> None:
-        """Compare the layer with those of the other ranks, once."""
-        layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
-        compare_ranks.raise_if_different(
-            "the SyncBatchNorm that they call",
-            compare_ranks.gather_text(layer, group, batch.device),
-            group,
-            fix="build the same model and give the same types everywhere",
-        )
-        self._compared = True
-
     @staticmethod
     def _check_moments(batch: torch.Tensor, moments: Moments, group: Any) -> None:
         """Raise on every rank if dtypes differ, or if all batches together have one value per channel.
@@ -167,7 +163,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         if batch.is_cpu and not bool((moments.dtypes == moments.dtypes[0]).all()):
             values = [f"a batch of {_name(DTYPES[int(index)])}" for index in moments.dtypes]
             compare_ranks.raise_if_different(
-                "the batch that they give to SyncBatchNorm", values, group, fix="give the same type everywhere"
+                "the batches passed to SyncBatchNorm", values, group, fix="pass the same dtype on every rank"
             )
         if batch.numel() // batch.shape[1] <= 1 and int(moments.total) == 1:
             raise _invalid(
