@@ -29,8 +29,7 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
 
     Raises `CollectiveMismatch` if the ranks' values differ in structure, dtype or shape beyond the first dimension.
     """
-    if not dist.is_initialized():
-        collectives.require_group("gather_metrics")
+    collectives.require_group("gather_metrics")
     group = dist.group.WORLD if group is None else group
     leaves: list[torch.Tensor] = []
 
@@ -48,12 +47,15 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
         return f"{str(leaves[-1].dtype).removeprefix('torch.')} {shape}"
 
     structure = map_leaves(describe, values)
-    device = _device(leaves, group)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        # NCCL does not move tensors of a CPU.
+        device = torch.device("cuda", torch.cuda.current_device())
     rows = [len(leaf) if leaf.dim() else -1 for leaf in leaves]
     found = compare_ranks.gather_text(f"{structure}\n{json.dumps(rows)}", group, device)
     structures, _, row_counts = zip(*(each.rpartition("\n") for each in found), strict=True)
     compare_ranks.raise_if_different(
-        "what they give to gather_metrics", structures, group, fix="give values of the same structure everywhere"
+        "the values passed to gather_metrics", structures, group, fix="pass values of the same structure on every rank"
     )
     counts = [json.loads(each) for each in row_counts]
     size = None if sampler is None else sampler.dealt
@@ -62,13 +64,6 @@ def gather_metrics(values: Any, *, sampler: DistributedSampler | None = None, gr
         for number, leaf in enumerate(leaves)
     )
     return map_leaves(lambda _: next(gathered), values)
-
-
-def _device(leaves: list[torch.Tensor], group: Any) -> torch.device:
-    """Return the device of the tensors to communicate: NCCL does not move those of a CPU."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return leaves[0].device if leaves else torch.device("cpu")
 
 
 def _gather_rows(leaf: torch.Tensor, counts: list[int], group: Any, size: int | None) -> torch.Tensor:

@@ -51,21 +51,15 @@ class IterableShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this rank's items; in a DataLoader's worker, this worker's."""
         worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        position = LoaderPosition()
-        if worker is None:
-            self._position = position
-        else:
-            self._state[_STARTED] = 1
         epoch = int(self._state[_EPOCH])
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
-        if epoch >= int(self._state[_FIRST_EPOCH]):
-            for item in self._own_items(self._start(), number, workers):
-                if worker is None:
-                    position.draw()
-                yield item
-        position.exhausted = True
+        over = epoch < int(self._state[_FIRST_EPOCH])
+        if worker is not None:
+            self._state[_STARTED] = 1
+            return iter(()) if over else self._own_items(self._start(), worker.id, worker.num_workers)
+        self._position = LoaderPosition()
+        return self._position.follow(() if over else self._own_items(self._start(), 0, 1))
 
     def _start(self) -> int:
         """Return how many items of the stream the next pass skips."""
@@ -94,10 +88,10 @@ class IterableShard(IterableDataset[Any]):
             if self._state[_STARTED]:
                 raise fail(
                     "invalid-argument",
-                    "state_dict() cannot tell how far the training loop is",
+                    "state_dict() cannot determine the position of the training loop",
                     who="shard_iterable",
                     why="the DataLoader has workers, which prefetch",
-                    fix="pass the number of items of this epoch that this rank has had: "
+                    fix="pass the number of items of this epoch that this rank has received: "
                     "state_dict(consumed=steps * batch_size)",
                 )
             if self._position is not None and self._position.complete:

@@ -78,19 +78,16 @@ class LengthGroupedBatches(Sampler[list[int]]):
         order = order[(window * (longest + 1) + longest - self._lengths[order]).argsort(stable=True)]
         batches: list[list[int]] = []
         for index, length in zip(order.tolist(), self._lengths[order].tolist(), strict=True):
-            if batches and self._fits(batches[-1], length):
-                batches[-1].append(index)
-            else:
+            batch = batches[-1] if batches else []
+            longest = max(length, int(self._lengths[batch[0]])) if batch else length
+            too_long = self.most is not None and longest * (len(batch) + 1) > self.most
+            if not batch or len(batch) >= self.batch_size or too_long:
                 batches.append([index])
+            else:
+                batch.append(index)
         if self.drop_last and batches and self.most is None and len(batches[-1]) < self.batch_size:
             batches.pop()
         if batches:
             first = max(range(len(batches)), key=lambda batch: int(self._lengths[batches[batch]].max()))
             batches.insert(0, batches.pop(first))
         return batches
-
-    def _fits(self, batch: list[int], length: int) -> bool:
-        if len(batch) >= self.batch_size:
-            return False
-        longest = max(length, int(self._lengths[batch[0]]))
-        return self.most is None or longest * (len(batch) + 1) <= self.most

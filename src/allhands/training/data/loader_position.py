@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ... import _torch
@@ -22,7 +23,6 @@ class LoaderPosition:
         self.drawn = 0
         # Whether the sampler's iterator has ended.
         self.exhausted = False
-        self._searched = False
         # The attributes of the DataLoader's iterator. They outlive it until its end is recorded; the iterator itself
         # is not referenced, because its end stops its workers.
         self._loader_state: dict[str, Any] | None = None
@@ -32,18 +32,21 @@ class LoaderPosition:
         self._returned = 0
         self._pending = 0
 
-    def draw(self) -> None:
-        """Count one item. The sampler's iterator calls this before it yields the item."""
-        if not self._searched:
-            # Once per pass: search the call stack for the DataLoader's iterator.
-            self._searched = True
-            loader = _torch.loader_iterator(sys._getframe(1), _MAX_FRAMES)  # noqa: SLF001  # torch passes no reference
-            if loader is not None:
-                self._loader_state = vars(loader)
-                self._loader = weakref.ref(loader, self._on_loader_end)
-        self.drawn += 1
-        if self._loader_state is not None:
-            self._ends[_torch.batches_asked_for(self._loader_state)] = self.drawn
+    def follow(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the ``items`` of the pass, and count them."""
+        # The first item is requested here: search the call stack for the DataLoader's iterator.
+        loader = _torch.loader_iterator(sys._getframe(1), _MAX_FRAMES)  # noqa: SLF001  # torch passes no reference
+        if loader is not None:
+            self._loader_state = vars(loader)
+            self._loader = weakref.ref(loader, self._on_loader_end)
+            # This frame lives as long as the pass.
+            del loader
+        for item in items:
+            self.drawn += 1
+            if self._loader_state is not None:
+                self._ends[_torch.batches_asked_for(self._loader_state)] = self.drawn
+            yield item
+        self.exhausted = True
 
     @property
     def consumed(self) -> int:

@@ -88,15 +88,8 @@ class DistributedSampler(Sampler[Any]):
             self._next_epoch()
         items = self._order.items(self.seed, self.epoch)
         self._size = len(items)
-        position = self._position = LoaderPosition()
-        return self._pass(position, self._own_items(items))
-
-    @staticmethod
-    def _pass(position: LoaderPosition, items: list[Any]) -> Iterator[Any]:
-        for item in items:
-            position.draw()
-            yield item
-        position.exhausted = True
+        self._position = LoaderPosition()
+        return self._position.follow(self._own_items(items))
 
     def _own_items(self, items: Any) -> list[Any]:
         """Return this rank's share of the remaining ``items``."""
@@ -104,8 +97,7 @@ class DistributedSampler(Sampler[Any]):
         end = first + self._count(size, self._start) * self.num_replicas
         # Modulo: torch's padding is the order from its beginning, repeated as needed.
         if isinstance(items, torch.Tensor):
-            own: list[int] = items[torch.arange(first, end, self.num_replicas) % max(size, 1)].tolist()
-            return own
+            return items[torch.arange(first, end, self.num_replicas) % max(size, 1)].tolist()
         return [items[index % size] for index in range(first, end, self.num_replicas)]
 
     def _count(self, size: int, start: int) -> int:

@@ -1,8 +1,7 @@
 """Buckets: which gradients are reduced together, their memory, and the copies in and out of it.
 
 `BucketMemory` allocates one tensor per dtype and device and returns buckets, which are slices of it: another order of
-the buckets needs no other memory. `TensorList` reduces gradients in their own memory; if one of them cannot be (it is
-missing, sparse, not contiguous or overlaps another), those of the list are copied to their buckets.
+the buckets needs no other memory.
 """
 
 from __future__ import annotations
@@ -11,27 +10,17 @@ import contextlib
 import copy
 import os
 import socket
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ... import _core, _torch
+from ... import _torch
 from ...errors import ResourceError, fail
 from ...groups import registered
 from ...groups.process_group import Group
 
-__all__ = [
-    "Bucket",
-    "BucketMemory",
-    "BucketPart",
-    "TensorList",
-    "assign",
-    "copy_in",
-    "copy_out",
-    "move_in",
-    "tensor_lists",
-]
+__all__ = ["Bucket", "BucketMemory", "BucketPart", "assign", "move_in"]
 
 # Buckets start on cache lines of their own: ranks write adjacent slices at the same time.
 _LINE_BYTES = 64
@@ -89,6 +78,8 @@ class Bucket:
     def __init__(self, index: int, parts: list[BucketPart], flat: torch.Tensor | None, *, last: bool) -> None:
         self.parts = parts
         self.flat = flat
+        # The order in which gradients are reduced in their own memory: the last ones are most likely to be in a cache.
+        self.order = tuple(part.position for part in reversed(parts))
         self._index = index
         self._last = last
         self._buffer: Any = flat
@@ -117,22 +108,67 @@ class Bucket:
         """Replace `buffer` for this pass."""
         self._buffer = buffer
 
-    def take_buffer(self) -> torch.Tensor:
-        """Return `buffer`, and keep no reference to what a hook returned or to a sparse gradient."""
-        found, self._buffer = self._buffer, self.flat
-        return found  # type: ignore[no-any-return]
-
     def fill(self, names: Sequence[str], rank: int) -> None:
-        """Copy the gradients to `buffer`. Raises as `copy_in` does."""
+        """Copy the gradients to `buffer`, zeros for missing ones.
+
+        Raises module-changed, with the name and ``rank``, if the shape or dtype of a gradient changed.
+        """
         self._buffer = self.flat
-        if self.flat is not None:
-            copy_in(self.parts, names, rank)
+        if self.flat is None:
+            parameter = self.parts[0].parameter
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            self._buffer = gradient if gradient.is_sparse else gradient.to_sparse()
             return
-        parameter = self.parts[0].parameter
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-        self._buffer = gradient if gradient.is_sparse else gradient.to_sparse()
+        targets, sources = [], []
+        for position, parameter, view in self.parts:
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                if gradient.shape != view.shape or gradient.dtype != view.dtype:
+                    raise fail(
+                        "module-changed",
+                        f"the module was changed after it was wrapped: {names[position]} is another tensor now",
+                        who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
+                        why=f"its gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}; "
+                        f"when it was wrapped it was {view.dtype} {tuple(view.shape)} on {view.device}",
+                        fix="convert or move the module first, then wrap it",
+                        ranks=(rank,),
+                    )
+                targets.append(view)
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        _torch.foreach_copy(targets, sources)
+
+    def copy_out(self, unused: Container[int], *, views: bool) -> None:
+        """Set the gradients of parameters to the averages in `buffer`, with ``views`` to views of the bucket.
+
+        Those of ``unused`` parameters and of parameters that are frozen now stay.
+        """
+        # A hook may have returned another tensor, which is not kept.
+        average, self._buffer = self._buffer, self.flat
+        if self.flat is not None and average.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(average.view(-1))
+        targets, sources = [], []
+        for position, parameter, view in self.parts:
+            gradient = parameter.grad
+            if position in unused or not parameter.requires_grad:
+                continue
+            if view is None:
+                parameter.grad = average
+            elif views or gradient is view:
+                parameter.grad = view
+            elif gradient is None or gradient.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                targets.append(gradient)
+                sources.append(view)
+        _torch.foreach_copy(targets, sources)
+
+    def flats(self) -> list[torch.Tensor]:
+        """Return the views of a dense bucket in `order`, each flattened in the order of its memory."""
+        return [part.view.as_strided((part.view.numel(),), (1,)) for part in reversed(self.parts)]
 
     def zeros(self) -> Bucket:
         """Return a bucket of zeros with the same layout: the contribution of a rank without inputs."""
@@ -227,81 +263,3 @@ def move_in(part: BucketPart) -> None:
         with torch.no_grad():
             view.copy_(gradient)
         part.parameter.grad = view
-
-
-def copy_in(parts: Sequence[BucketPart], names: Sequence[str], rank: int) -> None:
-    """Copy dense gradients to their buckets, zeros for missing ones.
-
-    Raises module-changed, with the name and ``rank``, if the shape or dtype of a gradient changed.
-    """
-    targets, sources = [], []
-    for part in parts:
-        gradient = part.parameter.grad
-        if gradient is None:
-            part.view.zero_()
-        elif gradient is not part.view:
-            if gradient.shape != part.view.shape or gradient.dtype != part.view.dtype:
-                raise fail(
-                    "module-changed",
-                    f"the module was changed after it was wrapped: {names[part.position]} is another tensor now",
-                    who=f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})",
-                    why=f"its gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}; "
-                    f"when it was wrapped it was {part.view.dtype} {tuple(part.view.shape)} on {part.view.device}",
-                    fix="convert or move the module first, then wrap it",
-                    ranks=(rank,),
-                )
-            targets.append(part.view)
-            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-    _torch.foreach_copy(targets, sources)
-
-
-def copy_out(parts: Iterable[BucketPart], *, views: bool) -> None:
-    """Set the gradients of parameters to the averages in their buckets; with ``views`` to views of the buckets."""
-    targets, sources = [], []
-    for _, parameter, view in parts:
-        gradient = parameter.grad
-        if gradient is view or not parameter.requires_grad:
-            continue
-        if views:
-            parameter.grad = view
-        elif gradient is None or gradient.is_sparse:
-            parameter.grad = view.clone()
-        else:
-            targets.append(gradient)
-            sources.append(view)
-    _torch.foreach_copy(targets, sources)
-
-
-class TensorList(NamedTuple):
-    """Gradients of one dtype that are reduced as one, each in its own memory."""
-
-    parts: list[BucketPart]
-    order: tuple[int, ...]
-
-    def gather(
-        self, grad_hook: _core.GradHook, names: Sequence[str], rank: int
-    ) -> tuple[list[torch.Tensor], list[BucketPart]]:
-        """Return the tensors to reduce, and the parts that were copied to buckets. Raises as `copy_in` does."""
-        found: list[torch.Tensor] | None = grad_hook.gather(self.order)
-        if found is not None:
-            return found, []
-        with torch.no_grad():
-            copy_in(self.parts, names, rank)
-        # The elements in memory order.
-        return [part.view.as_strided((part.view.numel(),), (1,)) for part in self.parts], self.parts
-
-    def zeros(self) -> list[torch.Tensor]:
-        """Return the contribution of a rank without inputs."""
-        return [torch.zeros(part.parameter.numel(), dtype=part.parameter.dtype) for part in self.parts]
-
-
-def tensor_lists(buckets: Sequence[Bucket], *, merge: bool) -> list[TensorList]:
-    """Return one list per bucket, or with ``merge`` one per dtype, in the order of their last buckets.
-
-    The gradients that arrived last come first: they are the most likely to be in a cache.
-    """
-    merged: dict[Any, list[BucketPart]] = {}
-    for number, bucket in enumerate(buckets):
-        key = bucket.parts[0].parameter.dtype if merge else number
-        merged[key] = [*merged.pop(key, []), *bucket.parts]
-    return [TensorList(parts[::-1], tuple(part.position for part in parts[::-1])) for parts in merged.values()]

@@ -94,7 +94,9 @@ class DistributedDataParallel(Module, Joinable):
             )
         if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise invalid_argument(
-                "delay_all_reduce_named_params is not supported", "", "leave it out: gradients are reduced as they come"
+                "delay_all_reduce_named_params is not supported",
+                "",
+                "leave it out: gradients are reduced when their bucket is complete",
             )
         named = checked_parameters(module)
         devices = {each.device for each in named.values()}
@@ -152,7 +154,6 @@ class DistributedDataParallel(Module, Joinable):
             and any("SyncBatchNorm" in type(m).__name__ for m in self._modules_list),
         )
         self.reducer.averager.state, self.reducer.averager.hook = self._comm_hook
-        self._first_pass = True
 
     # A pass ----------------------------------------------------------------------------------------------------------
 
@@ -169,8 +170,7 @@ class DistributedDataParallel(Module, Joinable):
             if any(each.requires_grad for each in self._frozen):
                 # A parameter was unfrozen. No communication is needed: all ranks train the same parameters.
                 self._build()
-            if self._first_pass:
-                self._first_pass = False
+            if not self.reducer.passes:
                 self.reducer.take_over_optimizers()
         joins = self._join_config.enable
         work = Join.notify_join_context(self) if joins else None
@@ -272,7 +272,8 @@ class DistributedDataParallel(Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook for a rank without inputs; `torch.distributed.algorithms.Join` calls this."""
-        return _DDPJoinHook(self, divide_by_initial_world_size=bool(kwargs.get("divide_by_initial_world_size", True)))
+        self.divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return _DDPJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -368,10 +369,8 @@ torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 class _DDPJoinHook(JoinHook):
     """Issues the collectives of a forward and backward pass, in the same order, on a rank without inputs."""
 
-    def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
-        super().__init__()
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        ddp.divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Take part in one pass of the ranks that have inputs."""
@@ -403,15 +402,15 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in lists, tuples, mappings and dataclasses, which modules may return."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from find_tensors(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from find_tensors(each)
+        return
+    if isinstance(value, Mapping):
+        value = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, field.name))
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        yield from find_tensors(each)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

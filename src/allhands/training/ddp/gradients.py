@@ -65,11 +65,13 @@ class GradientSync(contextlib.AbstractContextManager["GradientSync"]):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave the gradients of backward passes inside this block local to each rank."""
-        self._reducer.set_always(always=False)
+        self._reducer.always = False
+        self._reducer.prepare(armed=False)
         try:
             yield
         finally:
-            self._reducer.set_always(always=True)
+            self._reducer.always = True
+            self._reducer.prepare(armed=False)
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -37,15 +37,13 @@ def check_same_structure(parameters: Mapping[str, torch.Tensor], options: Mappin
     """Raise parameters-differ on every rank if parameters or options differ between ranks. All ranks call this."""
     described = {name: _describe(parameter) for name, parameter in parameters.items()}
     described |= {f"argument {name}": str(value) for name, value in options.items()}
-    device = next(iter(parameters.values())).device
-    _compare(described, group, device, "ranks wrap different modules", values=False)
+    _compare(parameters, described, group, "ranks wrap different modules", values=False)
 
 
 def check_same_values(parameters: Mapping[str, torch.Tensor], group: Any) -> None:
     """Raise parameters-differ on every rank if values differ between ranks. All ranks call this."""
     described = {name: digest(parameter) for name, parameter in parameters.items()}
-    device = next(iter(parameters.values())).device
-    _compare(described, group, device, "parameters differ between ranks", values=True)
+    _compare(parameters, described, group, "parameters differ between ranks", values=True)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -62,9 +60,12 @@ def _describe(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}{strides}{frozen}"
 
 
-def _compare(described: dict[str, str], group: Any, device: torch.device, what: str, *, values: bool) -> None:
+def _compare(
+    parameters: Mapping[str, torch.Tensor], described: Mapping[str, str], group: Any, what: str, *, values: bool
+) -> None:
     if dist.get_world_size(group) == 1:
         return
+    device = next(iter(parameters.values())).device
     text = json.dumps(list(described.items()))
     summary = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
     if len(set(gather_text(summary, group, device))) == 1:
@@ -122,8 +123,11 @@ class ModuleWatch:
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self._parameters = dict(module.named_parameters())
+        self._parameters = self._named()
         self._record()
+
+    def _named(self) -> dict[str, Parameter]:
+        return {name: each for name, each in self._module.named_parameters() if name not in self._ignored}
 
     def _record(self) -> None:
         # torch's own tables of each submodule: comparing them is faster than `Module.named_parameters` in every pass.
@@ -143,16 +147,11 @@ class ModuleWatch:
         present = self._present()
         if len(present) == len(self._values) and all(map(operator.is_, present, self._values)):
             return
-        now = dict(self._module.named_parameters())
-        was = self._parameters
-        new = [name for name in now if name not in was and name not in self._ignored]
-        gone = [name for name in was if name not in now and name not in self._ignored]
-        # torch.func.functional_call puts plain tensors in the place of parameters for the time of a call.
-        replaced = [
-            name
-            for name, each in now.items()
-            if name in was and each is not was[name] and name not in self._ignored and isinstance(each, Parameter)
-        ]
+        now, was = self._named(), self._parameters
+        new, gone = [name for name in now if name not in was], [name for name in was if name not in now]
+        # torch.func.functional_call replaces parameters by plain tensors during a call.
+        others = [name for name, each in now.items() if each is not was.get(name) and isinstance(each, Parameter)]
+        replaced = [name for name in others if name in was]
         if new or gone or replaced:
             lines = []
             for change, names in (("new", new), ("gone", gone), ("replaced", replaced)):

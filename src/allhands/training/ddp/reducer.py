@@ -136,8 +136,8 @@ class _BackwardPass:
     ready: int = 0
     launched: int = 0
     waits: list[Callable[[], Any]] = field(default_factory=list)
-    # Gradients that could not be reduced in place.
-    copied: list[bucket.BucketPart] = field(default_factory=list)
+    # Buckets whose gradients could not be reduced in place.
+    copied: list[bucket.Bucket] = field(default_factory=list)
     # The indices of gradients in the order of arrival, unless the core counts them.
     order: list[int] = field(default_factory=list)
 
@@ -229,7 +229,6 @@ class Reducer:
         self._grad_hook.set_places(
             tuple(number for number, _ in places), None if self._can_reduce_in_place else views_to_fill, layouts
         )
-        self._lists = bucket.tensor_lists(self.buckets, merge=not self._overlap) if self._can_reduce_in_place else []
         self._trained = []
         self._next_pass()
 
@@ -237,11 +236,6 @@ class Reducer:
     def _in_place(self) -> bool:
         """Whether gradients are reduced in their own memory."""
         return self._can_reduce_in_place and not self.static and self.averager.hook is None
-
-    @property
-    def _units(self) -> Sequence[Any]:
-        """What is reduced by one call each: lists or buckets."""
-        return self._lists if self._in_place else self.buckets
 
     def rebuild(self) -> None:
         """Arrange the buckets, once, in the order in which gradients arrived. All ranks call this at the same time."""
@@ -379,29 +373,26 @@ class Reducer:
             self.armed = armed
             self._now.synchronized |= synchronized
 
-    def set_always(self, *, always: bool) -> None:
-        """Reduce every backward pass from now on, or only those that a forward pass announces."""
-        with self._lock:
-            self.always = always
-            self._next_pass()
-
     # Buckets are reduced -------------------------------------------------------------------------------------------
 
     def _launch(self, number: int) -> None:
-        """Start the reduction of a bucket or list."""
-        now = self._now
+        """Start the reduction of a bucket."""
+        now, unit = self._now, self.buckets[number]
         now.launched = number + 1
-        wait = number == len(self._units) - 1 or not self._overlap
+        wait = unit.is_last() or not self._overlap
         with torch.no_grad():
-            if self._in_place:
-                tensors, copied = self._lists[number].gather(self._grad_hook, self.names, self.rank)
-                now.copied += copied
-                start = functools.partial(self.averager.start, tensors)
-            else:
-                self.buckets[number].fill(self.names, self.rank)
-                start = functools.partial(self.averager.start_bucket, self.buckets[number])
+            tensors = self._grad_hook.gather(unit.order) if self._in_place else None
+            if tensors is None:
+                unit.fill(self.names, self.rank)
+                if self._in_place:
+                    # A gradient is missing, sparse, not contiguous, or shares memory. The call is the same.
+                    now.copied.append(unit)
+                    tensors = unit.flats()
             try:
-                now.waits.append(start(self.divisor, wait=wait))
+                if tensors is None:
+                    now.waits.append(self.averager.start_bucket(unit, self.divisor, wait=wait))
+                else:
+                    now.waits.append(self.averager.start(tensors, self.divisor, wait=wait))
             except AllhandsError:
                 # The group has failed; the next call reports why.
                 now.ready = now.launched = 0
@@ -438,16 +429,14 @@ class Reducer:
             pairs = zip(now.counts, self._needed, strict=True)
             found = [index for index, (count, needed) in enumerate(pairs) if count < needed]
             missing = [index for index in found if self.parameters[index].requires_grad]
-        for number in range(now.launched, len(self._units)):
+        for number in range(now.launched, len(self.buckets)):
             self._launch(number)
         for wait in now.waits:
             wait()
         self._check_used(missing)
         with torch.no_grad():
-            if self._in_place:
-                bucket.copy_out(now.copied, views=False)
-            else:
-                self._set_gradients()
+            for unit in now.copied if self._in_place else self.buckets:
+                unit.copy_out(self._unused, views=self.views)
         if self.passes == 0:
             # Those that did not arrive are last, so that no other gradient waits for them.
             self._order = list(dict.fromkeys([*now.order, *self._order]))
@@ -457,19 +446,6 @@ class Reducer:
             for optimizer in optimizers:
                 optimizer.step()
             parameter.grad = None
-
-    def _set_gradients(self) -> None:
-        """Set the gradients of parameters to their averages, except those that no rank used."""
-        for each in self.buckets:
-            result = each.take_buffer()
-            used = [part for part in each.parts if part.position not in self._unused]
-            if each.flat is None:
-                for part in used:
-                    part.parameter.grad = result
-                continue
-            if result.data_ptr() != each.flat.data_ptr():
-                each.flat.copy_(result.view(-1))
-            bucket.copy_out(used, views=self.views)
 
     def _check_used(self, missing: list[int]) -> None:
         """Raise unused-parameters on every rank if any rank is ``missing`` gradients; or find the unused parameters.
@@ -507,9 +483,12 @@ class Reducer:
     @torch.no_grad()
     def reduce_zeros(self) -> None:
         """Contribute zeros to the reductions of one backward pass of other ranks, and drop the results."""
-        start = self.averager.start if self._in_place else self.averager.start_bucket
-        last = len(self._units) - 1
-        waits = [start(unit.zeros(), self.divisor, wait=number == last) for number, unit in enumerate(self._units)]
+        waits = []
+        for unit in map(bucket.Bucket.zeros, self.buckets):
+            if self._in_place:
+                waits.append(self.averager.start(unit.flats(), self.divisor, wait=unit.is_last()))
+            else:
+                waits.append(self.averager.start_bucket(unit, self.divisor, wait=unit.is_last()))
         for wait in waits:
             wait()
         self._used = [0] * len(self.parameters)

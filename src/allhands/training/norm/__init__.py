@@ -1,5 +1,3 @@
 """SyncBatchNorm."""
 
-from __future__ import annotations
-
 __all__: list[str] = []

@@ -76,8 +76,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         """Normalise a batch of shape (N, C, ...). In training, every rank of the group must call it."""
         group = self._group() if self.training else None
         if group is None:
-            plain: torch.Tensor = super().forward(input)
-            return plain
+            return super().forward(input)  # type: ignore[no-any-return]
         self._check_input_dim(input)
         factor = self.momentum
         if self.track_running_stats:
@@ -86,8 +85,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 # A tensor: reading the counter would synchronize a GPU.
                 factor = 1.0 / self.num_batches_tracked.double()
         if torch.compiler.is_compiling() and not input.numel():
-            found: torch.Tensor = self._uncompiled(input, factor, group)
-            return found
+            return self._uncompiled(input, factor, group)  # type: ignore[no-any-return]
         return self._synchronized(input, factor, group)
 
     def _synchronized(
@@ -96,7 +94,14 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         """Normalise by the moments of all ranks; compiled code does not compare layers first."""
         compiling = torch.compiler.is_compiling()
         if compare and not compiling and not self._compared:
-            self._compare_layers(batch, group)
+            layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
+            compare_ranks.raise_if_different(
+                "the SyncBatchNorm layers they call",
+                compare_ranks.gather_text(layer, group, batch.device),
+                group,
+                fix="build the same model and use the same dtypes on every rank",
+            )
+            self._compared = True
         with torch.no_grad():
             record = pack(batch)
             records = record.new_empty((dist.get_world_size(group), *record.shape))
@@ -149,17 +154,6 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
                 f"SyncBatchNorm cannot normalise {input.dtype}", "convert the batch to a floating-point type"
             )
 
-    def _compare_layers(self, batch: torch.Tensor, group: Any) -> None:
-        """Compare the layer with those of the other ranks, once."""
-        layer = f"{self.num_features} channels, {_name(batch.dtype)}, eps {self.eps}, momentum {self.momentum}"
-        compare_ranks.raise_if_different(
-            "the SyncBatchNorm that they call",
-            compare_ranks.gather_text(layer, group, batch.device),
-            group,
-            fix="build the same model and give the same types everywhere",
-        )
-        self._compared = True
-
     @staticmethod
     def _check_moments(batch: torch.Tensor, moments: Moments, group: Any) -> None:
         """Raise on every rank if dtypes differ, or if all batches together have one value per channel.
@@ -169,7 +163,7 @@ class SyncBatchNorm(_torch.BatchNormBase):  # type: ignore[misc]  # torch's base
         if batch.is_cpu and not bool((moments.dtypes == moments.dtypes[0]).all()):
             values = [f"a batch of {_name(DTYPES[int(index)])}" for index in moments.dtypes]
             compare_ranks.raise_if_different(
-                "the batch that they give to SyncBatchNorm", values, group, fix="give the same type everywhere"
+                "the batches passed to SyncBatchNorm", values, group, fix="pass the same dtype on every rank"
             )
         if batch.numel() // batch.shape[1] <= 1 and int(moments.total) == 1:
             raise _invalid(
@@ -276,29 +270,25 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack(batch: torch.Tensor) -> torch.Tensor:
-    """Return this rank's record in float64: a row of count and means, and one of dtype and variances.
+    """Return this rank's record in float64: a row of count and means, and one of dtype and biased variances.
 
     In float64 counts are exact, and combining records adds no rounding error that is visible in float32.
     """
     record = torch.zeros(2, 1 + batch.shape[1], dtype=torch.float64, device=batch.device)
     record[1, 0] = DTYPES.index(batch.dtype)
-    if batch.numel():
-        record[0, 0] = batch.numel() // batch.shape[1]
-        record[0, 1:], record[1, 1:] = _local_moments(batch)
-    return record
-
-
-def _local_moments(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and biased variance per channel."""
     kept = _statistics_dtype(batch.dtype)
+    if not batch.numel():
+        return record
     if torch.compiler.is_compiling():
         # The compiler generates a kernel for this; in eager mode it is four times slower than the other.
         var, mean = torch.var_mean(batch.to(kept), (0, *range(2, batch.dim())), correction=0)
-        return mean, var
-    # The kernel returns the dtype of these running statistics, which are not used otherwise.
-    running = torch.zeros(2, batch.shape[1], dtype=kept, device=batch.device)
-    mean, var = torch.batch_norm_update_stats(batch, running[0], running[1], 1.0)
-    return mean, var
+    else:
+        # The kernel returns the dtype of these running statistics, which are not used otherwise.
+        running = torch.zeros(2, batch.shape[1], dtype=kept, device=batch.device)
+        mean, var = torch.batch_norm_update_stats(batch, running[0], running[1], 1.0)
+    record[0, 0] = batch.numel() // batch.shape[1]
+    record[0, 1:], record[1, 1:] = mean, var
+    return record
 
 
 def combine(records: torch.Tensor) -> Moments:

@@ -5,28 +5,15 @@ import torch
 from hypothesis import given as with_given
 from hypothesis import strategies as st
 
-from allhands import _core
 from allhands.errors import AllhandsError
-from allhands.groups import collectives
-from allhands.training.ddp.bucket import Bucket, BucketMemory, TensorList, assign, tensor_lists
+from allhands.training.ddp.bucket import BucketMemory, assign
 
 sizes = st.lists(st.tuples(st.integers(0, 5000), st.booleans(), st.booleans()), min_size=1, max_size=30)
 
 
-def make_buckets(*dtypes: torch.dtype) -> tuple[list[torch.nn.Parameter], list[Bucket]]:
-    """Return parameters of three elements and their buckets, one for each."""
-    given = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
-    return given, BucketMemory(given, [False] * len(given), None, [1]).arrange(range(len(given)))
-
-
-def gather(tensors: TensorList, given: list[torch.nn.Parameter]) -> tuple[list[list[float]], list[int]]:
-    """Return the values that a list contributes, and the positions of the gradients that were copied."""
-    grad_hook = _core.GradHook(collectives.way(), tuple(given), lambda _: None, lambda: None)
-    views = {part.position: part.view for part in tensors.parts}
-    layouts = tuple(views[position] for position in range(len(given)))
-    grad_hook.set_places((0,) * len(given), (None,) * len(given), layouts)
-    found, copied = tensors.gather(grad_hook, [f"p{position}" for position in range(len(given))], 0)
-    return [each.view(-1).tolist() for each in found], [part.position for part in copied]
+def make_parameters(count: int) -> list[torch.nn.Parameter]:
+    """Return parameters of three elements."""
+    return [torch.nn.Parameter(torch.zeros(3)) for _ in range(count)]
 
 
 def test_views_have_the_strides_of_their_parameters() -> None:
@@ -83,40 +70,25 @@ def test_every_gradient_has_one_place(items: list[tuple[int, bool, bool]], rando
     assert len(used) <= 2
 
 
-def test_order_of_tensor_lists() -> None:
-    """One list per bucket, or merged per dtype with that of the last bucket last; the last gradients come first."""
-    _, buckets = make_buckets(torch.float32, torch.float64, torch.float32)
-    assert [each.order for each in tensor_lists(buckets, merge=True)] == [(1,), (2, 0)]
-    assert [each.order for each in tensor_lists(buckets, merge=False)] == [(0,), (1,), (2,)]
-
-
-def test_gradients_that_cannot_be_reduced_in_place_are_copied() -> None:
-    """A missing gradient contributes zeros, the others of its list their values."""
-    given, buckets = make_buckets(*[torch.float32] * 4)
-    tensors = tensor_lists(buckets, merge=True)[0]
+def test_missing_and_strided_gradients_are_copied() -> None:
+    """A missing gradient contributes zeros. The elements are in the order of reduction, the last gradient first."""
+    given = make_parameters(4)
+    (bucket,) = BucketMemory(given, [False] * 4, None, [1 << 20]).arrange(range(4))
     given[0].grad, given[1].grad, given[3].grad = torch.full((3,), 1.0), torch.arange(6.0)[::2], torch.full((3,), 3.0)
-    values, copied = gather(tensors, given)
-    assert values == [[3.0] * 3, [0.0] * 3, [0.0, 2.0, 4.0], [1.0] * 3]
-    assert copied == [3, 2, 1, 0]
-    assert [len(each) for each in values] == [each.numel() for each in tensors.zeros()]
-    given[1].grad, given[2].grad = torch.full((3,), 1.0), torch.full((3,), 2.0)
-    assert gather(tensors, given)[1] == []
-
-
-def test_gradients_that_share_memory_are_copied() -> None:
-    """In place, the average of one would be the input of the other."""
-    given, buckets = make_buckets(torch.float32, torch.float32)
-    flat = torch.ones(5)
-    given[0].grad, given[1].grad = flat[:3], flat[2:]
-    assert gather(tensor_lists(buckets, merge=True)[0], given) == ([[1.0] * 3] * 2, [1, 0])
+    bucket.fill(["a", "b", "c", "d"], 0)
+    assert bucket.order == (3, 2, 1, 0)
+    assert [each.tolist() for each in bucket.flats()] == [[3.0] * 3, [0.0] * 3, [0.0, 2.0, 4.0], [1.0] * 3]
+    assert bucket.buffer().tolist() == [1.0] * 3 + [0.0, 2.0, 4.0] + [0.0] * 3 + [3.0] * 3
+    assert [each.tolist() for each in bucket.zeros().flats()] == [[0.0] * 3] * 4
 
 
 def test_gradient_of_another_shape_is_named() -> None:
     """The module was changed after it was wrapped."""
-    given, buckets = make_buckets(torch.float32, torch.float32)
+    given = make_parameters(2)
+    (bucket,) = BucketMemory(given, [False] * 2, None, [1 << 20]).arrange(range(2))
     given[0].grad = torch.ones(3)
     given[1].data = torch.zeros(4)
     given[1].grad = torch.ones(4)
     with pytest.raises(AllhandsError, match="p1") as caught:
-        gather(tensor_lists(buckets, merge=True)[0], given)
+        bucket.fill(["p0", "p1"], 0)
     assert caught.value.slug == "module-changed"
