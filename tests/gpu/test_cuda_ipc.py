@@ -37,7 +37,7 @@ def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_random_operations_agree_with_a_model(ranks: int) -> None:
-    """Random operations on random types and sizes give what a model computes from everyone's data."""
+    """Random operations on random types and sizes agree with a model computed from all ranks' data."""
     run_random_operations(ENGINES["cuda_ipc"], ranks)
 
 
