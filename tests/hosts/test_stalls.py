@@ -25,7 +25,7 @@ def commands() -> list[str]:
 
 
 def test_the_guide_has_its_six_families() -> None:
-    """Each family says what one sees, what it is and what to type, and every diagnosis that it names exists."""
+    """Each family has its symptom, its cause and a command, and every diagnosis that it names exists."""
     from allhands.diagnosis import CATALOGUE
 
     text = GUIDE.read_text(encoding="utf-8")
