@@ -61,10 +61,10 @@ from allhands.environments.world import World
 
 rank, socket_name, token = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 remarks = []
-class Ear(logging.Handler):
+class Collector(logging.Handler):
     def emit(self, record):
         remarks.append(record.getMessage())
-logging.getLogger("allhands").addHandler(Ear())
+logging.getLogger("allhands").addHandler(Collector())
 world = World(rank, 2, local_rank=rank, local_world_size=2, node_rank=0, source="launcher", socket=socket_name)
 claim = Claim(this_process(), "gloo", "", "", "2.11.0", "0", "launcher", 60.0)
 joined = answer_roll_call(world, claim, settings=Settings(token=token), deadline=time.monotonic() + 60)

@@ -166,12 +166,12 @@ def disturbed(peers: tuple[str, ...], number: signal.Signals, silence_s: float) 
     plan = CollectiveConfig(LONG.operation, LONG.ranks, LONG.sizes, LONG.rounds, peers)
     pids: list[int] = []
     try:
-        with RankProcesses(plan, silence_s=DEADLINE_S) as crew:
-            for words in crew.words():
+        with RankProcesses(plan, silence_s=DEADLINE_S) as ranks:
+            for words in ranks.words():
                 if "round" in words and not pids:
-                    pids = list(crew.pids.values())
-                    os.kill(crew.pids[1], number)
-                    crew._silence_s = silence_s
+                    pids = list(ranks.pids.values())
+                    os.kill(ranks.pids[1], number)
+                    ranks._silence_s = silence_s
     except AllhandsError as problem:
         return problem, pids
     raise AssertionError("the bench came to its end")
@@ -200,8 +200,8 @@ def test_ranks_that_hang_are_reported(peers: tuple[str, ...]) -> None:
 
 def test_a_rank_that_raises_is_reported() -> None:
     """An exception of a rank is the reason that is given, with its traceback."""
-    with pytest.raises(AllhandsError) as caught, RankProcesses(CollectiveConfig("nonsense", 2, (4,), 1)) as crew:
-        list(crew.words())
+    with pytest.raises(AllhandsError) as caught, RankProcesses(CollectiveConfig("nonsense", 2, (4,), 1)) as ranks:
+        list(ranks.words())
     assert caught.value.slug == "engine-failed"
     assert "KeyError: 'nonsense'" in str(caught.value)
     assert "Traceback" in str(caught.value)
