@@ -1,4 +1,4 @@
-"""`allhands doctor` between network namespaces as machines, with real firewalls, routes and NAT between them."""
+"""`allhands doctor` between machines that are network namespaces: what stands between them is really there."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def listening(
 
 
 def look_at(host: Host, there: Host) -> list[Finding]:
-    """Return the findings of a doctor on ``host`` about the one that listens on ``there``."""
+    """Return what a doctor on ``host`` finds out about the way to the one that listens on ``there``."""
 
     def come() -> list[Finding]:
         found, service = ports.check(request_of(there.ipv4))
@@ -94,11 +94,11 @@ def look_at(host: Host, there: Host) -> list[Finding]:
     return found
 
 
-# One direction ------------------------------------------------------------------------------------------------
+# One way ------------------------------------------------------------------------------------------------------
 
 
-def test_refused_filtered_and_no_route_are_distinguished(cables: Making) -> None:
-    """No listener; lost packets; no route: three diagnoses, each with the message of a rank."""
+def test_refused_filtered_and_no_route_are_told_apart(cables: Making) -> None:
+    """Nobody listens; packets vanish; no network leads there: three diagnoses, each in the words of a rank."""
     a, b = cables().hosts
     refused, _ = on(b, lambda: ports.check(request_of(a.ipv4)))
     assert (refused[0].slug, refused[0].level) == ("connection-refused", "red")
@@ -149,11 +149,11 @@ def test_one_of_two_addresses_does_not_answer(cables: Making) -> None:
     assert f"export MASTER_ADDR={a.ipv4}" in named(found, "families").commands
 
 
-# Both directions ----------------------------------------------------------------------------------------------
+# Both ways ----------------------------------------------------------------------------------------------------
 
 
 def test_healthy_machines(cables: Making, tmp_path: Path) -> None:
-    """The two commands: one listens, the other checks; both report open ports in both directions and exit with 0."""
+    """As people type it: one listens, the other looks; both see that ports are open both ways, and exit with 0."""
     a, b = cables().hosts
     for host in (a, b):
         host.hosts_file.write_text(f"127.0.0.1 localhost\n{host.ipv4} {host.name}\n")
@@ -235,7 +235,7 @@ def translated(host: Host, seen_as: str) -> Iterator[None]:
 
 
 def test_translated_address(cables: Making) -> None:
-    """With NAT the client gets both of its addresses; without it all is green."""
+    """A client that the listener sees under another address is told both; without NAT all is green."""
     a, b = cables().hosts
     with listening(a):
         with translated(b, "10.77.0.99"):
@@ -247,7 +247,7 @@ def test_translated_address(cables: Making) -> None:
 
 
 def test_clocks_that_differ(cables: Making) -> None:
-    """A listener whose clock is 95 s ahead is named with the difference."""
+    """A listener whose clock is 95 s ahead is named, with by how much."""
     a, b = cables().hosts
     with listening(a, clock=lambda: time.time() + 95):
         skew = named(look_at(b, a), "clock")
@@ -257,7 +257,7 @@ def test_clocks_that_differ(cables: Making) -> None:
 
 
 def test_rank_that_connects_to_a_doctor(cables: Making) -> None:
-    """A rank that connects to the doctor gets an error that it is no coordinator."""
+    """The doctor tells a rank that connects that it is no coordinator."""
     from allhands.control import handshake
     from allhands.control.handshake import authenticate
     from allhands.errors import ConnectError
@@ -293,7 +293,7 @@ def _findings(begun: Typed) -> list[Finding]:
 
 
 def test_name_servers(cables: Making, tmp_path: Path) -> None:
-    """Silent, slow, unknown name, another address than /etc/hosts: each is distinguished, and a good one is green."""
+    """Silent, slow, no such name, another address than /etc/hosts: each is told apart, and a good one is green."""
     a, b = cables().hosts
     b.hosts_file.write_text(f"127.0.0.1 localhost\n{b.ipv4} {b.name}\n10.77.0.9 shadowed\n")
     with contextlib.ExitStack() as stack:
@@ -331,7 +331,7 @@ def test_name_servers(cables: Making, tmp_path: Path) -> None:
 
 
 def test_a_name_with_an_ipv6_address_only(cables: Making, tmp_path: Path) -> None:
-    """Machines without IPv4, a name with only an AAAA record: both directions are green."""
+    """Machines without IPv4, a name with nothing but an AAAA record: the way there and back is green."""
     a, b = cables(families=(6,)).hosts
     b.hosts_file.write_text(f"127.0.0.1 localhost\n{b.ipv6} {b.name}\n")
     resolver = tmp_path / "resolv"

@@ -1,4 +1,4 @@
-"""Every command of docs/stalls.md succeeds on two machines without faults."""
+"""Every command of docs/stalls.md, typed on two machines, ends well where nothing is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def commands() -> list[str]:
 
 
 def test_the_guide_has_its_six_families() -> None:
-    """Each family has its symptom, its cause and a command, and every diagnosis that it names exists."""
+    """Each family says what one sees, what it is and what to type, and every diagnosis that it names exists."""
     from allhands.diagnosis import CATALOGUE
 
     text = GUIDE.read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_the_guide_has_its_six_families() -> None:
         "Timing",
     ]
     for family in families:
-        assert all(f"**{words}.**" in family for words in ("Symptoms", "Causes", "Commands"))
+        assert all(f"**{words}.**" in family for words in ("What you see", "What it is", "What to type"))
         named = re.search(r"Diagnoses?:\s([^.]+)\.", family)
         assert named is not None
         assert {name.strip() for name in named[1].split(",")} <= set(CATALOGUE)

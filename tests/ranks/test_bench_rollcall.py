@@ -27,7 +27,7 @@ def test_a_small_roll_call_is_measured(transport: Literal["tcp", "unix"]) -> Non
 
 
 def test_too_few_descriptors_are_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the machine does not allow that many sockets, the error is raised before anything is started."""
+    """A machine that does not allow that many sockets is told so before anything is started."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(AllhandsError) as caught:
         run([4096], 1)

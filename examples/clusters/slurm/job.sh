@@ -9,7 +9,7 @@ set -euo pipefail
 RANKS=${RANKS:-2}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# A secret of this job: without it, any process that reaches the port below could join.
+# A secret that only this job has: without it, whoever reaches the port below could join.
 ALLHANDS_TOKEN=$(head -c 32 /dev/urandom | base64)
 export ALLHANDS_TOKEN
 

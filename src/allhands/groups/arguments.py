@@ -28,7 +28,7 @@ __all__ = [
     "roles",
 ]
 
-# What a parameter is to the C fast path: the numbers of `enum role` in csrc/python/fast_path.c.
+# What a parameter is to the C fast path: the numbers of `enum role` in csrc/python/fast_call.h.
 OUT, IN, OP, GROUP, ASYNC, PEER, GROUP_PEER, TAG, OTHER = range(9)
 _ROLES = {"op": OP, "group": GROUP, "async_op": ASYNC, "tag": TAG}
 _ROLES |= {"src": PEER, "dst": PEER, "group_src": GROUP_PEER, "group_dst": GROUP_PEER}
