@@ -13,10 +13,10 @@ FOLDERS := $(wildcard src tests scripts examples setup.py)
 
 help:
 	@echo "make setup          build .venv with allhands and its tools"
-	@echo "make demo           see it at work"
+	@echo "make demo           train on four ranks, and the same on torch's DDP over Gloo"
 	@echo "make test           lint, types and tests"
 	@echo "make lint           ruff, mypy and the C compiler's warnings"
-	@echo "make format         put the code into shape"
+	@echo "make format         reformat"
 	@echo "make bench          measure the roll call, and collectives against Gloo and MPI (minutes)"
 	@echo "make mpi            install Open MPI and mpi4py, where they are missing"
 	@echo "make soak           the tests that take minutes, and the C core under sanitizers"
@@ -40,19 +40,18 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt \
 	  -e '.[dev,examples]'
-	# As an installation does; PYTHONDONTWRITEBYTECODE would have every rank compile all of it at every start.
+	# As an installation does; with PYTHONDONTWRITEBYTECODE every rank would compile all modules at every start.
 	@$(BIN)/python -m compileall -q src
 	@touch $@
 
-# The launcher's ranks write into pipes, so rank 0 is told where to draw its progress bar.
+# Ranks of the launcher write into pipes, so --terminal names the terminal for the progress bar.
 demo: setup
 	@mkdir -p build
 	$(BIN)/allhands run -n 4 --no-prefix examples/digits.py --against-gloo --plot build/digits.png \
 	  --terminal "$$([ -t 2 ] && readlink /proc/self/fd/2)"
 
-# pytest comes last, so that its summary is what stays on the screen.
-# Ranks wait more than they compute, so three files at a time take two cores.
-# What comes first keeps one core busy and leaves the other idle, so it goes side by side.
+# pytest is last, so that its summary is at the end of the output. Ranks wait more than they compute, so three files at a
+# time use two cores. Lint and the sanitizers each use one core, so they run in parallel.
 test: setup
 	$(MAKE) -j2 lint test-sanitize test-threads
 	$(BIN)/python -m pytest -n 3 --dist loadfile
@@ -67,7 +66,7 @@ format: setup
 	$(BIN)/ruff check --fix-only $(FOLDERS)
 	$(BIN)/ruff format $(FOLDERS)
 
-# AGAINST=gloo does without MPI; RANKS, SIZES and OPERATIONS choose what is measured.
+# AGAINST=gloo needs no MPI; RANKS, SIZES and OPERATIONS select the measurements.
 AGAINST ?= gloo,mpi
 RANKS ?= 2 4
 SIZES ?= 4,1K,64K,1M,16M,64M,256M
@@ -88,7 +87,7 @@ soak: setup test-sanitize test-threads
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python scripts/import_cost.py
 
-# What an earlier run measured of other faults is not mixed in.
+# Without measurements of earlier runs.
 faults: setup
 	rm -rf build/faults
 	$(BIN)/python -m pytest -n 3 -m soak tests/soak/test_faults.py

@@ -1,4 +1,4 @@
-"""The C core, which is built on Linux only; everything else about the package stands in pyproject.toml."""
+"""The C core, which is built on Linux only; everything else about the package is in pyproject.toml."""
 
 import sys
 from pathlib import Path

@@ -18,9 +18,9 @@ hypothesis.settings.load_profile("allhands")
 
 
 def pytest_configure() -> None:
-    """See orphans of killed processes too, and let every process that a test starts hear Ctrl-C and SIGHUP.
+    """Adopt orphans of killed processes, and restore the default handling of SIGINT and SIGHUP for processes of tests.
 
-    What a shell runs in the background ignores the one, what `nohup` runs the other; and so would all that it starts.
+    A background process of a shell ignores SIGINT, one of `nohup` SIGHUP, and so would its children.
     """
     leaks.adopt_orphans()
     if threading.current_thread() is threading.main_thread():
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that left a process, a listening port, a Unix socket or a shared-memory file of ours.
 
-    What a fixture of wider scope had started before the test is not held against it.
+    What a fixture of wider scope had started before the test does not count.
     """
     before = leaks.snapshot()
     yield

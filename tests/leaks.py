@@ -1,4 +1,4 @@
-"""What a test may have left behind, read from /proc: processes, listening ports, abstract sockets, shared memory.
+"""Leftovers of a test, read from /proc: processes, listening ports, abstract sockets, shared memory.
 
 The test process makes itself the adoptive parent of every orphan below it (`adopt_orphans`), so a process whose
 starter was killed is still found. Its remains stay a zombie until reaped: ask `alive`, not `os.kill(pid, 0)`.
@@ -21,12 +21,12 @@ __all__ = ["Snapshot", "adopt_orphans", "alive", "children", "end", "left_behind
 
 # <linux/prctl.h>; the standard library does not name it.
 PR_SET_CHILD_SUBREAPER = 36
-# How long a process may take to vanish after its test: enough for an exit handler on a machine that does much else,
-# too short to hide a hang. As long as the harness gives to what its ranks started.
+# Time for a process to end after its test: enough for an exit handler on a loaded machine,
+# too short to hide a hang; the harness gives as much to processes that ranks started.
 PATIENCE_S = 5.0
 # The state column of /proc/net/tcp for LISTEN.
 LISTEN = "0A"
-# A file in /dev/shm that says whose it is: what it is for, and the pid of who made it.
+# A file in /dev/shm that names its purpose and the pid of its creator.
 OWNED = re.compile(r"allhands-[a-z]+-(\d+)-")
 PROC = Path("/proc")
 LINUX = sys.platform == "linux"
@@ -34,7 +34,7 @@ LINUX = sys.platform == "linux"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is there at one moment; everything here is expected to be gone, or to have been there before."""
+    """The resources at one moment; those that appear during a test must be gone after it."""
 
     processes: frozenset[int]
     sockets: frozenset[int]

@@ -12,7 +12,7 @@ CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 
 
 def blocks(recipe: str) -> list[str]:
-    """Return what the README of ``recipe`` says to type, block by block."""
+    """Return the commands in the README of ``recipe``, block by block."""
     text = (CLUSTERS / recipe / "README.md").read_text(encoding="utf-8")
     return re.findall(r"^```sh\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 

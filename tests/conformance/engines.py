@@ -25,7 +25,7 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 """
 
 # Ranks believe that each pair of them has a host of its own. They share a loopback interface all the same, so Gloo and
-# the rails connect; only memory is shared within a pair.
+# the hierarchical engine connects; only memory is shared within a pair.
 HOSTS = """
 import allhands.control.process_identity as identity
 import allhands.engines.shm.fd_passing as fd_passing

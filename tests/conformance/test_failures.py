@@ -26,12 +26,12 @@ MISMATCHES = {
     "rooted": ("dist.reduce(torch.ones(3), 0)", "dist.scatter(torch.ones(3), None, 0)"),
 }
 
-# A deadline, not a figure: what is seen at once on an idle machine takes longer on a busy one.
+# A deadline, not a figure: an error is immediate on an idle machine and later on a loaded one.
 AT_ONCE_S = 5.0
 
 
 def mismatched(results: list[harness.Result]) -> str:
-    """Check that every rank was told of a mismatch at once, blaming the same; return what rank 0 was told."""
+    """Assert that every rank got a mismatch at once, with the same ranks; return the message on rank 0."""
     check(results)
     for result in results:
         assert result["found"]["slug"] == "collective-mismatch", result["found"]
@@ -90,12 +90,12 @@ else:
         assert result["found"]["ranks"] == [1]
         assert "script.py" in result["found"]["text"]
         assert re.search(r"^all_reduce did not finish within [2-9]", result["found"]["text"])
-        # One of the words that torch's own tests of a backend look for.
+        # A word that torch's own backend tests match.
         assert " timeout " in result["found"]["text"]
 
 
 def test_a_forked_child_and_an_invalid_root_are_refused(engine: OnEngine) -> None:
-    """Neither may touch the segment: a child would be taken for its parent, and a root outside it is no rank."""
+    """Neither may use the segment: a child would act as its parent, and such a root is no rank."""
     results = engine.launch(
         FORM
         + """

@@ -71,7 +71,7 @@ def direct(engine: OnEngine) -> OnEngine:
 
 
 def test_every_operation_type_reduction_and_root(direct: OnEngine) -> None:
-    """Each operation gives the model's result, for all types, reductions, roots, empty and uneven parts; same bits."""
+    """Each operation has the model's result, for all dtypes, reductions, roots, empty and uneven parts; same bits."""
     results = direct.launch(
         """
 import hashlib

@@ -9,7 +9,7 @@ from conformance.engines import FORM, OnEngine, check
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_random_operations_agree_with_a_model(any_engine: OnEngine, ranks: int) -> None:
-    """Random operations on random types and sizes give what a model computes from everyone's data."""
+    """Random operations on random types and sizes agree with a model computed from all ranks' data."""
     results = any_engine.launch(
         FORM
         + """
@@ -305,7 +305,7 @@ say(digests=digests)
 
 
 def test_sparse_tensors(engine: OnEngine) -> None:
-    """Sparse sums go through Gloo in their turn; everything else about them is refused and the group goes on."""
+    """Sparse sums use Gloo, in order with other calls; other sparse calls are refused, and the group still works."""
     results = engine.launch(
         FORM
         + """

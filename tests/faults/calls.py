@@ -1,4 +1,4 @@
-"""Every collective by name, with its arguments as plain data: what a rank is told to call.
+"""Every collective by name, with its arguments as plain data: the calls of ranks.
 
 Imported by ranks and by tests; a call is a JSON object, so that a test can hand the same list to every rank.
 """

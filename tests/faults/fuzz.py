@@ -46,11 +46,11 @@ __all__ = [
 
 TOKEN = b"a token that strangers do not have"
 
-# Where in a connection's life the malformed input comes.
+# The stage of a connection at which the malformed input is sent.
 STAGES = ("greeting", "hello", "proof", "claim", "member")
 
 # A real member: joins by the launcher's local socket, sets and reads back keys until its standard input closes,
-# and says how many times, the slowest, and whatever the coordinator or the store complained about.
+# and reports the number of calls, the slowest, and all warnings of coordinator and store.
 MEMBER = """
 import json, logging, sys, threading, time
 from allhands.control.join import answer_roll_call
@@ -61,10 +61,10 @@ from allhands.environments.world import World
 
 rank, socket_name, token = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 remarks = []
-class Ear(logging.Handler):
+class Collector(logging.Handler):
     def emit(self, record):
         remarks.append(record.getMessage())
-logging.getLogger("allhands").addHandler(Ear())
+logging.getLogger("allhands").addHandler(Collector())
 world = World(rank, 2, local_rank=rank, local_world_size=2, node_rank=0, source="launcher", socket=socket_name)
 claim = Claim(this_process(), "gloo", "", "", "2.11.0", "0", "launcher", 60.0)
 joined = answer_roll_call(world, claim, settings=Settings(token=token), deadline=time.monotonic() + 60)
@@ -136,7 +136,7 @@ class Members:
             assert process.stdout.readline() == "joined\n"
 
     def leave(self) -> list[dict[str, Any]]:
-        """Let them leave; return what each says of its time."""
+        """Let them leave; return the report of each."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -240,7 +240,7 @@ def mutate(chance: random.Random, body: bytes, others: list[bytes]) -> bytes:
             other = chance.choice(others)
             data = data[: chance.randrange(len(data))] + other[chance.randrange(len(other)) :]
         case 7:
-            # A field that nobody knows, nested as deep as the frame allows.
+            # An unknown field, nested as deep as the frame allows.
             tag = b"\xa4type" + body[6 : 6 + 1 + (body[6] & 31)] if body[1:6] == b"\xa4type" else b"\xa4type\xa5Proof"
             deep = chance.choice([b"\x91", b"\x81\xa1k"]) * chance.choice([10, 500, 2000])
             data = bytearray(b"\x82" + tag + b"\xa1?" + deep + b"\xc0")
@@ -253,7 +253,7 @@ def mutate(chance: random.Random, body: bytes, others: list[bytes]) -> bytes:
 
 
 def misframe(chance: random.Random, body: bytes, most: int) -> bytes:
-    """Return ``body`` as a frame, or as something that only looks like one."""
+    """Return ``body`` as a frame, or as a malformed one."""
     match chance.randrange(12):
         case 0:
             return HEADER.pack(chance.choice([most + 1, MOST_BYTES + 1, 2**31, 2**32 - 1])) + body
@@ -305,7 +305,7 @@ class Attacker:
                     del open_ones[index]
                     last = time.monotonic() - begun
                     continue
-                # Some begin later than others; the last byte is never said.
+                # Start times differ; the last byte is never sent.
                 if 0 <= (offset := position - index % 8) < len(speech) - 1:
                     writer.write(speech[offset : offset + 1])
             position += 1
@@ -342,7 +342,7 @@ class Attacker:
             writer.write(data)
             await writer.drain()
             if chance.random() < 0.3:
-                # Most do not wait for what the coordinator makes of it; some look.
+                # Most do not wait for the coordinator's reaction; some read it.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(reader.read(65536), 0.05)
         except (ConnectionError, asyncio.IncompleteReadError):

@@ -1,4 +1,4 @@
-"""What the tests of a group that cannot form share: the time they allow, where ranks meet, and who is in the way."""
+"""Shared by the tests of a group that cannot form: time limits, rendezvous, and other services on the port."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 # What ranks wait for each other where the cause shows only by waiting: all that come must have come by then, on a
-# machine that does much else; and where it shows at once, so that nobody hears of it by waiting.
+# loaded machine; and for causes that show at once, so that no rank reports them by waiting.
 TIMEOUT_S, PATIENT_S = 6.0, 20.0
 
-# A cause that is certain is told within this, measured around init_process_group. It takes some 0.2 s.
+# Time within which a certain cause is reported, measured around init_process_group: some 0.2 s.
 AT_ONCE_S = 3.0
 
-# One deadline, honoured: never exceeded by more. What is left to do then takes some 50 ms.
+# The deadline is never exceeded by more; the rest of the work takes some 50 ms.
 GRACE_S = 1.0
 
 SCRIPT = """
@@ -62,7 +62,7 @@ PLACES = ["tcp", "file", "nothing"]
 
 
 def place(kind: str, folder: Path) -> dict[str, str]:
-    """Return the arguments that say where to meet."""
+    """Return the arguments of the rendezvous."""
     match kind:
         case "tcp":
             return {"init_method": f"tcp://127.0.0.1:{free_port()}"}
@@ -73,7 +73,7 @@ def place(kind: str, folder: Path) -> dict[str, str]:
 
 
 def alone(first: Mapping[str, Any], **kw: Any) -> dict[str, Any]:
-    """Return what one rank, alone, is told."""
+    """Return the error of a single rank."""
     result = launch(SCRIPT, 1, {"FIRST": json.dumps(first), "THEN": "{}"}, **kw)[0]
     assert result.returncode == 0
     found: dict[str, Any] = result["failed"]

@@ -34,7 +34,7 @@ PIDS = Path("/sys/fs/cgroup/pids")
 
 
 def typed(*words: str, before: tuple[str, ...] = (), **env: str) -> dict[str, Any]:
-    """Type `allhands doctor` with these words and --json; its exit status must be the one that it reports."""
+    """Run `allhands doctor` with these arguments and --json; its exit status must be the one that it reports."""
     done = subprocess.run(
         [*before, *DOCTOR, *words, "--json"],
         capture_output=True,
@@ -104,7 +104,7 @@ def check_port(port: int, **env: str) -> Finding:
 
 @contextlib.contextmanager
 def answering(words: bytes) -> Iterator[int]:
-    """Say ``words`` to everyone who connects, and nothing else."""
+    """Send ``words`` on every connection, and nothing else."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -123,7 +123,7 @@ def answering(words: bytes) -> Iterator[int]:
         try:
             yield int(listener.getsockname()[1])
         finally:
-            # An accept that is under way is woken by its socket's end, not by its close.
+            # A pending accept is woken by shutdown of its socket, not by close.
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
 
@@ -141,7 +141,7 @@ class Quiet(http.server.BaseHTTPRequestHandler):
 
 
 def test_other_services_on_the_port() -> None:
-    """SSH and a web server are told apart from a coordinator, and who holds the port is named."""
+    """SSH and a web server are distinguished from a coordinator, and the owner of the port is named."""
     with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
         found = check_port(port)
         assert (found.level, found.slug) == ("red", "port-in-use")
@@ -176,7 +176,7 @@ def test_torchs_store_on_the_port() -> None:
 
 
 def test_a_free_port() -> None:
-    """A port of this machine that nobody holds is free for rank 0."""
+    """An unused port of this machine is free for rank 0."""
     assert check_port(harness.free_port()).level == "green"
 
 
@@ -220,7 +220,7 @@ def test_doctor_does_not_disturb_a_roll_call() -> None:
 
 
 def test_few_descriptors_and_their_fix() -> None:
-    """A low soft limit is yellow, and --fix raises it for the shell that called, which says so."""
+    """A low soft limit is yellow, and --fix raises it for the calling shell, which reports it."""
     script = f"ulimit -Sn 100; {' '.join(DOCTOR)} --fix; ulimit -Sn"
     done = subprocess.run(
         ["bash", "-c", script],  # noqa: S607  # the shell that people type into
@@ -245,7 +245,7 @@ def test_many_ranks_against_a_hard_limit() -> None:
 
 @contextlib.contextmanager
 def group(controller: Path, **limits: str) -> Iterator[tuple[str, ...]]:
-    """Make a control group with these limits; yields the words that run a command in it."""
+    """Make a control group with these limits; yield the command prefix that runs a command in it."""
     folder = controller / f"allhands-test-{os.getpid()}"
     try:
         folder.mkdir()
@@ -355,7 +355,7 @@ def test_a_stale_worker_is_named_with_its_port() -> None:
     assert found["commands"] == [f"kill {pid}"]
 
 
-# A rank of torch's own, which offers no stacks: what it does only py-spy can tell.
+# A rank of torch's own, which offers no stacks: only py-spy can read them.
 ALONE = """
 import threading, time
 def step():
@@ -397,7 +397,7 @@ def test_a_rank_that_only_py_spy_can_read(tmp_path: Path, spy: str) -> None:
 
 
 def test_a_failing_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that raises is reported in yellow, beside the other findings."""
+    """A check that raises is reported in yellow, with the other findings."""
     from allhands.doctor import hostnames
 
     def broken(_: object) -> list[Finding]:

@@ -65,7 +65,7 @@ say(x=x.item(), alive=dist.is_initialized())
 
 
 def test_forgetting_destroy_is_clean() -> None:
-    """A program that never destroys its group exits with 0, says nothing and leaves nothing, in a plain interpreter."""
+    """A program that never destroys its group exits with 0 and leaves nothing behind, in a plain interpreter."""
     results = launch(INIT + "dist.all_reduce(x)\nsay(x=x.tolist())\n", 2, fresh=True)
     for result in results:
         assert result["x"] == [2.0] * 4
@@ -73,7 +73,7 @@ def test_forgetting_destroy_is_clean() -> None:
 
 
 def test_threads_of_gloo_end_with_the_group() -> None:
-    """They are gone after destroy though no collector runs: one that outlives the interpreter takes it down."""
+    """They are freed by destroy without a garbage collection: one that outlives the interpreter crashes it."""
     results = launch(
         """
 import gc
@@ -103,7 +103,7 @@ say(after=gloo())
 
 
 def test_forgetting_destroy_while_others_go_on_is_clean() -> None:
-    """Rank 0 may end early without destroy: the ranks that go on without it finish, and nobody warns."""
+    """Rank 0 may end early without destroy: the other ranks finish without a warning."""
     results = launch(
         INIT
         + """
@@ -186,7 +186,7 @@ except dist.PeerLost as problem:
 
 
 def test_destroy_waits_a_bounded_time_and_names_the_busy_rank() -> None:
-    """Leaving while a peer still computes waits ALLHANDS_DESTROY_TIMEOUT, then says who was where; the peer goes on."""
+    """Leaving while a peer still computes waits ALLHANDS_DESTROY_TIMEOUT, then names its line; the peer goes on."""
     results = launch(
         INIT
         + """
@@ -219,7 +219,7 @@ gate("left", 1)
 
 
 def test_destroy_with_peers_gone_does_not_wait() -> None:
-    """Destroying a group whose other rank was killed returns at once, without a word, also inside the except block."""
+    """Destroying a group whose other rank was killed returns at once, without output, also inside the except block."""
     script = (
         INIT
         + """
@@ -331,7 +331,7 @@ dist.destroy_process_group()
     assert results[1].returncode == 7
     assert next(line["at"] for line in results[1].lines if "signalled" in line) - sent < SOON_S
     assert not any("returned" in line for line in results[1].lines)
-    # Where it waited its time for rank 0, it says what for; nothing else may stand there.
+    # After waiting for rank 0 it prints the reason; there may be no other output.
     assert [line for line in results[1].complaints.splitlines() if "although others were still busy" not in line] == []
     found = results[0]["blocked"]
     assert (found["slug"], found["ranks"]) == ("peer-lost", [1])
@@ -353,7 +353,7 @@ while True:
     with running(script, 2) as job:
         job.wait_for("ready")
         time.sleep(0.2)
-        # To both at once: one that hears of the other's end before its own signal comes would name that as the cause.
+        # To both at once: a rank that learns of the other's end before its own signal would name that as the cause.
         for each in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):
             for entry in job.ranks:
                 os.killpg(entry.pid, each)
@@ -455,7 +455,7 @@ if {how!r} == "kill":
 
 
 def test_a_block_reports_a_mismatch_once() -> None:
-    """An exception that says already who did what leaves a `with` block as it is, not as the cause of itself."""
+    """A diagnosis leaves a `with` block unchanged, not as the cause of another one."""
     script = """
 import torch
 import allhands as dist

@@ -40,7 +40,7 @@ def test_unauthenticated_connections_cannot_harm_a_group() -> None:
         members, attacker = Members(beside), Attacker(beside, seed=1)
         try:
             members.join(0)
-            # While the roll call is open, from those who have no token.
+            # While the roll call is open, from clients without the token.
             asyncio.run(attacker.attack(FRAMES // 10, ("greeting", "hello", "proof")))
             members.join(1)
             members.joined()
@@ -75,7 +75,7 @@ def settled(beside: CoordinatorProcess, held: int) -> bool:
 
 
 class Raw:
-    """A member that says whatever it is told to, over a plain socket."""
+    """A member that sends any given bytes over a plain socket."""
 
     def __init__(self, beside: CoordinatorProcess, rank: int, world_size: int) -> None:
         self.sock = socket.create_connection((beside.host, beside.port), timeout=10)
@@ -155,7 +155,7 @@ def babble(member: Raw, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_member_that_talks_nonsense_is_lost(seed: int) -> None:
-    """A member of the group whose bytes make no sense is cut off, and the others are told that it is gone."""
+    """A member that sends malformed bytes is disconnected, and the others get peer-lost."""
     chance = random.Random(seed)  # noqa: S311  # as above
     with coordinator() as beside:
         broken, other = Raw(beside, 0, 2), Raw(beside, 1, 2)

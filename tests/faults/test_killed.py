@@ -1,4 +1,4 @@
-"""A rank that is killed, exits, raises or stops in the middle of a collective: the others are told who, and in time."""
+"""A rank is killed, exits, raises or stops in the middle of a collective: the others get its number in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATIONS = (*NAMES, "all_reduce, async", "send and receive")
 # The promise is a second; survivors notice in 50 ms or so. Wider, because others use the machine too.
 MOST_S = 5.0
 
-# How long a call may take where a rank stops; what is moved takes some 50 ms.
+# Timeout of a call in which a rank stops; the transfer takes some 50 ms.
 TIMEOUT_S = 2.0
 
 # How long forming the group may take; sends and receives keep that limit (Gloo's cannot be set later).
@@ -96,7 +96,7 @@ say(told=time.time(), found=found)
 
 
 def fall(name: str, how: str, *, early: bool = False) -> float:
-    """Let one rank fall (before it comes to the call where ``early``); return how long until everyone was told."""
+    """End one rank (before the call if ``early``); return the time until all others had the error."""
     # Anywhere in the operation, and in any of some ten of them.
     delay = random.uniform(0.05, 0.4)  # noqa: S311  # a moment, not a secret
     forming = FORMING_SENDS_S if (name, how) == ("send and receive", "stop") else FORMING_S
@@ -125,7 +125,7 @@ def fall(name: str, how: str, *, early: bool = False) -> float:
         if how == "raise":
             assert "bad batch" in found["text"], (words, found)
     slowest: float = max(results[rank]["told"] - fell for rank in others)
-    print(f"\n{words}: everyone told {slowest:.3f} s after it")  # noqa: T201  # what the test measures
+    print(f"\n{words}: all ranks told {slowest:.3f} s after it")  # noqa: T201  # the measurement of the test
     limit = MOST_S + ((forming if forming != FORMING_S else TIMEOUT_S) if how == "stop" else 0)
     assert slowest < limit, words
     return slowest
@@ -152,7 +152,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_at_the_deadline(name: str) -> 
 
 @pytest.mark.parametrize("sub", [False, True])
 def test_a_rank_that_leaves_in_good_order_keeps_no_rank_waiting(sub: bool) -> None:
-    """Whoever waits for a rank that destroyed the group is told so, long before the timeout."""
+    """A rank that waits for one that destroyed the group gets the error long before the timeout."""
     results = harness.launch(
         f"""
 import time
@@ -204,7 +204,7 @@ say(found=found)
 
 
 def test_a_root_that_is_killed_after_it_left_its_data_is_named() -> None:
-    """Small broadcasts that nobody had come to yet: what is received until its death is told is right."""
+    """Small broadcasts of a killed root that no rank had received yet: data received before the error is right."""
     results = harness.launch(LEFT, 3)
     assert results[1].returncode == -signal.SIGKILL
     for result in (results[0], results[2]):
@@ -244,7 +244,7 @@ say(found=attempt(meet))
 
 @pytest.mark.parametrize("moment", FD_PASSING)
 def test_a_rank_that_is_killed_while_memory_is_sent_is_named(moment: str) -> None:
-    """Whoever notices that it is gone, before or after the coordinator tells, says peer-lost and blames that rank."""
+    """Ranks that notice the death before or after the coordinator's message raise peer-lost with that rank."""
     results = harness.launch(SENT.format(dies=FD_PASSING[moment]), 3)
     assert results[1].returncode == -signal.SIGKILL
     for result in (results[0], results[2]):

@@ -58,7 +58,7 @@ def failures(results: list[Result], *survivors: int) -> list[dict[str, Any]]:
     "call", [pytest.param(call, id=name, marks=SOAK if name in RARE else ()) for name, call in BLOCKED.items()]
 )
 def test_an_uncaught_exception_reaches_peers_wherever_they_wait(call: str) -> None:
-    """A rank that raises ends its peers' pending call within a second, with its traceback, and says the same to all."""
+    """A rank that raises ends its peers' pending call within a second, with its traceback, the same on all."""
     results = launch(
         INIT
         + f"""
@@ -89,7 +89,7 @@ else:
         texts.add(found["text"])
     assert len(texts) == 1
     assert [results[number].returncode for number in (0, 2)] == [0, 0]
-    # torch itself writes a line about a monitored barrier; nothing else may stand there.
+    # torch itself writes a line about a monitored barrier; there may be no other output.
     noise = [
         line for number in (0, 2) for line in results[number].complaints.splitlines() if "monitoredBarrier" not in line
     ]
@@ -97,7 +97,7 @@ else:
 
 
 def test_an_exception_that_leaves_the_with_block_reaches_peers() -> None:
-    """`with process_group()` announces what leaves the block, the culprit goes on, and a new group forms afterwards."""
+    """`with process_group()` reports an exception that leaves the block; afterwards a new group forms."""
     results = launch(
         """
 import allhands as dist, torch, time
@@ -131,7 +131,7 @@ say(x=x.tolist())
 
 @pytest.mark.parametrize("how", ["fork", *(pytest.param(how, marks=SOAK) for how in ("spawn", "torch"))])
 def test_an_exception_in_a_child_of_multiprocessing_reaches_peers(how: str) -> None:
-    """In children of multiprocessing, whose exceptions pass by sys.excepthook, peers are told all the same."""
+    """In children of multiprocessing, whose exceptions do not reach sys.excepthook, peers get the error too."""
     result = launch(
         f"""
 import allhands as dist, time, torch
@@ -162,7 +162,7 @@ if __name__ == "__main__":
         say(codes=[process.exitcode for process in processes])
 """,
         1,
-        # Its children find the prelude only where the interpreter itself looks for modules.
+        # Its children find the prelude only on the interpreter's own module path.
         fresh=how != "fork",
     )[0]
     found = result["blocked"]
@@ -178,7 +178,7 @@ if __name__ == "__main__":
 
 
 def test_torch_ddp_backward_ends_promptly_and_the_cause_is_printed() -> None:
-    """Inside torch's DDP, whose backward is not ours, a peer's exception still ends the call and its cause is told."""
+    """Inside torch's DDP, whose backward is not ours, a peer's exception still ends the call with its cause."""
     results = launch(
         INIT
         + """
@@ -336,14 +336,14 @@ dist.destroy_process_group()
 
 
 def test_a_stopped_rank_is_silent_not_dead() -> None:
-    """SIGSTOP shows as peer-silent at the timeout, never as peer-lost, with the same words on all; it may go on."""
+    """SIGSTOP is peer-silent at the timeout, never peer-lost, with the same message on all; the rank may continue."""
     script = """
 import allhands as dist, datetime, os, signal, torch
 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
 dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1.5))
 gate("formed")
 if rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)  # before its call, however late it comes to it
+    os.kill(os.getpid(), signal.SIGSTOP)  # before its call, even if it is late
 say(blocked=attempt(dist.all_reduce, torch.ones(3)))
 dist.destroy_process_group()
 """
@@ -361,7 +361,7 @@ dist.destroy_process_group()
 
 
 def test_a_late_rank_is_named_with_what_it_does() -> None:
-    """A collective that times out names who did not come and the line it was at, alike on all ranks."""
+    """A collective that times out names the missing rank and its line, the same on all ranks."""
     results = launch(
         """
 import allhands as dist, datetime, torch, time

@@ -1,4 +1,4 @@
-"""Ranks of one group that do not call the same: never a hang, never garbage, and everyone is told who differs."""
+"""Ranks of one group whose calls differ: no hang, no garbage, and an error on every rank with those that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUB = (1, 2, 3)
 # Elements that take many chunks.
 MANY = 300_000
 
-# The promise is a second; a mismatch takes some 20 ms. An order wider, because others use the machine too.
+# A mismatch is reported within some 20 ms, a second at most; an order wider for loaded machines.
 MOST_S = 10.0
 
 
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
     usual: Call
     odd: Call
-    rank: int  # who makes it
+    rank: int  # the rank that makes it
     group: str = "world"
     library: str = "allhands"
     later: bool = False
@@ -108,7 +108,7 @@ say(done=True)
 
 
 def run_cases(cases: list[Case], timeout: float) -> tuple[list[str], float]:
-    """Run ``cases`` one after the other in the same ranks; return what was wrong, and the longest time to be told."""
+    """Run ``cases`` one after the other in the same ranks; return the problems, and the longest time to an error."""
     results = harness.launch(SCRIPT % json.dumps([cases, SUB]), WORLD, timeout=timeout)
     wrong: list[str] = []
     slowest = 0.0
@@ -130,12 +130,12 @@ def run_cases(cases: list[Case], timeout: float) -> tuple[list[str], float]:
 
 
 def may_leave(call: Call) -> bool:
-    """Tell whether a rank may be through with such a call before all have come; it is told at the next one."""
+    """Tell whether a rank may complete such a call before all arrive; its next call then raises the error."""
     return KINDS[call.name] in {"broadcast", "reduce", "gather", "scatter"} and call.count < MANY
 
 
 def judge(case: Case, said: dict[str, Any]) -> list[str]:
-    """Say what is wrong with what one rank was told."""
+    """Return the problems of one rank's error."""
     told = said["found"]
     problems = []
     if told.get("slug") != "collective-mismatch":
@@ -174,7 +174,7 @@ def test_a_different_call_of_one_rank_is_an_error_on_every_rank() -> None:
     cases = [Case(*pair, 1 + index % 3, *WAYS[index % len(WAYS)]) for index, pair in enumerate(differences()[::2])]
     assert {call.name for case in cases for call in case[:2]} == set(NAMES)
     wrong, slowest = run_cases(cases, timeout=200)
-    print(f"\n{len(cases)} mismatches, everyone told within {slowest:.3f} s")  # noqa: T201  # what the test measures
+    print(f"\n{len(cases)} mismatches, all ranks told within {slowest:.3f} s")  # noqa: T201  # the measurement of the test
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])
 
 
@@ -193,7 +193,7 @@ dist.init_process_group("allhands", rank=rank, world_size=size, timeout=20)
 
 
 def test_of_two_equal_halves_both_are_listed() -> None:
-    """Two ranks against two: nobody can say who is right, so the message lists who called what."""
+    """Two ranks against two: there is no majority, so the message lists the calls of all ranks."""
     results = harness.launch(
         FORM
         + """
@@ -263,7 +263,7 @@ for number, (name, call) in enumerate(CALLS):
 
 
 def test_a_difference_between_two_ranks_is_an_error_on_every_rank() -> None:
-    """Splits of all_to_all_single that do not fit between two ranks end the group; the others hear it at the next call.
+    """Splits of all_to_all_single that do not fit between two ranks end the group; the others raise at the next call.
 
     What the others had for each other did fit: they may have it already.
     """
@@ -310,7 +310,7 @@ for one, other in {pairs!r}:
 
 
 def at_once(sources: dict[Any, str], world_size: int) -> dict[Any, list[harness.Result]]:
-    """Run several jobs beside each other: they wait most of the time."""
+    """Run several jobs concurrently: they wait most of the time."""
     with contextlib.ExitStack() as stack:
         jobs = {
             # Ranks of one parent would find each other's groups.
@@ -320,7 +320,7 @@ def at_once(sources: dict[Any, str], world_size: int) -> dict[Any, list[harness.
         return {key: job.results() for key, job in jobs.items()}
 
 
-# What the rank that skips does meanwhile, and what the others are told of it.
+# What the rank that skips the call does instead, and how the message of the others describes it.
 SKIPS = {
     "sleeps": ("while not told(): time.sleep(0.05)", "script.py"),
     "computes": ("while not told(): torch.ones(9).sum()", ".py:"),
@@ -349,7 +349,7 @@ else:
             work.wait()
 
     found = attempt(run)
-    if not found["kind"]:  # a scatter waits for its root only, and the root for nobody: whoever waits next is told
+    if not found["kind"]:  # a scatter waits for its root only, and the root does not wait: the next wait raises
         assert {name!r} == "scatter"
         found, made = attempt(dist.barrier), made._replace(taken=before)
     say(found=found, same=all(torch.equal(*two) for two in zip(before, made.taken)))
@@ -358,7 +358,7 @@ else:
 
 
 def test_a_rank_that_skips_a_call_is_named_at_the_deadline() -> None:
-    """At the timeout everyone who waits gets collective-timeout with the rank that skipped and what it does instead."""
+    """At the timeout every waiting rank gets collective-timeout with the rank that skipped and its present activity."""
     sources = {
         (skip, name): FORM + SKIP.format(does=does, name=name, later=index % 2)
         for index, (skip, (does, _)) in enumerate(SKIPS.items())
@@ -383,7 +383,7 @@ x = torch.ones(5)
 dist.all_reduce(x)
 if rank != 1:
     found = attempt(lambda: dist.broadcast(x, 0))
-    if not found["kind"]:  # a broadcast waits for its root only, and the root for nobody
+    if not found["kind"]:  # a broadcast waits for its root only, and the root does not wait
         found = attempt(dist.barrier)
 else:
     found = attempt(lambda: dist.all_reduce(x))
@@ -423,7 +423,7 @@ except Exception as problem:
 
 
 def test_a_mistake_that_only_one_rank_makes_reaches_the_others() -> None:
-    """A bad argument raises on the rank that gave it; the others are told at once if it falls, else at the timeout."""
+    """A bad argument raises on its rank; the others raise at once if that rank ends, otherwise at the timeout."""
     sources = {
         (name, caught): FORM + MISTAKE.format(mistake=mistake, caught=caught)
         for name, mistake in MISTAKES.items()

@@ -1,4 +1,4 @@
-"""Messages between ranks through shared memory that do not arrive: wrong ones, and ranks that fall, stop or leave."""
+"""Messages between ranks through shared memory that fail: mismatches, and ranks that die, stop or leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranks import harness
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
-# The same in other words, for `make soak`.
+# A longer run, for `make soak`.
 soak = pytest.mark.soak
 
 FORM = """
@@ -46,7 +46,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("how", ["recv", pytest.param("irecv", marks=soak), pytest.param("anyone", marks=soak)])
 def test_a_message_that_does_not_fit_raises_on_both(kind: str, how: str) -> None:
-    """Another size or type than was sent: both ranks get collective-mismatch, with what each had, and nobody hangs."""
+    """A size or dtype other than sent: both ranks get collective-mismatch, with both sides, and no rank hangs."""
     sent, wanted = MISMATCHES[kind]
     receive = {
         "recv": "dist.recv(target, 0)",
@@ -60,7 +60,7 @@ dist.barrier()
 target = {wanted}
 def send():
     dist.send({sent}, 1)
-    dist.barrier()  # a small message is on its way at once: the next call tells
+    dist.barrier()  # a small send completes at once: the next call raises
 found = attempt(send if rank == 0 else lambda: {receive})
 say(found=found, intact=bool((target == 1).all()))
 """,
@@ -99,7 +99,7 @@ say(found=found, intact=bool((target == 1).all()))
     ],
 )
 def test_a_rank_that_falls_ends_its_messages(how: str, call: str) -> None:
-    """Survivors that send to or receive from a rank that dies or raises are told within a second."""
+    """Survivors that send to or receive from a rank that dies or raises get the error within a second."""
     end = {"kill": "os.kill(os.getpid(), 9)", "raise": "raise ValueError('bad batch')"}[how]
     results = harness.launch(
         FORM
@@ -124,7 +124,7 @@ say(found=found, told=time.time())
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_transfer() -> None:
-    """While gigabytes stream, one is killed: whoever sends to it and whoever receives from it raises peer-lost."""
+    """A rank is killed during large transfers: its senders and receivers raise peer-lost."""
     with harness.running(
         FORM
         + """
@@ -230,7 +230,7 @@ dist.barrier()
 
 @pytest.mark.soak
 def test_the_time_of_a_message_begins_with_waiting_for_it() -> None:
-    """A receive may be posted long before its message; once someone waits, or has a future, its time runs."""
+    """A receive may be posted long before its message; its timeout starts with a wait or a future."""
     results = harness.launch(
         BRIEF
         + """
@@ -295,7 +295,7 @@ dist.barrier()
 
 
 def test_a_forked_child_is_refused_and_does_no_harm() -> None:
-    """A child has copies of what its parent has under way: it may not use them, and its end does not end them."""
+    """A child has copies of its parent's pending requests: it may not use them, and its exit does not end them."""
     results = harness.launch(
         FORM
         + """
@@ -332,7 +332,7 @@ assert offered.wait() and (x == 1).all()
 
 
 def test_destroying_a_group_ends_pending_messages() -> None:
-    """Receives that never come do not hold up the end of a group, and whoever waits for one is told why it ended."""
+    """Receives without a message do not delay the end of a group, and their waiters get the reason."""
     results = harness.launch(
         FORM
         + """

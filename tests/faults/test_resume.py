@@ -1,4 +1,4 @@
-"""A job that is killed and goes on with other numbers of ranks."""
+"""A job that is killed and resumes with other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("sklearn", reason="the digits example needs the extra 'examp
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 SAMPLES, STEPS = 1440, 24  # in an epoch
-# Each takes seconds; this only ends a hang on a loaded machine.
+# Each runs for seconds; this only ends a hang on a loaded machine.
 DEADLINE_S = 150
 
 

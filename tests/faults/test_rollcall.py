@@ -1,4 +1,4 @@
-"""A group that cannot form says why: who is missing, double or different; every rank that runs must name it in time.
+"""A group that cannot form: every running rank must report the missing, duplicate or different ranks in time.
 
 Each case fails once and then forms a group in the same processes at the same address.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 
 @dataclass(frozen=True)
 class Case:
-    """What each process passes to init_process_group, and what all of them must be told."""
+    """The arguments of each process for init_process_group, and the diagnosis that all of them must get."""
 
     first: list[dict[str, Any]]
     slug: str
@@ -150,7 +150,7 @@ def formed_again(results: list[Result]) -> None:
         assert result["x"] == len(results)
         assert result["interface"] == ""
         assert result.returncode == 0
-        # While it waits for long, one line says for whom.
+        # A long wait prints one line with the ranks that it waits for.
         assert [line for line in result.stderr.splitlines() if not line.startswith("allhands rank ")] == []
 
 
@@ -175,7 +175,7 @@ def test_every_rank_gets_the_reason_with_every_rendezvous(name: str, kind: str, 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", PLACES)
 def test_a_second_attempt_never_meets_the_first(kind: str, tmp_path: Path) -> None:
-    """Twenty refused attempts, each followed by one at the same place: its coordinator is never in the way."""
+    """Twenty refused attempts, each followed by one at the same address: its coordinator never blocks the next."""
     for _ in range(20):
         formed_again(provoke(CASES["backends differ"], place(kind, tmp_path)))
 
@@ -194,7 +194,7 @@ def tell(name: str, kind: str, folder: Path) -> None:
 
 
 def test_nccl_without_a_gpu_is_an_error_on_all_ranks() -> None:
-    """Every rank that asks for nccl where there is none says so itself, at once."""
+    """Every rank that requests nccl without NCCL raises the error itself, at once."""
     where = {"init_method": f"tcp://127.0.0.1:{free_port()}"}
     slugs = {"nccl-missing", "gpu-missing"}  # the first where torch was built without NCCL
     results = provoke(Case(each(2, backend="nccl"), "nccl-missing", [], "EngineMissing"), where)
@@ -208,7 +208,7 @@ def test_nccl_without_a_gpu_is_an_error_on_all_ranks() -> None:
 
 
 def test_a_late_duplicate_is_refused_and_the_group_unharmed() -> None:
-    """A second process with a rank of a complete group is told duplicate-rank; the group does not notice."""
+    """A second process with a rank of a complete group gets duplicate-rank; the group is not affected."""
     results = launch(
         f"""
 import allhands as dist, torch
@@ -256,7 +256,7 @@ def test_an_incomplete_environment_names_what_is_missing(env: dict[str, str], mi
 
 
 def test_a_thread_may_not_hold_up_the_roll_call() -> None:
-    """Two threads of one process cannot both form the default group: the second is told that there is one."""
+    """Two threads of one process cannot both form the default group: the second gets already-initialised."""
     result = launch(
         """
 import allhands as dist, threading

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("host", ["no-such-host.invalid", pytest.param("x" * 64, marks=pytest.mark.soak)])
 def test_a_host_that_does_not_resolve(host: str, rank: int) -> None:
-    """A name without an address, or that cannot be one, is told at once, by rank 0 and by the others."""
+    """A name without an address, or that cannot be one, is an error at once, on rank 0 and on the others."""
     found = alone({"init_method": f"tcp://{host}:29500", "rank": rank, "world_size": 2, "timeout": 20})
     if "temporary failure" in found["text"].lower():
         pytest.skip("the name server here does not answer, so nothing about names is certain")
@@ -34,7 +34,7 @@ def test_a_host_that_does_not_resolve(host: str, rank: int) -> None:
     ],
 )
 def test_something_else_has_the_port(name: str, timeout: int) -> None:
-    """Rank 0 names who holds its port (pid and command); the others say that this is no coordinator, or is silent."""
+    """Rank 0 names the owner of its port (pid and command); the others raise wrong-service or coordinator-silent."""
     with service(name) as (port, pid):
         results = launch(
             f"""
@@ -64,7 +64,7 @@ say(failed=attempt(dist.init_process_group, "gloo", where, rank=rank, world_size
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_another_job_of_ours_runs_there(kind: str, tmp_path: Path) -> None:
-    """A second job at the address or file of a running one is told so on all its ranks; the first goes on unharmed."""
+    """A second job at the address or file of a running one fails on all its ranks; the first is not affected."""
     where = place(kind, tmp_path)
     stop = tmp_path / "stop"
     with running(JOB, 2, {"WHERE": where["init_method"], "STOP": str(stop)}) as first:
@@ -88,7 +88,7 @@ dist.destroy_process_group()
             assert result["failed"]["kind"] == "ConnectError"
             assert result["failed"]["seconds"] < AT_ONCE_S
     else:
-        # Once everyone has come the file is taken away, so a second job simply meets there.
+        # The file is removed once all ranks have arrived, so a second job can use it.
         assert [result["failed"]["kind"] for result in second] == ["", ""]
     assert not leaks.alive(coordinator)
 
@@ -128,7 +128,7 @@ say(left=os.path.exists({str(path)!r}))
 
 
 def test_a_file_of_a_killed_job_is_replaced(tmp_path: Path) -> None:
-    """The notice of a rank 0 that was killed in its roll call does not stand in the way of the next job."""
+    """The file of a rank 0 that was killed in its roll call does not block the next job."""
     path = tmp_path / "meeting"
     waiting = f"""
 import allhands as dist

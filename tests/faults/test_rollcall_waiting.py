@@ -1,4 +1,4 @@
-"""Ranks that wait in the roll call: for one that never comes, is late or is killed, and until they are interrupted."""
+"""Ranks that wait in the roll call: for a missing, late or killed rank, and until they are interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 
 @pytest.mark.parametrize("kind", PLACES)
 def test_rank_0_does_not_start(kind: str, tmp_path: Path) -> None:
-    """Where rank 0 is missing, the others say so at the deadline: refused at an address, missing elsewhere."""
+    """If rank 0 is missing, the others raise at the deadline: refused at an address, missing elsewhere."""
     found = alone({"rank": 1, "world_size": 2, "timeout": 1.5, **place(kind, tmp_path)})
     expected = ("connection-refused", "ConnectError") if kind == "tcp" else ("missing-ranks", "RollCallTimeout")
     assert (found["slug"], found["kind"], found["ranks"]) == (*expected, [0])
@@ -56,7 +56,7 @@ say(failed=attempt(dist.init_process_group, "gloo", os.environ["WHERE"] or None,
 
 
 def heard(job: Job, words: str) -> None:
-    """Wait until rank 0 says ``words`` while it waits."""
+    """Wait until rank 0 prints ``words`` while it waits."""
     deadline = time.monotonic() + PATIENT_S
     while words not in (said := job.ranks[0].stderr.read_text()):
         assert time.monotonic() < deadline, f"rank 0 never said {words!r}:\n{said}"
@@ -65,7 +65,7 @@ def heard(job: Job, words: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_in_the_roll_call_is_named(victim: int) -> None:
-    """Rank 0's death in the roll call is told at once; another rank's when time is up, as one that came and went."""
+    """Rank 0's death in the roll call is reported at once; another rank's at the deadline, as arrived and left."""
     port, within = free_port(), PATIENT_S if victim == 0 else TIMEOUT_S
     with running(WAITING, 2, {"WHERE": f"tcp://127.0.0.1:{port}", "WITHIN": str(within)}) as job:
         job.wait_for("ready")
@@ -88,7 +88,7 @@ def test_ctrl_c_in_the_roll_call_ends_promptly() -> None:
     with running(WAITING, 2, {"WHERE": "", "WITHIN": str(PATIENT_S)}) as job:
         heard(job, "2 of 3 ranks are here")
         sent = time.monotonic()
-        # To both at once: one that hears of the other's end before its own signal comes has its answer.
+        # To both at once: a rank that learns of the other's end before its own signal would raise that.
         for each in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):
             for entry in job.ranks:
                 os.killpg(entry.pid, each)

@@ -13,7 +13,7 @@ import pytest
 import leaks
 from ranks.spawning import finish, gone, program
 
-# All failures in one program, because torch takes seconds to import; forked, for the same reason.
+# All failures in one program, forked, because importing torch needs seconds.
 FAILURES = """
 import ctypes, json, os, pickle, signal, subprocess, sys, time
 import torch, torch.multiprocessing

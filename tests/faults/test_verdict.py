@@ -1,4 +1,4 @@
-"""Each way in which a job can die: the verdict names the culprit and the cause, and nothing stays behind."""
+"""The ends of a job: the verdict names the culprit and the cause, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_sys_exit() -> None:
 
 
 def test_os_exit() -> None:
-    """os._exit(4) leaves no exit record, and the verdict says so."""
+    """os._exit(4) leaves no exit record, and the verdict states it."""
     ran = run(ONE + "if rank == 1:\n    os._exit(4)" + OTHERS)
     blame(ran, "exit", [1], 4)
     assert "os._exit" in ran.report["why"]
@@ -261,7 +261,7 @@ def test_stall() -> None:
 
 
 def test_stopped_rank() -> None:
-    """A rank that is stopped is behind, gives no stack, and is killed with the rest."""
+    """A stopped rank is behind, has no stack, and is killed with the others."""
     source = GROUP + "if rank == 1:\n    os.kill(os.getpid(), 19)\ndist.all_reduce(x)"
     ran = run(source, "--hang-timeout", "2", "--grace", "1")
     blame(ran, "hang", [1], 124)
@@ -285,7 +285,7 @@ subprocess.Popen([sys.executable, "-c", stay], start_new_session=True)
 
 
 def pids(screen: str) -> list[int]:
-    """Return the processes that a job said it has."""
+    """Return the processes that a job reported."""
     return [int(line.split()[-1]) for line in screen.splitlines() if " worker " in line or " stay " in line]
 
 

@@ -20,13 +20,13 @@ pytestmark = [
 
 FORM = ON_SHM.replace("timeout=20", "timeout=60")
 
-# A deadline for what takes milliseconds: several tests use the GPU at once.
+# A deadline for an operation of milliseconds: several tests use the GPU at once.
 AT_ONCE_S = 2.0
 
 
 @pytest.fixture(autouse=True)
 def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tensors on the GPU where a test names no device, and let no tensor go by way of the host."""
+    """Make tensors on the GPU if a test names no device, and forbid staging on the host."""
     start = harness.start
 
     def begin(source: str, ranks: int, env: Any = None, **kw: Any) -> harness.Job:
@@ -37,7 +37,7 @@ def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_random_operations_agree_with_a_model(ranks: int) -> None:
-    """Random operations on random types and sizes give what a model computes from everyone's data."""
+    """Random operations on random types and sizes agree with a model computed from all ranks' data."""
     run_random_operations(ENGINES["cuda_ipc"], ranks)
 
 
@@ -101,7 +101,7 @@ dist.destroy_process_group()
 
 
 def test_no_rank_waits_on_the_host() -> None:
-    """A rank issues many calls while another is busy elsewhere, and goes on; results are right once they are used."""
+    """A rank issues many calls without waiting for a busy peer; results are right once they are used."""
     results = harness.launch(
         FORM
         + """
@@ -119,7 +119,7 @@ pending = not works[-1].is_completed()
 for work in works:
     work.wait()
 value = x[0].item()
-# More calls than records: who is ahead waits for the others, and all are right.
+# More calls than records: the rank ahead waits for the others, and all results are right.
 if rank == 0:
     time.sleep(0.5)
 y = torch.zeros(10)
@@ -140,7 +140,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("kind", [kind for kind in MISMATCHES if kind != "barrier"])
 def test_a_mismatch_raises_on_every_rank(kind: str) -> None:
-    """Calls that differ: each rank is told at its next call or wait at the latest, and no stream hangs."""
+    """Calls that differ: each rank raises at its next call or wait at the latest, and no stream hangs."""
     usual, odd = MISMATCHES[kind]
     results = harness.launch(
         FORM
@@ -186,7 +186,7 @@ say(found=attempt(lambda: dist.all_reduce(torch.ones(5, device=device))))
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_rank_ends_it_for_the_others(who: int) -> None:
-    """Survivors whose streams wait for a killed rank, the owner of the memory or not, are told within two seconds."""
+    """Survivors whose streams wait for a killed rank, the owner of the memory or not, raise within two seconds."""
     results = harness.launch(
         FORM
         + f"""
@@ -221,7 +221,7 @@ say(after=y)
 
 
 def test_a_rank_that_does_not_come_is_named_with_what_it_does() -> None:
-    """At the timeout the rank that skipped the call is named; who waits for the GPU is let go."""
+    """At the timeout the rank that skipped the call is named, and waits for the GPU end."""
     results = harness.launch(
         FORM.replace("timeout=60", "timeout=6")
         + """
@@ -249,7 +249,7 @@ else:
 
 
 def test_streams_and_lifetimes() -> None:
-    """A call waits for the stream it was issued on, whoever waits for it sees the sum, and tensors may be dropped."""
+    """A call waits for the stream it was issued on, its waiters see the sum, and tensors may be dropped."""
     results = harness.launch(
         FORM
         + """
@@ -265,7 +265,7 @@ for step in range(3):
     with torch.cuda.stream(other):
         work.wait()
         assert torch.equal(x, torch.full_like(x, 3.0)), x[:3]
-# Dropped while they are under way: their memory must not be given to anyone yet.
+# Dropped while in use: their memory must not be reused yet.
 torch.cuda._sleep(200_000_000)
 for step in range(50):
     dist.all_reduce(torch.full((100_000,), 1.0), async_op=True)
@@ -285,7 +285,7 @@ dist.destroy_process_group()
 
 
 def test_messages() -> None:
-    """Messages of CUDA tensors, waited for at once or later, in a batch, with tags and from anyone, arrive."""
+    """Messages of CUDA tensors, waited for at once or later, in a batch, with tags and from any source, arrive."""
     results = harness.launch(
         FORM
         + """
@@ -317,7 +317,7 @@ dist.destroy_process_group()
 
 
 def test_calls_that_cannot_be_captured_are_errors() -> None:
-    """A collective inside a CUDA graph's capture is refused by name, and the group goes on."""
+    """A collective inside a CUDA graph's capture is refused by name, and the group still works."""
     results = harness.launch(
         FORM
         + """

@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def test_a_group_of_one_forms_and_ends_on_nccl() -> None:
-    """backend="nccl" forms through our store, reduces a CUDA tensor, and ends; torch's state says nccl."""
+    """backend="nccl" forms through our store, reduces a CUDA tensor, and ends; torch's state has the backend nccl."""
     (only,) = harness.launch(
         """
         import torch
@@ -59,7 +59,7 @@ def test_default_backend_serves_cpu_and_cuda() -> None:
 
 
 def test_two_ranks_on_one_gpu_are_refused_at_once() -> None:
-    """Ranks that bring the same GPU to nccl get gpu-shared on every rank, before NCCL is even asked."""
+    """Ranks that use the same GPU with nccl get gpu-shared on every rank, before NCCL is called."""
     results = harness.launch(
         """
         import time
@@ -86,7 +86,7 @@ def test_two_ranks_on_one_gpu_are_refused_at_once() -> None:
 
 
 def test_gloo_serves_two_ranks_on_one_gpu() -> None:
-    """What gpu-shared recommends works: CUDA tensors of two ranks on one GPU over Gloo, and a peer's end is told."""
+    """The fix of gpu-shared works: CUDA tensors of two ranks on one GPU over Gloo, and a peer's end is reported."""
     results = harness.launch(
         """
         import os, time

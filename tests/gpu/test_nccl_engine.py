@@ -1,6 +1,6 @@
-"""NCCL as the engine of CUDA tensors on the backend `allhands`: the tests of shared memory, on a GPU for each rank.
+"""NCCL as the engine of CUDA tensors on the backend `allhands`, with a GPU for each rank.
 
-With one GPU that is one rank; what several do is the same calls.
+With one GPU there is one rank; several ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def _by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_operations_agree_with_a_model() -> None:
-    """Random operations on random types and sizes give what a model computes from everyone's data."""
+    """Random operations on random types and sizes agree with a model computed from all ranks' data."""
     run_random_operations(OnEngine("nccl", begin=harness.start), 1)
 
 
 def test_every_reduction_and_what_it_is_done_by() -> None:
-    """Reductions that NCCL has and those that it lacks are done; the engine is the one that was asked for."""
+    """Reductions with and without NCCL's support work; the engine is the requested one."""
     results = harness.launch(
         FORM
         + """
@@ -68,7 +68,7 @@ dist.destroy_process_group()
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
-    """Asked for nccl, ranks that share a GPU are told so on every rank, and what to do instead."""
+    """With nccl requested, ranks that share a GPU get gpu-shared on every rank, with the alternative."""
     results = harness.launch(
         FORM + "say(found=attempt(lambda: dist.all_reduce(torch.ones(3))))",
         2,

@@ -34,7 +34,7 @@ def run(source: str, engine: str) -> list[harness.Result]:
 
 @ENGINES
 def test_collectives_of_gpu_tensors(engine: str) -> None:
-    """Each collective gives on CUDA tensors, contiguous or not, what it gives on the CPU; results stay on the GPU."""
+    """Each collective agrees on CUDA tensors, contiguous or not, and on the CPU; results stay on the GPU."""
     run(
         """
 for count in (3, 100_003):

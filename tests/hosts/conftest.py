@@ -35,7 +35,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """What `hostname` says there."""
+        """The output of `hostname` there."""
         return f"host-{'abcd'[self.number]}"
 
     @property
@@ -63,18 +63,18 @@ class Host:
         ip(f"-n {self.namespace} link set eth0 {state}")
 
     def firewall(self, *rules: str) -> None:
-        """Apply nftables ``rules`` to what comes in by the cable."""
+        """Apply nftables ``rules`` to packets that arrive at eth0."""
         lines = "\n".join(f'iifname "eth0" {rule}' for rule in rules)
         self.nft(f"table inet test {{ chain in {{ type filter hook input priority 0;\n{lines}\n}}\n}}")
 
     def nft(self, table: str) -> None:
-        """Add ``table`` to what the kernel does with packets there."""
+        """Add the nftables ``table``."""
         if shutil.which("nft") is None:
             pytest.skip("nft is not installed, and nothing else here filters single ports (apt install nftables)")
         self.run("nft", "-f", "-", text=table)
 
     def lose(self, other: Host) -> None:
-        """Let every packet to ``other`` vanish without a trace: they go to a network card that does not exist."""
+        """Drop every packet to ``other`` silently, by sending them to a network card that does not exist."""
         ip(f"-n {self.namespace} neigh replace {other.ipv4} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
 
 
@@ -85,7 +85,7 @@ class Network:
     hosts: list[Host]
 
     def each(self, layout: list[int], env: Mapping[int, Mapping[str, str]] | None = None) -> dict[int, dict[str, str]]:
-        """Return the environment of each rank; ``layout`` says on which host each rank is."""
+        """Return the environment of each rank; ``layout`` has the host of each rank."""
         return {
             rank: {**self.hosts[host].environment(), **((env or {}).get(rank, {}))} for rank, host in enumerate(layout)
         }
@@ -141,7 +141,7 @@ def _add(name: str) -> None:
 
 
 def outcomes(results: list[harness.Result], *, at_most: float = float("inf")) -> list[dict[str, Any]]:
-    """Return how the attempt of each rank that made one went; none may have taken longer than ``at_most``."""
+    """Return the outcome of each rank that made an attempt; none may have lasted longer than ``at_most``."""
     for result in results:
         assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     found: list[dict[str, Any]] = [line["outcome"] for result in results for line in result.lines if "outcome" in line]

@@ -24,7 +24,7 @@ __all__ = ["Machine", "Typed", "finish", "routed", "typed", "within"]
 _T = TypeVar("_T")
 _COMMAND = Path(__file__).with_name("command.py")
 
-# What the launch environment of the test run itself would tell a recipe.
+# Variables of the launch environment of the test run itself, which a recipe must not see.
 _STRANGE = ("ALLHANDS_", "SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
 
 
@@ -45,7 +45,7 @@ def within(namespace: str, make: Callable[[], _T]) -> _T:
 
 
 def routed(made: Network) -> list[Host]:
-    """Return the hosts of a network, each with a way to the world, as machines have."""
+    """Return the hosts of a network, each with a default route, as machines have."""
     ip(*(f"-n {host.namespace} route add default dev eth0" for host in made.hosts))
     return made.hosts
 
@@ -75,7 +75,7 @@ class Typed:
     def _wait(self, come: Callable[[], bool], what: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
         while True:
-            ended = self.process.poll() is not None  # Before the look: what it did last counts.
+            ended = self.process.poll() is not None  # Read before the output, so that its last lines count.
             if come():
                 return
             assert not ended, f"ended before it could {what}:\n{self.said}"
@@ -133,7 +133,7 @@ def finish(begun: Sequence[Typed], deadline_s: float = 150.0) -> list[str]:
 
 @contextlib.contextmanager
 def typed(*begun: Typed) -> Iterator[tuple[Typed, ...]]:
-    """Yield commands that are under way; whatever happens, they are over afterwards."""
+    """Yield running commands; they are ended afterwards in any case."""
     try:
         yield begun
     finally:

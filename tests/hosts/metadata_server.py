@@ -1,4 +1,4 @@
-"""A stand-in for the metadata server of Compute Engine: real HTTP, one instance's answers, Google's manners."""
+"""A stand-in for the metadata server of Compute Engine: real HTTP, with the answers and checks for one instance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Metadata:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                # Google refuses whoever does not say that it knows whom it asks.
+                # Google refuses requests without this header.
                 if self.headers.get("Metadata-Flavor") != "Google":
                     metadata.refused += 1
                     self.send_error(403)

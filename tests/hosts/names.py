@@ -1,4 +1,4 @@
-"""A small DNS server for the laboratory: it knows the names that it is told, and can be told them late."""
+"""A small DNS server for the laboratory, with given names, which may be added late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOUND, NO_SUCH_NAME = 0x8580, 0x8583
 
 
 class Names:
-    """What the server knows and what it was asked."""
+    """The names of the server, and the queries that it received."""
 
     def __init__(self, *, silent: bool = False, slow_s: float = 0.0) -> None:
         self.known: dict[str, str] = {}

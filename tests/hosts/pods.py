@@ -94,6 +94,6 @@ def _source(source: dict[str, Any], about: dict[str, str]) -> str:
 
 
 def _commanded(pod: Pod, command: list[str] | None) -> Pod:
-    """Put the pod's variables into its command, $(LIKE_THIS); ``command`` goes before its own."""
+    """Replace $(VARIABLES) of the pod in its command; ``command`` is put before it."""
     words = [re.sub(r"\$\((\w+)\)", lambda found: pod.env[found[1]], word) for word in command or pod.command]
     return Pod(pod.name, pod.domain, pod.env, words)

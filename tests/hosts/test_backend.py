@@ -1,4 +1,4 @@
-"""The backend `allhands` across hosts: right results, the same checks as on one host, and nobody left waiting."""
+"""The backend `allhands` across hosts: right results, the same checks as on one host, and no hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.hosts
 LAYOUT = [0, 0, 1, 1]
 HOSTS = ["host-a", "host-a", "host-b", "host-b"]
 
-# Deadlines, an order of magnitude above what is seen on an idle machine.
+# Deadlines, an order of magnitude above the times on an idle machine.
 AT_ONCE_S = 5.0
 
 FORM = (
@@ -34,7 +34,7 @@ def run(made: Network, source: str, timeout: float = 30) -> list[Result]:
 
 
 def test_collectives_across_hosts(network: Making) -> None:
-    """Every kind of collective gives on four ranks on two hosts what it should, small and large."""
+    """Every kind of collective is right on four ranks on two hosts, small and large."""
     results = run(
         network(),
         """
@@ -96,7 +96,7 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_a_mismatch_across_hosts(network: Making, kind: str) -> None:
-    """A rank on one host that calls something else: all four raise collective-mismatch with its rank and its line."""
+    """A different call of a rank on one host: all four raise collective-mismatch with its rank and line."""
     usual, odd = MISMATCHES[kind]
     results = run(network(), f"say(outcome=attempt(lambda: {odd} if rank == 3 else {usual}))")
     found = outcomes(results, at_most=AT_ONCE_S)
@@ -130,7 +130,7 @@ say(outcome=attempt(spin))
 
 
 def test_a_skipped_call_across_hosts(network: Making) -> None:
-    """At the deadline the rank that did not come is named with its host and the line it is at instead."""
+    """At the deadline the missing rank is named with its host and its current line."""
     results = run(
         network(),
         """

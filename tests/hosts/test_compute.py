@@ -1,4 +1,4 @@
-"""The Compute Engine recipe: its gcloud lines are typed, and its start-up script is run with what they asked for."""
+"""The Compute Engine recipe: its gcloud commands are run, and its start-up script with their metadata."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _typed(folder: Path, recipes: Path) -> list[list[str]]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Read KEY=VALUE,KEY=VALUE as gcloud does; ^;^ in front takes another sign for the comma."""
+    """Read KEY=VALUE,KEY=VALUE as gcloud does; a prefix ^;^ replaces the comma by another character."""
     sign = ","
     if text.startswith("^"):
         _, sign, text = text.split("^", 2)
@@ -59,7 +59,7 @@ def _option(line: list[str], name: str) -> str:
 
 
 def _asked(folder: Path, recipes: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the metadata and the instances that the recipe asks for."""
+    """Return the metadata and the instances that the recipe requests."""
     template, group, *instances = _typed(folder, recipes)
     assert template[:3] == ["compute", "instance-templates", "create"]
     assert _option(group, "template") == template[3]
@@ -95,7 +95,7 @@ def test_the_startup_script(network: Making, tmp_path: Path) -> None:
 
 
 def test_an_instance_that_is_not_listed(tmp_path: Path) -> None:
-    """An instance that allhands-hosts does not name says so and starts nothing."""
+    """An instance that is not in allhands-hosts reports it and starts nothing."""
     metadata = {"allhands-hosts": "train-0,train-1", "allhands-token": "t"}
     with Metadata("other-7", DOMAIN, metadata).serving() as served:
         machine = Machine(None, "other", tmp_path, {"GCE_METADATA_HOST": served})
@@ -105,7 +105,7 @@ def test_an_instance_that_is_not_listed(tmp_path: Path) -> None:
 
 
 def test_the_stand_in_has_googles_manners() -> None:
-    """The metadata server refuses whoever does not send Metadata-Flavor: Google, as the real one does."""
+    """The metadata server refuses requests without Metadata-Flavor: Google, as the real one does."""
     served = Metadata("train-0", DOMAIN, {"a": "b"})
     with served.serving() as where:
         url = f"http://{where}{PREFIX}attributes/a"

@@ -12,7 +12,7 @@ from ranks.harness import free_port, launch
 
 pytestmark = pytest.mark.hosts
 
-# As a container's engine does it, with the 64 MiB of shared memory that it gives by default.
+# As a container engine does, with its default of 64 MiB of shared memory.
 SETTLE = 'hostname pod-$RANKNO && mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 CONTAINER = ["unshare", "--pid", "--fork", "--mount", "--ipc", "--uts", "--mount-proc", "--kill-child", "sh", "-c"]
 
@@ -26,7 +26,7 @@ def unshared() -> bool:
 
 
 def test_containers_that_share_a_network_share_memory() -> None:
-    """Each rank is pid 1 of its container. All sizes arrive, none is read from the wrong process; a death is told."""
+    """Each rank is pid 1 of its container. All sizes arrive, from the right processes; a death is an error."""
     if not unshared():
         pytest.skip("no pid, mount, ipc and uts namespaces can be made here")
     source = f"""

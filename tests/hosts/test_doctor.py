@@ -86,7 +86,7 @@ def look_at(host: Host, there: Host) -> list[Finding]:
 # One way ------------------------------------------------------------------------------------------------------
 
 
-def test_refused_filtered_and_no_route_are_distinguished(cables: Making) -> None:
+def test_refused_filtered_and_no_route_are_told_apart(cables: Making) -> None:
     """Nobody listens; packets vanish; no network leads there: three diagnoses, each in the words of a rank."""
     a, b = cables().hosts
     refused = on(b, lambda: list(ports.check(request_of(a.ipv4))))

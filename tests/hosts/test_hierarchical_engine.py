@@ -1,4 +1,4 @@
-"""Rails: several ranks on each of several hosts, of one size and of several, and on a machine that shares no memory."""
+"""The hierarchical engine: several ranks on each of several hosts, and ranks of one host without shared memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ranks.harness import Result, free_port, launch, running, well
 
 pytestmark = pytest.mark.hosts
 
-# Promised is 2 s; the kernel tells of a dead process at once.
+# Within 2 s; the kernel reports a dead process at once.
 TOLD_S = 2.0
 
-# Every kind of call, on sizes around those where the way changes: the record's room, one rail or all, a piece.
+# Every kind of call, on sizes around those where the method changes: of a fingerprint, a connection, a chunk.
 EVERY_CALL = """
 assert dist.group.WORLD.engine.name == "hierarchical", dist.group.WORLD.engine
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool)
@@ -73,7 +73,7 @@ dist.destroy_process_group()
 
 
 def run(made: Network, source: str, layout: list[int], timeout: float = 30) -> list[Result]:
-    """Run ``source`` on hosts as ``layout`` says, after the ranks formed a group."""
+    """Run ``source`` on the hosts of ``layout``, after the ranks formed a group."""
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": str(timeout)}
     return launch(FORM + source, len(layout), env, each=made.each(layout))
 
@@ -94,7 +94,7 @@ def test_every_call(network: Making, layout: list[int], hosts: list[list[int]]) 
 
 
 def test_a_group_inside_one_host_has_shared_memory(network: Making) -> None:
-    """Subgroups: one on one host is as fast as a job there, one with a rank on each host needs no rails."""
+    """Subgroups: shared memory for one on one host, Gloo for one with a rank on each host."""
     results = well(
         run(
             network(),
@@ -133,7 +133,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_reported_on_both_hosts(network: Making, victim: int) -> None:
-    """A kill -9 amid large reductions, of a rank beside others or across: survivors raise peer-lost within 2 s."""
+    """A kill -9 of a rank on either host during large reductions: survivors raise peer-lost within 2 s."""
     made = network()
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "60"}
     source = """
@@ -156,8 +156,8 @@ say(outcome=attempt(spin))
             assert outcome["over"] - killed < TOLD_S
 
 
-# Ranks 2 and 3 are another user's: memory is not handed to them, as to a container with users of its own. They still
-# read files as root does, because Python may be installed where nobody else may look.
+# Ranks 2 and 3 run as another user, who gets no descriptors of the segment, as in a container with its own users. They
+# read files as root, because Python may be installed in a folder that other users cannot read.
 TWO_USERS = """
 import ctypes, os
 if rank > 1:
@@ -177,7 +177,7 @@ dist.destroy_process_group()
 
 
 def test_ranks_of_one_machine_that_share_no_memory(fork_server: None) -> None:  # noqa: ARG001  # started before all else
-    """Whoever cannot be handed memory, though all ranks are on one machine, is on a host of its own."""
+    """Ranks of one machine that cannot share memory count as ranks of different hosts."""
     env = {"METHOD": f"tcp://127.0.0.1:{free_port()}", "ALLHANDS_TOKEN": "between users"}
     for result in well(launch(TWO_USERS, 4, env)):
         assert (result["kind"], result["hosts"]) == ("hierarchical", [[0, 1], [2, 3]])

@@ -1,4 +1,4 @@
-"""Groups across hosts, and what stands between hosts. Each host is a network namespace on this machine."""
+"""Groups across hosts, with faults between them. Each host is a network namespace on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.hosts
 
 PORT = 29500
 
-# A certain cause is told at once; everything else within the deadline and a second. Wider, because others use the
+# A certain cause is reported at once; any other within the deadline and a second. Wider, because others use the
 # machine too, and far below the deadline where that is not to be waited for.
 AT_ONCE_S = 5.0
 GRACE_S = 3.0
@@ -26,7 +26,7 @@ GRACE_S = 3.0
 # How long ranks wait where the cause shows only by waiting: those that come must have come by then.
 WITHIN_S = 5
 
-# A host whose cable was pulled is given up by the kernel after about 8 s; twice that is a deadline, not a figure.
+# The kernel gives up a host whose cable was pulled after about 8 s; twice that is a deadline, not a figure.
 CABLE_S = 16.0
 
 ENTER = """
@@ -77,7 +77,7 @@ say(outcome=attempt(spin))
 
 
 def form(made: Network, layout: list[int], timeout: float, **env: str) -> list[dict[str, Any]]:
-    """Let ranks form a group across hosts, at rank 0's address unless told otherwise; return how it went for each."""
+    """Let ranks form a group across hosts, by default at rank 0's address; return the outcome of each."""
     method = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}"}
     results = launch(FORM, len(layout), {**method, "TIMEOUT": str(timeout), **env}, each=made.each(layout))
     return outcomes(results, at_most=timeout + GRACE_S)
@@ -125,7 +125,7 @@ def test_a_group_forms_over_ipv6(network: Making, families: tuple[int, ...]) -> 
         assert not any(peer.startswith("127.") or peer == "::1" for peer in result["peers"])
 
 
-# The way to the coordinator --------------------------------------------------------------------------------------
+# Connecting to the coordinator -----------------------------------------------------------------------------------
 
 
 def test_a_dropped_port_is_filtered(network: Making) -> None:
@@ -141,7 +141,7 @@ def test_a_dropped_port_is_filtered(network: Making) -> None:
 
 
 def test_a_rejected_port_is_refused(network: Making) -> None:
-    """A firewall that says no: refused on the rank behind it, missing on rank 0."""
+    """A firewall that rejects: refused on the rank behind it, missing on rank 0."""
     made = network()
     made.hosts[0].firewall(f"tcp dport {PORT} reject")
     first, second = form(made, [0, 1], WITHIN_S)
@@ -158,7 +158,7 @@ def test_no_route_is_reported_at_once(network: Making) -> None:
 
 
 def test_localhost_across_hosts_is_loopback(network: Making) -> None:
-    """MASTER_ADDR=localhost with one rank on each host: the other rank is told that loopback leads to itself."""
+    """MASTER_ADDR=localhost with one rank on each host: the other rank gets an error that loopback is itself."""
     made = network()
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     each = made.each([0, 1], {rank: {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in (0, 1)})
@@ -179,7 +179,7 @@ def test_a_name_that_is_loopback_at_home(network: Making) -> None:
 
 
 def test_rank_0_on_the_wrong_host(network: Making) -> None:
-    """Rank 0 that was started where its address is not says so at once; the others find nothing at that address."""
+    """Rank 0 that was started on another host than its address raises at once; the others find no listener there."""
     made = network()
     first, second = form(made, [1, 0], WITHIN_S)
     assert (first["slug"], first["ranks"]) == ("address-not-local", [0])
@@ -192,7 +192,7 @@ def test_rank_0_on_the_wrong_host(network: Making) -> None:
 
 @pytest.mark.parametrize("odd", [(0, 1), (1,)], ids=["everywhere", "on one rank"])
 def test_gloo_on_loopback_across_hosts(network: Making, odd: tuple[int, ...]) -> None:
-    """GLOO_SOCKET_IFNAME=lo across hosts: every rank is told of the mismatch at once, whoever has it."""
+    """GLOO_SOCKET_IFNAME=lo across hosts: every rank gets interface-mismatch at once, on whichever rank it is set."""
     made = network()
     each = made.each([0, 1], {rank: {"GLOO_SOCKET_IFNAME": "lo"} for rank in odd})
     env = {"METHOD": f"tcp://{made.hosts[0].ipv4}:{PORT}", "TIMEOUT": "20"}
@@ -202,7 +202,7 @@ def test_gloo_on_loopback_across_hosts(network: Making, odd: tuple[int, ...]) ->
 
 
 def test_filtered_gloo_ports_end_by_the_deadline(network: Making) -> None:
-    """The coordinator's port is open, Gloo's are not: every rank is told so within the deadline and a second."""
+    """The coordinator's port is open, Gloo's are not: every rank reports it within the deadline and a second."""
     made = network()
     for host in made.hosts:
         host.firewall(f"tcp dport {PORT} accept", f"tcp sport {PORT} accept", "meta l4proto tcp drop")

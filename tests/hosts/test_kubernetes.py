@@ -41,7 +41,7 @@ def cluster(made: Network, folder: Path, wanted: list[Pod]) -> Iterator[tuple[Na
     begun = []
     with serving(switch, DNS) as names:
         for pod, host in zip(wanted, routed(made), strict=True):
-            # As the kubelet writes it. What MASTER_ADDR says, host and service, is not in it: pod 0 must ask too.
+            # As the kubelet writes it. The name in MASTER_ADDR, host and service, is not in it: pod 0 resolves it too.
             host.hosts_file.write_text(f"127.0.0.1 localhost\n{host.ipv4} {pod.full_name} {pod.name}\n")
             machine = Machine(host, pod.name, folder, pod.env, resolver)
             begun.append(machine.type(shlex.join(pod.command), cwd=CLUSTERS))
@@ -55,7 +55,7 @@ def appear(names: Names, made: Network, wanted: list[Pod]) -> None:
 
 
 def test_names_that_appear_late(network: Making, tmp_path: Path) -> None:
-    """Pods of the Indexed Job ask for pod 0 until its name appears, say what they wait for meanwhile, and train."""
+    """Pods of the Indexed Job resolve pod 0 until its name appears, print what they wait for, and train."""
     made, wanted = network(2), pods(documents("indexed-job.yaml"))
     with cluster(made, tmp_path, wanted) as (names, begun):
         for each in begun:
@@ -73,7 +73,7 @@ def test_names_that_appear_late(network: Making, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["jobset.yaml", "statefulset.yaml"])
 def test_a_manifest_trains(network: Making, tmp_path: Path, name: str) -> None:
-    """Pods of a JobSet and of a StatefulSet find their number and pod 0 by what the manifest tells them, and train."""
+    """Pods of a JobSet and of a StatefulSet find their number and pod 0 with the manifest's variables, and train."""
     made, wanted = network(2), pods(documents(name))
     with cluster(made, tmp_path, wanted) as (names, begun):
         begun[1].wait_for("does not resolve")

@@ -40,7 +40,7 @@ def test_two_agents_train(network: Making) -> None:
         "1 3 host-b",
         "2 3 host-b",
     ]
-    # The mode: on a busy machine an agent may knock a second time while its first try still stands.
+    # The mode: on a loaded machine an agent may connect again while its first attempt is pending.
     assert statistics.mode(filter(None, held)) == 1
     assert [rank["node"] for rank in first.report["ranks"]] == [0, 1, 1]
     assert first.report == second.report
@@ -128,7 +128,7 @@ def test_large_store_values(network: Making) -> None:
 # The roll call between agents ------------------------------------------------------------------------------------
 
 
-# What each agent is given beside the rest; its environment; the slugs in the order of nodes. Nothing of this decides
+# Additional options of each agent; its environment; the slugs in the order of nodes. None of them affects
 # before the deadline on node 0, so that is short; where it decides at once, the deadline is for a slow machine only.
 Fault = tuple[dict[int, str], dict[int, dict[str, str]], tuple[str, ...]]
 
@@ -163,7 +163,7 @@ SERVED = 29600
 def test_roll_call_faults(network: Making, tmp_path: Path, faults: dict[str, Fault], timeout: str) -> None:
     """Each fault ends every agent within the deadline with its own slug, in terms of nodes; no rank starts."""
     made = network(3)
-    # What the package index of an installation with another torch says; the agent imports none.
+    # The metadata of an installation with another torch; the agent does not import torch.
     (tmp_path / "torch-9.9.dist-info").mkdir()
     (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     other = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -254,7 +254,7 @@ def test_ctrl_c_during_the_roll_call(network: Making) -> None:
 
 @pytest.mark.soak
 def test_host_name_that_resolves_late(network: Making) -> None:
-    """A name that does not exist yet is asked for again, the wait is shown, and the job runs once it is there."""
+    """A name that does not exist yet is resolved again, the wait is shown, and the job runs once it exists."""
     made = network()
     late = ("--node-rank", "1", "--coordinator", f"late-name:{PORT}")
     with agents(made, "print('done')", each={1: late}, ranks=(1, 1)) as jobs:

@@ -22,7 +22,7 @@ from allhands.bench.processes import RankProcesses
 from allhands.errors import AllhandsError
 from ranks.harness import environment, launch
 
-# A run of seconds; each rank imports torch, which takes long on a loaded machine.
+# A run of seconds; torch is imported by each rank, which takes long on a machine that others use.
 DEADLINE_S = 120.0
 
 # Long enough to be disturbed in the middle.
@@ -105,7 +105,7 @@ def test_a_small_bench_against_mpi(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("against", ["mpi", "none"])
 def test_a_small_bench_of_the_engine_mpi(tmp_path: Path, against: str) -> None:
-    """Our engine over MPI is measured against mpi4py itself, and alone without mpirun."""
+    """Our engine over MPI is measured beside mpi4py itself, and alone without mpirun."""
     done = bench(
         *("all_reduce", "--engine", "mpi", "--sizes", "4,64K", "--rounds", "2", "--against", against, "--json"),
         folder=tmp_path,
@@ -141,7 +141,7 @@ CHECKED = """
 
 @pytest.mark.usefixtures("fork_server")
 def test_each_call_does_what_it_is_named_for() -> None:
-    """Each operation, by ours and by Gloo, gives every rank the data of the others, which it did not have before."""
+    """Each operation, by ours and by Gloo, gives every rank what the others gave; before it, some rank lacks it."""
     results = launch(CHECKED, 3)
     assert [result.returncode for result in results] == [0, 0, 0], results[0].stderr
     lines = [result.lines for result in results]
@@ -179,10 +179,10 @@ def disturbed(peers: tuple[str, ...], number: signal.Signals, silence_s: float) 
 
 @both_ways
 def test_a_rank_that_dies_is_reported(peers: tuple[str, ...]) -> None:
-    """A killed rank ends the bench with its number and the output of the ranks; the others are ended too."""
+    """A killed rank ends the bench with who it was and what the ranks printed; the others are ended too."""
     problem, pids = disturbed(peers, signal.SIGKILL, DEADLINE_S)
     assert problem.slug == "engine-failed"
-    # Either is noticed first: the end of the killed rank's connection, or the other rank's error about it.
+    # Whoever notices first is told first: the killed rank's connection, or the other rank's error about it.
     assert "rank 1" in str(problem)
     assert ("mpirun" if peers else "SIGKILL") in str(problem)
     assert gone(pids)
@@ -191,7 +191,7 @@ def test_a_rank_that_dies_is_reported(peers: tuple[str, ...]) -> None:
 @pytest.mark.soak
 @both_ways
 def test_ranks_that_hang_are_reported(peers: tuple[str, ...]) -> None:
-    """Ranks without output for too long are ended, and the error states it."""
+    """Ranks that say nothing for too long are ended, and the error says so."""
     problem, pids = disturbed(peers, signal.SIGSTOP, 2.0)
     assert problem.slug == "engine-failed"
     assert "nothing was heard for 2 s" in str(problem)
@@ -209,7 +209,7 @@ def test_a_rank_that_raises_is_reported() -> None:
 
 @both_ways
 def test_ranks_end_with_the_command(tmp_path: Path, peers: tuple[str, ...]) -> None:
-    """If the command is killed, its ranks, their coordinator, mpirun and its files end too."""
+    """A command that is killed takes its ranks, their coordinator, mpirun and its files with it."""
     against = ",".join(peers) or "none"
     command = subprocess.Popen(
         [sys.executable, "-m", "allhands", "bench", "all_reduce", "--rounds", "100000", "--against", against],

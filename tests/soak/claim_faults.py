@@ -1,4 +1,4 @@
-"""Faults in who the ranks are and in what they ask for. One machine is enough."""
+"""Faults in the identities and arguments of ranks. One machine is enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laboratory of hosts, for the tests here too."""
+"""The fixtures of tests/hosts, for the tests here."""
 
 from __future__ import annotations
 

@@ -117,17 +117,17 @@ HUNGRY = INSIDE + "def large():\n    init()\n    dist.all_reduce(torch.ones(64 <
 
 
 def full_shm(_: Site) -> Finding:
-    """Look in a container whose shared memory is full; then type what the doctor says."""
+    """Run the doctor in a container whose shared memory is full; then run the command of its fix."""
     with Shell("unshare", "-m") as shell:
         shell.type("mount -t tmpfs -o size=64m tmpfs /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=1M count=60 2>&-")
         found, took = shell.look("shm")
         assert "start the container with --shm-size=1g" in found["fix"]
-        # The size that the option gives; a container that runs already gets it so.
+        # The size that the option sets; this sets it for a running container.
         shell.type(next(each for each in found["commands"] if "remount,size=1g" in each))
         return seen(found, took, shell.look("shm")[0])
 
 
-# What a DataLoader does with each batch, in a container whose shared memory is full.
+# The memory use of a DataLoader for each batch, in a container whose shared memory is full.
 SHARE = """
 import ctypes, subprocess
 from hosts.enter_host import CLONE_NEWNS, MS_PRIVATE, MS_REC
@@ -145,7 +145,7 @@ say(outcome=attempt(lambda: torch.zeros(25 << 20).share_memory_()))
 
 
 def stale_worker(site: Site) -> Finding:
-    """Look at a port that a worker holds whose launcher is gone, adopted by process 1; then end it."""
+    """Check a port that a worker without its launcher holds, adopted by process 1; then end it."""
     with Shell("unshare", "--pid", "--fork", "--kill-child", "--mount-proc") as shell:
         place = site.folder / "stale"
         shell.type(f"TORCHELASTIC_RUN_ID=x {sys.executable} -c {shlex.quote(STALE)} > {place}")
@@ -179,7 +179,7 @@ def left_over(site: Site) -> Iterator[Mapping[str, str]]:
 
 # Memory that runs out ------------------------------------------------------------------------------------------
 
-# Rank 1 takes a gigabyte, step by step, and notes when; the others wait for it.
+# Rank 1 allocates a gigabyte, step by step, and records the time; the others wait for it.
 GREEDY = """
 import os, time
 import torch

@@ -1,4 +1,4 @@
-"""Faults of ranks that are in a group: who dies, who is late, who calls something else; and before and after it."""
+"""Faults of ranks in a group: deaths, late ranks, different calls; and calls without a group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def victim_0(_: Site) -> Iterator[Mapping[str, str]]:
     yield {"VICTIM": "0"}
 
 
-# A rank that is stopped before its call, and comes to it once it goes on.
+# A rank that is stopped before its call, and makes it once it continues.
 STOPPED = (
     FORMED
     + """
@@ -41,7 +41,7 @@ def call():
 
 
 def goes_on(_: Site, match: re.Match[str]) -> Change:
-    """Stop the rank again, and type in time what the words say: `kill -CONT` and its number."""
+    """Stop the rank again, and run the command of the message in time: `kill -CONT PID`."""
     assert int(match["pid"]) > 1
 
     def during(job: Job, site: Site) -> None:
@@ -62,7 +62,7 @@ def store_apart(site: Site) -> Iterator[Mapping[str, str]]:
         yield {"STORE": str(port), "STORE_PID": str(pid)}
 
 
-# The process that ranks met at is told to the test, and then all of them are in collectives.
+# The rank reports the process of the coordinator or store; then all ranks make collectives.
 COORDINATED = (
     """
 if ours:
@@ -76,7 +76,7 @@ gate('formed')
 say(pid=pid)
 say(ready=True)
 def call():
-    # Collectives of torch need no store; whatever asks it for something does.
+    # torch's collectives need no store, so a store request follows.
     over = time.monotonic() + 3
     while ours or time.monotonic() < over:
         dist.all_reduce(x)
@@ -289,7 +289,7 @@ def call():
     store.wait(['never'], TIMEOUT)
 """
         + CALL,
-        # Before the key stands the prefix of the store that torch made for itself.
+        # torch prefixes the key with the prefix of its own store.
         fix=Fix("^see that a rank sets '0//(?P<key>never)' before", lambda _, match: Change({"KEY": match["key"]})),
     ),
 ]

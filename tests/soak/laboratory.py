@@ -41,10 +41,10 @@ FOLDER = Path(__file__).parents[2] / "build" / "faults"
 # What both libraries are given to form a group and for each collective: short, so that the slow rows stay bearable.
 TIMEOUT_S = 5.0
 
-# A certain cause is told within this.
+# Time within which a certain cause is reported.
 AT_ONCE_S = 3.0
 
-# torch takes up to three times its timeout; what has said nothing then is noted as such.
+# torch needs up to three times its timeout; a rank without an error by then is recorded as such.
 MOST_S = 30.0
 
 # What the signal is sent into: a collective that has begun.
@@ -97,7 +97,7 @@ class Site:
     folder: Path
     hosts: list[Host] = field(default_factory=list)
     port: int = 0
-    library: str = "allhands"  # which one is being asked
+    library: str = "allhands"  # the one under test
 
     @property
     def method(self) -> str:
@@ -105,7 +105,7 @@ class Site:
         return f"tcp://{self.hosts[0].ipv4 if self.hosts else '127.0.0.1'}:{self.port}"
 
     def moved(self) -> Site:
-        """Return the same place with a port that nobody has used yet."""
+        """Return the same site with a new port."""
         return Site(self.folder, self.hosts, 29500 if self.hosts else free_port())
 
 
@@ -119,7 +119,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """The right fix: a pattern that the words of the message must have, and how just what they name is done.
+    """The right fix: a pattern that the message must match, and a function that applies what it names.
 
     ``do`` gets what the pattern found. ``again`` says that nothing can be mended, and the job is run once more.
     """
@@ -131,7 +131,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the doctor or the launcher said, after how long, and that its fix was done and worked."""
+    """The report of the doctor or the launcher, its duration, and its fix, which was applied with success."""
 
     slug: str
     what: str
@@ -146,39 +146,39 @@ Around = Callable[[Site], AbstractContextManager[Mapping[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: how it is injected, who is to be told what, and the fix that the words must give."""
+    """One fault: its injection, the expected diagnosis and ranks, and the fix that the message must have."""
 
     name: str
-    when: str  # before, during or after the group is formed; or where the doctor looks
+    when: str  # before, during or after the group exists; or found by the doctor
     slug: str
-    ranks: tuple[int, ...]  # who is named by it
+    ranks: tuple[int, ...]  # that the diagnosis names
     body: str = ""
     fix: Fix | None = None
     count: int = 2
     certain: bool = True
     observers: tuple[int, ...] = ()  # all, where none is given
-    # Who is rightly told something else: its slug and ranks.
+    # Ranks with a different diagnosis: its slug and ranks.
     special: Mapping[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     env: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # of single ranks, where that is the fault
     around: Around | None = None
     during: Callable[[Job, Site], float] | None = None
     layout: tuple[int, ...] = ()
-    hosts: tuple[str, ...] = ()  # that are named, where ranks do not say it
-    says: str = ""  # must be among the words
-    look: Callable[[Site], Finding] | None = None  # the doctor or the launcher is who finds it, and mends it itself
+    hosts: tuple[str, ...] = ()  # that the diagnosis names, if ranks do not imply them
+    says: str = ""  # must be in the message
+    look: Callable[[Site], Finding] | None = None  # if the doctor or the launcher finds it: runs and fixes it
     note: str = ""  # what torch has in the place of it, where it has nothing to be wrong about
-    beside: Callable[[Site], tuple[str, float]] | None = None  # asks torch alone, where that takes more than the body
+    beside: Callable[[Site], tuple[str, float]] | None = None  # runs torch alone, if that needs more than the body
     timeout_s: float = TIMEOUT_S
     fresh: bool = False  # ranks are new interpreters
 
     @property
     def told(self) -> tuple[int, ...]:
-        """Who is to be told."""
+        """Ranks that must get a diagnosis."""
         return self.observers or tuple(range(self.count))
 
 
 def settings(fault: Fault, site: Site, library: str, extra: Mapping[str, str], change: Change) -> dict[str, Any]:
-    """Return what `harness.start` takes."""
+    """Return the arguments for `harness.start`."""
     env: dict[str, str | None] = {
         "LIBRARY": library,
         "FAULTY": "1",
@@ -207,7 +207,7 @@ def settings(fault: Fault, site: Site, library: str, extra: Mapping[str, str], c
 
 
 def told(fault: Fault, site: Site, library: str) -> dict[int, dict[str, Any]]:
-    """Inject ``fault``; return for each observer what it was told, how long after the fault, and how it ended."""
+    """Inject ``fault``; return the error of each observer, its time after the fault, and the exit status."""
     site.library = library
     with ExitStack() as stack:
         extra = stack.enter_context(fault.around(site)) if fault.around else {}
@@ -247,7 +247,7 @@ def _last(lines: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
 
 
 def mended(fault: Fault, fix: Fix, site: Site, said: str) -> None:
-    """Inject the fault again and do what ``said``, the fix of its message, names; every rank must form the group."""
+    """Inject the fault again and apply ``said``, the fix of its message; every rank must form the group."""
     match = re.search(fix.says, said)
     assert match is not None, f"the fix does not say {fix.says!r}: {said}"
     site.library = "allhands"
@@ -273,7 +273,7 @@ _PATH = re.compile(r"(?<![\w.])/[\w./-]*/")
 _LONG = 150
 
 
-# What only repeats, with the number of a socket, that the exception came; and that the laboratory's addresses have no
+# Lines that only repeat the exception with the number of a socket; or state that the laboratory's addresses have no
 # names, which is no fault.
 _REPEATS = (
     "hostname of the client socket cannot be retrieved",
@@ -285,7 +285,7 @@ _REPEATS = (
 
 
 def words(outcomes: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return in one line what the ranks under torch alone were told, each with its time; equal words once."""
+    """Return in one line the errors of the ranks under torch alone, each with its time; equal ones once."""
     groups: dict[str, list[int]] = {}
     for number, found in outcomes.items():
         whole = f"{found['kind']} {found.get('text', '').partition(chr(10))[0]}"

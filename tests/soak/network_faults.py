@@ -1,4 +1,4 @@
-"""Faults between machines that work or are looked at: cables, half-open ways, ports, packets, clocks, addresses."""
+"""Faults between machines of a running group or found by the doctor: cables, ports, packets, clocks, addresses."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["FAULTS"]
 
 @contextlib.contextmanager
 def mended(site: Site) -> Iterator[Mapping[str, str]]:
-    """Put the cable back after the block, and let packets find their way again."""
+    """Connect the cable after the block, and restore the route of packets."""
     yield {}
     for host, other in (site.hosts, site.hosts[::-1]):
         host.link("up")
-        # Only where it was told a wrong one.
+        # Only if a wrong one was set.
         with contextlib.suppress(AssertionError):
             ip(f"-n {host.namespace} neigh del {other.ipv4} dev eth0")
 
@@ -62,7 +62,7 @@ def one_way(job: Job, site: Site) -> float:
 
 
 class Visit:
-    """A doctor that listens on the first host, and one that looks at it from the second."""
+    """A doctor that listens on the first host, and one that checks it from the second."""
 
     def __init__(self, site: Site, **env: str) -> None:
         self._site, self._env = site, env
@@ -85,7 +85,7 @@ class Visit:
         return typed_there(second, first.ipv4, self._site.folder)
 
     def look(self, check: str, what: str, fix: str) -> tuple[Seen, float]:
-        """Return one finding, and how long all of them took; fail where it does not say this, with this fix."""
+        """Return one finding, and the duration of the check; fail unless it has this text and this fix."""
         began = time.monotonic()
         found = named(self.all(), check)
         took = time.monotonic() - began
@@ -102,7 +102,7 @@ class Visit:
 
 # Clocks -------------------------------------------------------------------------------------------------------
 
-# Put before a program, it shifts the time of day by as many seconds as a file says.
+# Preloaded into a program, it shifts the time of day by the number of seconds in a file.
 SHIFT = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -126,7 +126,7 @@ int clock_gettime(clockid_t id, struct timespec *now) {
 
 
 def shim(site: Site) -> dict[str, str]:
-    """Return the variables that shift a program's clock by 95 s, until the file says something else."""
+    """Return the variables that shift a program's clock by 95 s, until the file is changed."""
     library, shift = site.folder / "shift.so", site.folder / "shift"
     if not library.exists():
         source = site.folder / "shift.c"
@@ -143,7 +143,7 @@ def shifted(site: Site) -> Iterator[Mapping[str, str]]:
 
 
 def clocks(site: Site) -> Finding:
-    """Look from a host at one whose clock is 95 s ahead; then set that clock, as NTP does."""
+    """Check from a host one whose clock is 95 s ahead; then set that clock, as NTP does."""
     env = shim(site)
     with Visit(site, **env) as visit:
         found, took = visit.look("clock", "host-a is 95 s ahead", "keep their time by the same NTP server")
@@ -157,7 +157,7 @@ SHUT = "tcp dport 32768-65535 ct state new drop"
 
 
 def ports_there(site: Site) -> Finding:
-    """Look at a host that others cannot reach on the ports that Gloo and NCCL use; then let them in."""
+    """Check a host that others cannot reach on the ports of Gloo and NCCL; then open these."""
     with firewall(SHUT)(site), Visit(site) as visit:
         fix = "on host-a accept connections from host-b on all ports above 1023"
         found, took = visit.look("ports-there", "host-b cannot reach", fix)
@@ -178,7 +178,7 @@ def narrow(site: Site) -> Iterator[Mapping[str, str]]:
 
 
 def large_packets(site: Site) -> Finding:
-    """Look through such a switch; then type on both machines what the doctor says."""
+    """Check through such a switch; then run the command of the fix on both machines."""
     with narrow(site), Visit(site) as visit:
         found, took = visit.look(
             "packet-size", "large ones to host-a are lost", "the smallest MTU on the way; 1280 passes"
@@ -197,7 +197,7 @@ def translated(site: Site) -> Iterator[Mapping[str, str]]:
 
 
 def translation(site: Site) -> Finding:
-    """Look from a host whose address is translated on the way; then take a way on which it is not."""
+    """Check from a host whose address is translated; then use a route without translation."""
     with Visit(site) as visit:
         with translated(site):
             seen = "host-a sees this machine as 10.77.0.99, but its address is 10.77.0.2"
@@ -207,7 +207,7 @@ def translation(site: Site) -> Finding:
 
 
 def slow_server(site: Site) -> Finding:
-    """Look where the name server answers late; then type what the doctor says."""
+    """Check with a slow name server; then run the command of the fix."""
     second = site.hosts[1]
     with named_server("node-a", slow_s=0.55)(site) as env:
         resolver = Path(env["RESOLVER"])

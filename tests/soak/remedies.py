@@ -1,4 +1,4 @@
-"""What fixes name, done: each takes the words that a message's `fix:` had and changes just that."""
+"""Applying fixes: each function gets the match of a message's `fix:` and changes only what it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _again(_: Site, __: re.Match[str]) -> Change:
     return Change({"FAULTY": "0"})
 
 
-# Nothing can be mended in the job itself, and the words say so: the same job is run once more.
+# The message states that nothing can be changed in the job itself: the same job is run once more.
 AGAIN = Fix("run the job again", _again, again=True)
 
 
@@ -36,17 +36,17 @@ def unset(says: str) -> Fix:
 
 
 def exported(says: str, value: str | None = None) -> Fix:
-    """Return the fix that gives every rank the variable called ``name``; with no value, a port that is free."""
+    """Return the fix that sets the variable ``name`` on every rank; without a value, to a free port."""
     return Fix(says, lambda _, match: Change({match["name"]: value if value is not None else str(free_port())}))
 
 
 def other_port(says: str) -> Fix:
-    """Return the fix that leaves the port to whoever has it."""
+    """Return the fix that uses another port."""
     return Fix(says, lambda _, __: Change({"METHOD": f"tcp://127.0.0.1:{free_port()}"}))
 
 
 def removed(says: str) -> Fix:
-    """Return the fix that types the command `rm`, as the words have it."""
+    """Return the fix that runs the command `rm` of the message."""
 
     def do(_: Site, match: re.Match[str]) -> Change:
         assert Path(match["path"]).exists()

@@ -1,4 +1,4 @@
-"""Faults where ranks meet on one machine: who does not come, who has the port, what a process may not do."""
+"""Faults of the rendezvous on one machine: missing ranks, other owners of the port, limits of a process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def left_file(site: Site) -> Iterator[Mapping[str, str]]:
 
 
 def certified(first: Mapping[str, str] | None, second: Mapping[str, str] | None) -> Around:
-    """Return what gives rank 0 and rank 1 certificates, or none; what each takes as its own and as the authority."""
+    """Return a context that gives rank 0 and rank 1 a certificate and an authority, or none."""
 
     @contextlib.contextmanager
     def around(site: Site) -> Iterator[Mapping[str, str]]:
@@ -100,7 +100,7 @@ def authority(site: Site, _: re.Match[str]) -> Change:
     return Change({"ALLHANDS_TLS_CA": str(Path(site.folder / "tls" / "ca.pem"))})
 
 
-# What comes nearest in torch: Gloo's own transport over TLS, asked for on one rank.
+# The counterpart in torch: Gloo's own transport over TLS, requested on one rank.
 TORCH_TLS = "if not ours and rank == {}:\n    os.environ['GLOO_DEVICE_TRANSPORT'] = 'TCP_TLS'\n"
 
 

@@ -1,4 +1,4 @@
-"""Faults on the way between machines before a group is formed: names, routes, firewalls. Machines are namespaces."""
+"""Faults between machines before a group is formed: names, routes, firewalls. Machines are namespaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOTH = (0, 1)
 
 
 def firewall(*rules: str, hosts: tuple[int, ...] = (0,)) -> Around:
-    """Return what puts rules before hosts, and takes them away again."""
+    """Return a context that applies firewall rules to hosts, and removes them again."""
 
     @contextlib.contextmanager
     def around(site: Site) -> Iterator[Mapping[str, str]]:
@@ -39,7 +39,7 @@ def let_in(site: Site, number: int, ports: str) -> None:
 
 
 def opened(site: Site, match: re.Match[str]) -> Change:
-    """Open what the words name, on the host that they name: one port, and all above 1023 where they say so."""
+    """Open the ports that the message names, on the host that it names: one port, or also all above 1023."""
     number = [host.ipv4 for host in site.hosts].index(match["host"])
     let_in(site, number, match["port"])
     if "all above 1023" in match[0]:

@@ -14,7 +14,7 @@ __all__ = ["CALL", "FORM", "FORMED", "HIT", "SPIN", "calls", "dies", "forms", "s
 FORM = "say(outcome=attempt(form))\nend()\n"
 FORMED = "init()\ngate('formed')\n"
 
-# The rest of a script whose fault is in its collectives. What still goes wrong is told once; where all is well, or the
+# The rest of a script whose fault is in its collectives. A remaining error is reported once; if there is none, or the
 # fix has made it so, the group is used.
 CALL = """
 found = attempt(call) if faulty else {"kind": ""}
@@ -38,7 +38,7 @@ def call():
     + CALL
 )
 
-# Every rank is in one collective or the next, until it is told something.
+# Every rank makes collectives until one raises.
 SPIN = FORMED + "say(ready=True)\ndef call():\n    while True:\n        dist.all_reduce(x)\n" + CALL
 
 
@@ -49,18 +49,18 @@ def forms(**kw: str) -> str:
 
 
 def calls(usual: str, odd: str, *, before: str = "") -> str:
-    """Return a script whose rank 1 does something else than the others."""
+    """Return a script whose rank 1 makes a different call."""
     lines = f"def call():\n    if rank == 1:\n        {odd}\n    else:\n        {usual}\n"
     return FORMED + before + lines + CALL
 
 
 def dies(how: str) -> str:
-    """Return a script whose rank 1 says that the fault begins and then does ``how``, while others wait for it."""
+    """Return a script whose rank 1 reports the start of the fault and then does ``how``, while the others wait."""
     return calls("dist.all_reduce(x)", f"time.sleep(0.3); say(fault=True); {how}")
 
 
 def send(number: Signals, rank: int, key: str = "ready") -> Callable[[Job, Site], float]:
-    """Return what sends a signal to a rank, a moment after all have said ``key``."""
+    """Return a function that sends a signal to a rank, shortly after all have reported ``key``."""
 
     def during(job: Job, _: Site) -> float:
         job.wait_for(key)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
 def test_generated_code_gives_what_gloo_gives() -> None:
-    """What inductor makes of functional collectives and of DDP gives on our backend what it gives on Gloo."""
+    """Code that inductor compiles from functional collectives and DDP agrees on our backend and on Gloo."""
     found = differences("inductor", 400)
     assert found == dict.fromkeys(found, "")
     assert len(found) == 3

@@ -11,7 +11,7 @@ from soak.laboratory import AT_ONCE_S, Site, told
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 
-# Without a wait that ends with the group, about one round in seven had a rank that was told at its timeout only.
+# Without a wait that ends with the group, a rank got the error only at its timeout in about one round of seven.
 ROUNDS = 30
 
 KILLED = next(fault for fault in FAULTS if fault.slug == "coordinator-lost")

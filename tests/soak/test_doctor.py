@@ -54,7 +54,7 @@ def look(*words: str) -> tuple[float, dict[str, Any]]:
 
 
 def alarms(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is not green. A job of somebody else's that stands still on this machine is no false alarm."""
+    """Return the findings that are not green. A stalled job of another user on this machine is no false alarm."""
     others = not report["target"] and len(report["findings"]) > 1
     found = [each for each in report["findings"] if each["level"] != "green"]
     return [each for each in found if not (others and each["section"] == "job")]
@@ -94,7 +94,7 @@ def test_no_false_alarm_under_load() -> None:
 
 @pytest.mark.hosts
 def test_no_false_alarm_between_machines_under_load(cables: Making, tmp_path: Path) -> None:  # the fixture
-    """Two machines that fit are green both ways, every time."""
+    """Two compatible machines are green in both directions, every time."""
     a, b = cables().hosts
     for host in (a, b):
         host.hosts_file.write_text(f"127.0.0.1 localhost\n{a.ipv4} {a.name}\n{b.ipv4} {b.name}\n")

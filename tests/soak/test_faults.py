@@ -31,7 +31,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name.replace(" ", "-") for fault in FAULTS])
 def test_the_fault_is_named_and_its_fix_works(fault: Fault, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Slug and ranks are right on every rank that is to be told, in time; with the fix that it says the group forms."""
+    """Slug and ranks are right on every rank concerned, in time; with the fix of the message the group forms."""
     site = Site(tmp_path)
     if fault.layout:
         network: Making = request.getfixturevalue("network")
@@ -52,7 +52,7 @@ def test_the_fault_is_named_and_its_fix_works(fault: Fault, request: pytest.Fixt
 
 
 def found_by_look(fault: Fault, site: Site) -> dict[str, Any]:
-    """Let the doctor or the launcher find it and mend it, and fail unless it says what it should."""
+    """Let the doctor or the launcher find it, apply the fix, and fail unless the report is right."""
     assert fault.look is not None
     found = fault.look(site.moved())
     assert (found.slug, found.ranks) == (fault.slug, fault.ranks), found
@@ -67,7 +67,7 @@ def found_by_look(fault: Fault, site: Site) -> dict[str, Any]:
 
 
 def found_by_ranks(fault: Fault, site: Site) -> dict[str, Any]:
-    """Ask ranks of allhands, fail unless they say what they should, and do what the words tell to do."""
+    """Run ranks of allhands, fail unless their diagnosis is right, and apply its fix."""
     outcomes = told(fault, site.moved(), "allhands")
     for number, outcome in outcomes.items():
         slug, ranks = fault.special.get(number, (fault.slug, fault.ranks))

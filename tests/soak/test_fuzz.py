@@ -1,4 +1,4 @@
-"""A hundred thousand malformed frames against one coordinator whose group goes on."""
+"""A hundred thousand malformed frames against one coordinator, whose group must not be affected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FRAMES = 120_000
 # all of them; a whole connection is 4 KiB: 480 MiB. Half of the former is room for a heap used in another order.
 MOST_GROWTH = 9 * 2**20 // 2
 
-# The coordinator gives a handshake 20 s; nobody who merely dribbles bytes may stay much longer.
+# The coordinator's limit for a handshake is 20 s; a client that sends single bytes may not stay much longer.
 MOST_LINGER_S = 25.0
 
 

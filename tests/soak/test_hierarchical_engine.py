@@ -1,4 +1,4 @@
-"""The tests of shared memory and of the relay, on rails: in two and in three network namespaces."""
+"""The tests of shared memory and of Gloo on the hierarchical engine, in two and three network namespaces."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ __all__ = [
 
 pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.usefixtures("fork_server")]
 
-# How the ranks lie; tests that count their ranks by hand have three.
+# The host of each rank; tests with a fixed number of ranks have three.
 LAYOUTS = {
     "2x2": [0, 0, 1, 1],
     "1+2+2": [0, 1, 1, 2, 2],
@@ -85,7 +85,7 @@ def engine(request: pytest.FixtureRequest, network: Making) -> OnEngine:
     layout = LAYOUTS[request.param]
     counted = request.node.originalname in COUNTED
     if counted != (len(layout) == 3):
-        pytest.skip("it counts its ranks by hand" if counted else "on more ranks")
+        pytest.skip("it has a fixed number of ranks" if counted else "on more ranks")
     if request.node.originalname == "test_sixteen_bit_sums_round_once" and request.param == "mixed":
         pytest.skip("it adds in the order of ranks, and here the order of hosts is another")
     made = network(max(layout) + 1)
@@ -107,7 +107,7 @@ def any_engine(engine: OnEngine) -> OnEngine:
 
 
 def test_random_programs_agree_with_numpy(engine: OnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random programs, with subgroups inside a host and across, give what numpy does."""
+    """Random programs, with subgroups inside a host and across, agree with numpy."""
     monkeypatch.setattr(harness, "start", engine.start)
     with ProgramRanks(timeout=400) as ranks:
 

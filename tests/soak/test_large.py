@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("fork_server")]
 # A little above 2**32 bytes, with a last chunk that is not whole.
 BYTES = (1 << 32) + (1 << 26) + 12_345
 
-# What a rank may grow by beside its tensors: a thread's stack, the heap. The old engine's staging would be 4 GiB.
+# Allowed growth of a rank besides its tensors: a thread's stack, the heap. Staging all data would be 4 GiB.
 SMALL = 64 << 20
 
 SCRIPT = """
@@ -124,7 +124,7 @@ def _run(name: str, env: dict[str, str]) -> list[harness.Result]:
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "send"])
 def test_tensors_above_four_gibibytes(name: str) -> None:
-    """Every byte is right, and no rank takes more memory for the call than the segment that it has had all along."""
+    """Every byte is right, and no rank uses more memory for the call than the existing segment."""
     helper_threads = 3 if name == "all_reduce" else 0
     for result in _run(name, {"ALLHANDS_HELPER_THREADS": str(helper_threads)}):
         # For each of two ranks four slots of a MiB and two for messages, with their pages, envelopes, fingerprints and

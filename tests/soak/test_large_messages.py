@@ -1,4 +1,4 @@
-"""Messages that are larger than what 32 bits can count."""
+"""Messages larger than 4 GiB."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wide(pieces: int) -> tuple[int, np.ndarray]:
 
 
 def test_a_message_of_more_than_four_gibibytes() -> None:
-    """Its last bytes arrive like its first, and its size is compared in full: 4 GiB more is not the same."""
+    """All bytes arrive, and sizes are compared in 64 bits: 4 GiB more is a mismatch."""
     size, nonce = _core.segment_bytes(2, 4096), os.urandom(16)
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, size)

@@ -1,4 +1,4 @@
-"""Lightning, Accelerate and the Trainer under `allhands run`, installed from PyPI beside the torch that is here."""
+"""Lightning, Accelerate and the Trainer under `allhands run`, installed from PyPI, with the installed torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _pip(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install what the README says into a folder of the test's own: what is missing here, and no dependency twice."""
+    """Install the packages of the README into the test's folder: those that are missing, and no dependency twice."""
     folder = tmp_path_factory.mktemp("libraries")
     plan = folder / "plan.json"
     wanted = block("libraries", "pip install").split()[2:]
@@ -49,7 +49,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", [each for each in blocks("libraries") if "allhands run" in each])
 def test_a_library_trains(libraries: Path, tmp_path: Path, command: str) -> None:
-    """The recipe's line trains to the end on two ranks, with the backend that was asked for."""
+    """The recipe's command trains to the end on two ranks, with the requested backend."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(libraries)]))
     # Nothing is looked up on a hub, and no progress bar is drawn over the output.
     env = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "TQDM_DISABLE": "1"}

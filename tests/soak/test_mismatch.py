@@ -1,4 +1,4 @@
-"""Every difference that one rank can make, in every way to call."""
+"""Every difference of one rank's call, with every library and way to call."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def test_every_mismatch(group: str, library: str, later: bool) -> None:
     """Operation, type, count, root, reduction, in either group, through either library, waited for or not."""
     cases = [Case(*pair, 1 + index % 3, group, library, later) for index, pair in enumerate(differences())]
     wrong, slowest = run_cases(cases, timeout=300)
-    print(f"\n{len(cases)} mismatches, everyone told within {slowest:.3f} s")  # noqa: T201  # what the test measures
+    print(f"\n{len(cases)} mismatches, all ranks told within {slowest:.3f} s")  # noqa: T201  # the measurement of the test
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])

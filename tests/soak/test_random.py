@@ -26,7 +26,7 @@ CHOSEN = settings(
     max_examples=OPERATIONS // 8,
     deadline=None,
     database=None,
-    # Without the search for what else could be left out: a program that fails takes its ranks with it.
+    # Without shrinking: each failing program ends its ranks.
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
     print_blob=False,

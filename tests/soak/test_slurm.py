@@ -1,4 +1,4 @@
-"""Slurm as Debian packages it, on two nodes that are network namespaces: the recipe, and what tasks are told."""
+"""Slurm as Debian packages it, on two nodes that are network namespaces: the recipe, and the environment of tasks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def slurm(network: Making, tmp_path: Path) -> Iterator[Slurm]:
         _until(lambda: _idle(nodes[0]), daemons)
         yield Slurm(nodes, copy(tmp_path))
     finally:
-        # Node daemons first: the controller is then told nothing that it would have to remember.
+        # Node daemons first, so that the controller records no failed nodes.
         for daemon in reversed(daemons):
             with typed(daemon):
                 pass
@@ -167,7 +167,7 @@ def test_sbatch(slurm: Slurm) -> None:
 
 
 def test_a_batch_script_without_srun(slurm: Slurm) -> None:
-    """The script of sbatch is not rank 0 of four; it is told to use srun, at once."""
+    """The script of sbatch is not rank 0 of four: it gets an error that names srun, at once."""
     script = slurm.shared / "wrong.sh"
     script.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks=4 --output=wrong.out\npython train.py\n")
     slurm.run("sbatch wrong.sh || true", SBATCH_WAIT="1")
@@ -175,7 +175,7 @@ def test_a_batch_script_without_srun(slurm: Slurm) -> None:
 
 
 def test_an_arbitrary_distribution(slurm: Slurm) -> None:
-    """Rank 0 on the second node: trains where a host file tells it; where nothing does, that is said."""
+    """Rank 0 on the second node: trains with a host file, and raises an error without one."""
     arbitrary = "srun --ntasks=3 --distribution=arbitrary"
     said = slurm.run(f"salloc --nodes=2 --ntasks=4 {arbitrary} --nodelist=node2,node1,node1 python train.py || true")
     assert "[incomplete-environment]" in said

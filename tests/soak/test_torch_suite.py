@@ -23,18 +23,18 @@ pytestmark = pytest.mark.soak
 HERE = Path(__file__).parent
 RUNNER = HERE / "torch_suite.py"
 
-# What torch_suite.py takes, in this order: a test runs where it is first let.
+# Gatings of torch_suite.py, in this order: a test runs with the first one that allows it.
 GATINGS = ("allhands", "gloo", "mpi", "open")
 
 # Two at a time: each has three or four ranks.
 SHARDS = 2
 
-# Five times what the longest shard takes on two idle cores; a single test that hangs ends long before.
+# Five times the duration of the longest shard on two idle cores; a single test that hangs ends long before.
 DEADLINE_S = 1200
 
 
 def test_every_test_of_torch_passes_or_has_a_reason(tmp_path: Path) -> None:
-    """Each test passes, or stands in torch_suite.toml with the reason; none stands there that passes."""
+    """Each test passes, or is in torch_suite.toml with the reason; no test there passes."""
     exempt = tomllib.loads((HERE / "torch_suite.toml").read_text())
     names = run([], tmp_path).split()
     assert len(names) > 250

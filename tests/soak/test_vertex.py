@@ -45,12 +45,12 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _strict(schema: Any) -> Any:
-    """Turn a schema of Google's discovery format into a JSON Schema that takes no field it does not know."""
+    """Turn a schema of Google's discovery format into a JSON Schema that refuses unknown fields."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    # "required" is said of a field there, not of its owner; what is left out of these serves only readers.
+    # "required" is a property of the field there, not of its owner; the omitted keys are documentation.
     kept = ("type", "items", "properties", "additionalProperties", "enum", "format")
     made = {name: _strict(schema[name]) for name in kept if name in schema and name != "properties"}
     if "$ref" in schema:

@@ -29,7 +29,7 @@ __all__ = ["BACKEND", "OUR_DDP", "WORLD_SIZES"]
 
 BACKEND = "allhands"
 
-# A variable that says: run the tests with our DistributedDataParallel in the place of torch's.
+# Variable that makes the tests use our DistributedDataParallel instead of torch's.
 OUR_DDP = "TORCH_SUITE_OUR_DDP"
 
 # Under our own name the tests that any backend has to pass; as "gloo" those that torch knows one CPU backend to
@@ -39,12 +39,12 @@ OUR_DDP = "TORCH_SUITE_OUR_DDP"
 # ask for a number ask for four.
 WORLD_SIZES = {BACKEND: 3, "gloo": 3, "mpi": 3, "open": 4}
 
-# A test that has not ended by then hangs. The slowest, which compiles, takes 48 s on two idle cores.
+# Timeout of a test. The slowest, which compiles, needs 48 s on two idle cores.
 DEADLINE_S = 240
 
 
 class _Name(str):
-    """Our name, which takes itself for the gating's too: some tests ask for it again while they run."""
+    """Our backend's name, equal to the gating's name too: some tests compare it again while they run."""
 
     __slots__ = ("other",)
     other: str
@@ -59,7 +59,7 @@ class _Name(str):
 
 
 def _keep(test: Callable[..., None]) -> Callable[..., None]:
-    """Stand for a decorator that leaves a test out; this one does not. torch looks for what is behind it."""
+    """Replace a decorator that skips a test; this one does not. torch looks for the wrapped function."""
 
     @functools.wraps(test)
     def run(*args: Any, **kw: Any) -> None:
@@ -69,7 +69,7 @@ def _keep(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keep_by(*_: object, **__: object) -> Callable[..., Any]:
-    """Stand for one that takes arguments."""
+    """Replace one with arguments."""
     return _keep
 
 
@@ -134,7 +134,7 @@ def load(gating: str) -> type[unittest.TestCase]:
     features = common_distributed.DistTestCases.backend_feature
     for feature in ("ddp", "subgroup", "plugin"):
         features[feature].add(BACKEND)
-    # torch gives some of its tests 400 s.
+    # Some of torch's tests have a timeout of 400 s.
     common_distributed.TIMEOUT_DEFAULT = DEADLINE_S
     common_distributed.TIMEOUT_OVERRIDE.clear()
     every = gating == "open"
@@ -159,7 +159,7 @@ def load(gating: str) -> type[unittest.TestCase]:
     class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
             super().setUp()
-            # Forked, where torch spawns: importing torch takes longer than most of the tests.
+            # Forked instead of spawned: importing torch needs longer than most of the tests.
             self._start_processes(common_distributed.torch.multiprocessing.get_context("fork").Process)
 
         def run_test(self, *args: Any) -> None:

@@ -68,7 +68,7 @@ def test_attributes_are_for_programs(kind: type[AllhandsError]) -> None:
 
 @every_class
 def test_each_is_documented(kind: type[AllhandsError]) -> None:
-    """Each exception says in its docstring what it stands for."""
+    """Each exception explains itself in its docstring."""
     assert "__doc__" in vars(kind)
     assert kind.__doc__
 
@@ -81,7 +81,7 @@ def test_text_is_the_diagnosis_without_the_title() -> None:
 
 @pytest.mark.parametrize("slug", list(CATALOGUE))
 def test_error_takes_the_class_of_the_slug(slug: str) -> None:
-    """`error` and `fail` raise what the catalogue says for the slug."""
+    """`error` and `fail` raise the catalogue's exception of the slug."""
     kind = getattr(errors, CATALOGUE[slug].error)
     assert type(error(Diagnosis(slug, "x"))) is kind
     raised = fail(slug, "x", who="w", ranks=(1,))
@@ -96,7 +96,7 @@ def test_each_class_has_a_slug_below_it(kind: type[AllhandsError]) -> None:
 
 
 def test_builtin_bases_that_callers_catch() -> None:
-    """Code that catches RuntimeError, or ValueError where torch raises it, goes on working."""
+    """Code that catches RuntimeError, or ValueError where torch raises it, still works."""
     assert issubclass(AllhandsError, RuntimeError)
     for kind in (errors.ArgumentError, WorldError, GroupStateError, errors.NotInitialised):
         assert issubclass(kind, ValueError)

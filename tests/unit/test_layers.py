@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "allhands"
 
-# From the words that everything uses down to what people use; each layer may import those above it.
+# From the base to the tools; each layer may import those above it.
 # A name is a module or a folder directly under allhands/. A new one must be given its place here.
 LAYERS: dict[str, set[str]] = {
     "base": {"_core", "_version", "diagnosis", "errors", "settings"},
@@ -50,7 +50,7 @@ def name(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of all that is imported in ``path``, wherever it stands, relative names resolved."""
+    """Yield (line, dotted name) of each import anywhere in ``path``, relative names resolved."""
     # The package that relative names start from: the module's folder, also for an __init__.
     package = ["allhands", *path.parent.relative_to(PACKAGE).parts]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -169,7 +169,7 @@ def private(word: str) -> bool:
 
 
 def test_each_name_has_one_layer() -> None:
-    """No name stands in two layers."""
+    """No name is in two layers."""
     assert len(ORDER) == sum(map(len, LAYERS.values()))
 
 

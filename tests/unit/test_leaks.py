@@ -68,7 +68,7 @@ def test_a_listening_port_is_found() -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_an_abstract_socket_is_found() -> None:
-    """An abstract Unix socket of ours is named; one of someone else's is not ours to judge."""
+    """An abstract Unix socket of ours is reported; one of another program is not."""
     name = f"allhands-test-{uuid.uuid4().hex}"
     before = leaks.snapshot()
     with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as ours:
@@ -95,7 +95,7 @@ def test_a_shared_memory_file_is_found() -> None:
 def test_processes_that_end_by_themselves_are_given_time() -> None:
     """A process that ends shortly after its test is no leak."""
     before = leaks.snapshot()
-    # It is asked to end when it is there already: starting takes as long as it takes.
+    # It is told to end once it has started, which may take long.
     ends = "import sys, time; print(flush=True); sys.stdin.read(); time.sleep(0.2)"
     with subprocess.Popen([sys.executable, "-c", ends], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
@@ -106,7 +106,7 @@ def test_processes_that_end_by_themselves_are_given_time() -> None:
 
 
 def test_looking_is_cheap() -> None:
-    """A clean look takes milliseconds at most, since every test pays for it (the limit is ten times wider).
+    """A check without findings costs milliseconds, since every test pays for it (the limit is ten times wider).
 
     Of this process's own time: what others take of the machine is not the look's.
     """

@@ -1,4 +1,4 @@
-"""What is public is what `__all__` says, and importing it costs no more than it must."""
+"""The public names are those of `__all__`, and importing the package is cheap."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ROWS = [line.strip("| ").split(" | ") for line in INDEX.splitlines() if line.sta
 
 
 def test_every_recipe_is_in_the_index() -> None:
-    """Every folder has a README that the index leads to, and says by which test it is run."""
+    """Every folder has a README that the index links, and that names its test."""
     folders = sorted(path.name for path in CLUSTERS.iterdir() if path.is_dir() and path.name != "__pycache__")
     assert sorted({*re.findall(r"\]\((\w+)/README\.md\)", INDEX)}) == folders
     for folder in folders:
@@ -33,7 +33,7 @@ def test_links_and_tests_exist(path: Path) -> None:
 
 
 def test_the_index_agrees_with_the_recipes() -> None:
-    """What the index says to type is a command of the recipe that it leads to, and the test that it names reads it."""
+    """Each command of the index is one of its recipe, and the test that the index names reads that recipe."""
     assert len(ROWS) == 12
     for _, recipe, command, tests in ROWS[1:]:
         folder = re.findall(r"^\[(\w+)\]", recipe)[0]

@@ -9,7 +9,7 @@ from allhands.errors import AllhandsError, ArgumentError, ConnectError
 from allhands.settings import LAUNCHER_TABLE, TABLE, Settings, read
 
 SECRET = "open-sesame-7391"
-# Read by the environment of allhands' own launcher, because they say who the process is.
+# Read by the environment of allhands' own launcher, because they identify the process.
 LAUNCHER = {
     "ALLHANDS_RANK",
     "ALLHANDS_WORLD_SIZE",
@@ -145,7 +145,7 @@ def test_empty_token_file_is_refused(tmp_path: Path, contents: bytes) -> None:
 
 
 def test_absent_token_file_is_refused(tmp_path: Path) -> None:
-    """A token file that does not exist is an error that says so."""
+    """A token file that does not exist is an error that states it."""
     found = refusal(tmp_path / "absent")
     assert "No such file" in str(found)
     assert isinstance(found.__cause__, OSError)
