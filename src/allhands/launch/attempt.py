@@ -170,7 +170,7 @@ class Attempt:
         self._changed.set()
 
     def end_stalled(self) -> None:
-        """End the job because it stalled on all nodes: collect what every worker is doing, then signal them."""
+        """End the job because it stalled on all nodes: collect the stacks of all workers, then signal them."""
         self._stall_declared = True
         self._changed.set()
 
@@ -202,7 +202,7 @@ class Attempt:
             self._termination.begin(time.monotonic(), 0.0)
 
     async def collect_stacks(self) -> Stall:
-        """Return what every worker is doing: its flight recorder and the stacks of its threads."""
+        """Return the state of every worker: its flight recorder and the stacks of its threads."""
         asked = [worker for worker in self.workers if worker.alive and worker.request_stacks()]
         deadline = time.monotonic() + _STACKS_S
         before: list[str] = []

@@ -1,4 +1,4 @@
-"""What is left of a rank's process: exit status, exit record, flight recorder, fatal stack, and the kernel's OOM log.
+"""The evidence of a rank's end: exit status, exit record, flight recorder, fatal stack, and the kernel's OOM log.
 
 Imports nothing slow: workers start before anything slow is imported.
 """
@@ -127,7 +127,7 @@ class OomMonitor:
         """Return the evidence that ``pid``, which died of SIGKILL, was killed for memory; "" where there is none."""
         message = find_oom_kill(pid, _kernel_log())
         if message:
-            return f"the kernel's log says so: {message} (observed)"
+            return f"the kernel's log reports it: {message} (observed)"
         kills = oom_kill_count(self._group) - self._before
         if kills > 0:
             limit = memory_limit(self._group)

@@ -34,7 +34,7 @@ class Streams(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What to start on this node."""
+    """The processes to start on this node, and how."""
 
     target: str
     arguments: tuple[str, ...] = ()

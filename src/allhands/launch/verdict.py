@@ -134,7 +134,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """What every worker was doing at one moment, by rank: flight recorder, stacks of all threads, kernel state."""
+    """The state of every worker at one moment, by rank: flight recorder, stacks of all threads, kernel state."""
 
     recordings: Mapping[int, FlightRecorder | None]
     stacks: Mapping[int, str]

@@ -1,4 +1,4 @@
-"""What runs in a worker around the script: it dies with the agent, and writes how the script ended.
+"""The code around the script in a worker: it ends the worker with the agent, and records how the script ended.
 
 Imports nothing slow, no torch, and nothing that a script could notice. The script runs as the interpreter runs one: as
 ``__main__``, in a module of its own, with its own ``sys.argv`` and ``sys.path[0]``.

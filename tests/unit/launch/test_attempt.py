@@ -77,7 +77,7 @@ DEADLINE_S = 10.0
 
 
 class Worker:
-    """What an attempt needs of a worker. It ends when a signal of ``dies_of`` arrives, or by `exit`."""
+    """A worker without a process, for an attempt. It ends when a signal of ``dies_of`` arrives, or by `exit`."""
 
     def __init__(self, rank: int, dies_of: set[int], entry: Entry | None = None) -> None:
         # Above the largest pid that Linux gives.
@@ -140,7 +140,7 @@ class Worker:
 
 
 class Role:
-    """A `NodeRole` that records what is reported to it."""
+    """A `NodeRole` that records the reports to it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -21,7 +21,7 @@ def script(tmp_path: Path) -> str:
 
 
 def job(*line: str) -> Job:
-    """Return what a command line asks for."""
+    """Return the job that a command line describes."""
     made: list[Job] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("allhands.launch.command.run_job", lambda job: made.append(job) or 0)
@@ -52,7 +52,7 @@ def test_torchrun_spellings(script: str) -> None:
 
 
 def test_pet_variables(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PET_ variables stand in for options, which win over them."""
+    """PET_ variables replace options that are not given."""
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")
     monkeypatch.setenv("PET_STANDALONE", "1")
@@ -82,7 +82,7 @@ def test_several_nodes(script: str) -> None:
     ],
 )
 def test_timeout(script: str, line: list[str], seconds: float) -> None:
-    """--timeout, or what torchrun takes in --rdzv-conf."""
+    """--timeout, or torchrun's timeouts in --rdzv-conf."""
     assert job(*line, script).timeout_s == seconds
 
 

@@ -1,4 +1,4 @@
-"""What is imported before the workers start, and the workers' environment."""
+"""The imports before the workers start, and the workers' environment."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def judged(*outcomes: Outcome, **more: Any) -> Verdict:
 
 
 def test_success() -> None:
-    """There is no verdict on a job whose ranks all end with 0, also if it was asked to end."""
+    """There is no verdict on a job whose ranks all end with 0, also if a signal requested its end."""
     assert judge([outcome(0), outcome(1)]) is None
     assert judge([outcome(0), outcome(1)], stopped=signal.SIGTERM) is None
 
@@ -115,7 +115,7 @@ def test_transport_errors_are_consequences() -> None:
         "RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", at_s=0.1, bases=["RuntimeError"]
     )
     assert judged(outcome(0, 1, record=gloo), outcome(1, -9, ended_s=0.2)).culprits == (1,)
-    # With nobody else to blame it is what there is.
+    # Without a primary failure, the first consequence is blamed.
     assert judged(outcome(0, 1, record=gloo), outcome(1)).culprits == (0,)
 
 
@@ -128,7 +128,7 @@ def test_rank_exits_too_early() -> None:
 
 
 def test_last_finding_counts() -> None:
-    """A script may go on after a group failed: what ended the last one is what ended the job."""
+    """A script may continue after a group failed: the last finding is the cause of the job's end."""
     early = Diagnosis("missing-ranks", "rank 3 did not come", ranks=(3,))
     late = Diagnosis("peer-silent", "rank 2 does not answer", ranks=(2,))
     assert judged(
@@ -250,7 +250,7 @@ def test_should_restart(cause: str, number: int, restart_if: str, expected: bool
 
 
 def test_lost_node() -> None:
-    """A lost node is to blame, with host, address, ranks and what was observed; other failures are consequences."""
+    """A lost node is blamed, with host, address, ranks and the observation; other failures are consequences."""
     follower = outcome(
         0,
         1,
@@ -294,7 +294,7 @@ def test_silent_node() -> None:
 
 
 def test_node_cut_off() -> None:
-    """It says that it ended its own ranks, and what to look at where the network gave up."""
+    """A node that lost the leader reports that it ended its own ranks; a network error has its own remedy."""
     found = judge([outcome(2)], lost=[lost(0, how="it broke ([Errno 110] Connection timed out)", cut_off=True)])
     assert found is not None
     assert "this node ended its ranks" in found.why
@@ -302,7 +302,7 @@ def test_node_cut_off() -> None:
 
 
 def test_stopped_on_a_node() -> None:
-    """With several nodes the verdict says at which of them."""
+    """With several nodes the verdict names the node that received the signal."""
     found = judge([outcome(0, -2, sent=2)], stopped=signal.SIGINT, stopped_by="node 1 (host-b)")
     assert found is not None
     assert found.what == "the job was stopped by Ctrl-C or SIGINT on node 1 (host-b)"

@@ -103,7 +103,7 @@ class EndAttempt(msgspec.Struct, tag=True, frozen=True):
 
 
 class CollectStacks(msgspec.Struct, tag=True, frozen=True):
-    """Leader: the job stalled on all nodes; collect what the workers are doing, then signal them."""
+    """Leader: the job stalled on all nodes; collect the stacks of the workers, then signal them."""
 
     attempt: int
 

@@ -1,4 +1,4 @@
-"""What runs in a process of `allhands.spawn` around the function: it dies with its parent, and leaves evidence."""
+"""The code around the function in a process of `allhands.spawn`: it ends with its parent, and records its own end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _receive_fds(*duplicates: Any) -> InheritedFds:
 
 @dataclass(frozen=True, slots=True)
 class ChildTask:
-    """What a child runs."""
+    """The arguments of `run`, except the function and its arguments."""
 
     rank: int
     parent: int

@@ -407,7 +407,7 @@ class _SpawnedRank(ExitEvidence):
 def _checked_context(fn: Callable[..., object], nprocs: int, start_method: str, *, has_ranks: bool) -> BaseContext:
     """Return multiprocessing's context for ``start_method``; raise ArgumentError for a function that it cannot run.
 
-    ``has_ranks`` says that this process has ranks of another spawn.
+    ``has_ranks`` is whether this process has ranks of another spawn.
     """
     methods = multiprocessing.get_all_start_methods()
     if start_method not in methods:

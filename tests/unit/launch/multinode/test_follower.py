@@ -57,7 +57,7 @@ class Leader:
 
 
 class Workers:
-    """The attempt of a follower: records what is requested of it."""
+    """The attempt of a follower: records the requests to it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -123,7 +123,7 @@ def test_layout() -> None:
     play(scene)
 
 
-def test_attempt_starts_when_the_leader_says() -> None:
+def test_attempt_starts_at_start_attempt() -> None:
     """`begin` returns at StartAttempt, with the leader's MASTER_ADDR and its attempt number."""
 
     async def scene(follower: Follower, leader: Leader) -> None:

@@ -1,4 +1,4 @@
-"""What the leader concludes from the reports of all nodes, and its messages with a real follower."""
+"""The conclusions of the leader from the reports of all nodes, and its messages with a real follower."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recording(rank: int) -> FlightRecorder:
 
 
 def stalled(rank: int) -> Stall:
-    """Return what one node collected of its one rank when the job stalled."""
+    """Return the state of the one rank of a node when the job stalled."""
     return Stall({rank: recording(rank)}, {rank: "stack"}, {rank: "sleeping"}, {rank: 800 + rank}, 3.0)
 
 
@@ -101,7 +101,7 @@ def test_stall_needs_all_nodes(states: dict[int, tuple[bool, bool]], expected: b
 
 
 class Workers:
-    """An attempt that records what is requested of it."""
+    """An attempt that records the requests to it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -258,7 +258,7 @@ def test_lost_follower() -> None:
 
 
 def test_missing_node() -> None:
-    """Where a node does not arrive by the deadline, the others are told which one."""
+    """Where a node does not arrive by the deadline, the error on the others names it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = Address(*free.getsockname())
     job = Job("train.py", name="j", nodes=2, node_rank=0, coordinator=address, timeout_s=0.5)

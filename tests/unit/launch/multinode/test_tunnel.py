@@ -58,7 +58,7 @@ class Worker:
         self.tunnel.received(self.node, "10.0.0.2", ChannelData(self.channel, body))
 
     def received(self) -> list[bytes]:
-        """Return the frames that came since the last time."""
+        """Return the frames that arrived since the last call."""
         mine = [m for node, m in self.sent if (node, m.channel) == (self.node, self.channel)]
         self.sent[:] = [(n, m) for n, m in self.sent if (n, m.channel) != (self.node, self.channel)]
         return [frame for m in mine if isinstance(m, ChannelData) for frame in self.splitter.feed(m.body)]
@@ -173,9 +173,9 @@ def test_closed_connections() -> None:
 
 
 def test_no_data_after_half_close() -> None:
-    """A rank of the next group that speaks to a coordinator which is closing hears the goodbye, and no more.
+    """A rank of the next group that connects to a closing coordinator receives Closing, and nothing after it.
 
-    What is written after the end of a stream would break the connection, and on node 0 that of a whole node.
+    Data after the end of a stream would break the connection, and on node 0 that of a whole node.
     """
 
     async def scene(
