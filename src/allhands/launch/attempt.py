@@ -126,7 +126,12 @@ class Attempt:
             if self._failed and not self._termination.begun:
                 self._role.worker_failed()
                 self._termination.begin(now)
-            self._send(self._termination.due(now))
+            number = self._termination.due(now)
+            if number == signal.SIGKILL:
+                self.kill()
+            elif number:
+                for worker in self.workers:
+                    worker.end(number)
             await self._check_stall(now)
             await next_change(self._changed, _TICK_S if self._termination.begun else self._stall_detector.interval_s)
         if not self._termination.begun and self._failed:
@@ -136,13 +141,6 @@ class Attempt:
     @property
     def _failed(self) -> bool:
         return any(worker.failed for worker in self.workers)
-
-    def _send(self, number: int) -> None:
-        if number == signal.SIGKILL:
-            self.kill()
-        elif number:
-            for worker in self.workers:
-                worker.end(number)
 
     def kill(self) -> None:
         """Kill every process of the job on this node."""

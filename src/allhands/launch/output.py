@@ -10,7 +10,7 @@ import selectors
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,9 @@ _PROMPT_S = 0.3
 # for a person who watches.
 FOLD_WINDOW_S = 0.3
 
-# Beyond this many lines or bytes none waits, which bounds the memory for a flood of different lines.
-_MOST_FOLD_LINES, _MOST_FOLD_BYTES = 20_000, 8 << 20
+# Beyond this many bytes no line waits, which bounds the memory for a flood of different lines. The second is the memory
+# of a line besides its text.
+_MOST_FOLD_BYTES, _FOLD_LINE_BYTES = 8 << 20, 420
 
 # A longer line is printed in pieces of this size: binary output has no newlines, and must not fill the memory.
 MOST_LINE_BYTES = 1 << 20
@@ -336,7 +337,11 @@ class LineBuffer:
         whole, left = (self.partial + data[:cut], data[cut:]) if cut else (b"", self.partial + data)
         self._redrawing = b"\r" in left or (self._redrawing and not cut)
         self.partial = _as_displayed(left)
-        return _as_displayed(whole) + self._split_long_line()
+        whole = _as_displayed(whole)
+        while len(self.partial) > MOST_LINE_BYTES:
+            whole += self.partial[:MOST_LINE_BYTES] + b"\n"
+            self.partial = self.partial[MOST_LINE_BYTES:]
+        return whole
 
     def rest(self) -> bytes:
         """Return the unfinished line with a newline, at the end of the stream; b"" for none."""
@@ -352,13 +357,6 @@ class LineBuffer:
         """Return the last state of a line that is redrawn with carriage returns, as a line; b"" for none."""
         state = self.partial.strip(b"\r") if self._redrawing else b""
         return state + b"\n" if state else b""
-
-    def _split_long_line(self) -> bytes:
-        pieces = []
-        while len(self.partial) > MOST_LINE_BYTES:
-            pieces.append(self.partial[:MOST_LINE_BYTES] + b"\n")
-            self.partial = self.partial[MOST_LINE_BYTES:]
-        return b"".join(pieces)
 
 
 def _as_displayed(whole: bytes) -> bytes:
@@ -393,57 +391,52 @@ class Fold:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         # Each rank's lines, with their times of arrival.
-        self._waiting: dict[int, deque[tuple[bytes, float]]] = {}
+        self._waiting: defaultdict[int, deque[tuple[bytes, float]]] = defaultdict(deque)
         # How often each rank has a line waiting.
-        self._holders: dict[bytes, dict[int, int]] = {}
-        self._lines = self._bytes = 0
+        self._holders: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
+        self._bytes = 0
 
     def add(self, rank: int, whole: bytes, now: float) -> None:
         """Add whole lines of one rank."""
-        waiting = self._waiting.setdefault(rank, deque())
         for line in whole.split(b"\n")[:-1]:
-            waiting.append((line, now))
-            holders = self._holders.setdefault(line, {})
-            holders[rank] = holders.get(rank, 0) + 1
-            self._lines += 1
-            self._bytes += len(line)
+            self._waiting[rank].append((line, now))
+            self._holders[line][rank] += 1
+            self._bytes += len(line) + _FOLD_LINE_BYTES
 
     def due(self, now: float, *, everything: bool = False) -> list[tuple[bytes, list[int]]]:
         """Return the lines that need not wait any longer, each with its ranks, in order."""
         found: list[tuple[bytes, list[int]]] = []
-        moved = True
-        while moved and self._lines:
-            hurry = everything or self._lines > _MOST_FOLD_LINES or self._bytes > _MOST_FOLD_BYTES
-            heads: dict[bytes, tuple[float, list[int]]] = {}
-            for rank, waiting in self._waiting.items():
-                if waiting:
-                    line, at = waiting[0]
-                    since, ranks = heads.setdefault(line, (at, []))
-                    ranks.append(rank)
-                    heads[line] = (min(at, since), ranks)
+        while heads := self._heads():
+            hurry = everything or self._bytes > _MOST_FOLD_BYTES
+            old = [line for line, (since, _) in heads.items() if hurry or now - since >= FOLD_WINDOW_S]
             due = [
                 line
-                for line, (since, ranks) in heads.items()
-                if len(ranks) == len(self._holders[line])
-                and (len(ranks) == self._ranks or hurry or now - since >= FOLD_WINDOW_S)
+                for line, (_, ranks) in heads.items()
+                if len(ranks) == len(self._holders[line]) and (len(ranks) == self._ranks or line in old)
             ]
-            if not due:
+            if old and not due:
                 # Ranks print the same lines in different orders: the oldest is printed first.
-                oldest = min(heads, key=lambda line: heads[line][0])
-                due = [oldest] if hurry or now - heads[oldest][0] >= FOLD_WINDOW_S else []
+                due = [min(old, key=lambda line: heads[line][0])]
+            if not due:
+                break
             found += [(line + b"\n", self._pop(line, heads[line][1])) for line in due]
-            moved = bool(due)
         return found
 
+    def _heads(self) -> dict[bytes, tuple[float, list[int]]]:
+        """Return the next lines, each with the time since when it waits and the ranks that have it next."""
+        heads: dict[bytes, tuple[float, list[int]]] = {}
+        for rank, waiting in self._waiting.items():
+            if waiting:
+                line, at = waiting[0]
+                since, ranks = heads.get(line, (at, []))
+                heads[line] = (min(at, since), [*ranks, rank])
+        return heads
+
     def _pop(self, line: bytes, ranks: list[int]) -> list[int]:
-        holders = self._holders[line]
         for rank in ranks:
             self._waiting[rank].popleft()
-            holders[rank] -= 1
-            if not holders[rank]:
-                del holders[rank]
-            self._lines -= 1
-            self._bytes -= len(line)
-        if not holders:
+            self._bytes -= len(line) + _FOLD_LINE_BYTES
+        self._holders[line] -= Counter(ranks)
+        if not self._holders[line]:
             del self._holders[line]
         return sorted(ranks)

@@ -226,19 +226,17 @@ class Follower(NodeRole, asyncio.Protocol):
         self._send(messages.ReportNode(self.number, report, time.monotonic()))
         # A second request to stop does not wait for other nodes.
         while self._over is None and self._loss is None and self._own_stops < 2:
-            self._check_silence()
+            # The leader sends a Ping every second. It is given up while the job is ending.
+            now = time.monotonic()
+            quiet_s = now - self._received_s
+            if self._ending_s is not None and now - max(self._received_s, self._ending_s) >= SILENCE_TIMEOUT_S:
+                self._loss = self._leader_loss("", observed=False)
+                break
+            if quiet_s >= SILENCE_NOTICE_S and now - self._noticed_s >= _NOTICE_S:
+                self._noticed_s = now
+                self.message(f"waiting for {silence_text(f'node 0 ({self._hosts[0]})', quiet_s)}")
             await next_change(self._changed, _TICK_S)
         return self._over or self._own_result(report)
-
-    def _check_silence(self) -> None:
-        """Print a line about a silent leader, which sends a Ping every second; give it up while the job is ending."""
-        now = time.monotonic()
-        quiet_s = now - self._received_s
-        if self._ending_s is not None and now - max(self._received_s, self._ending_s) >= SILENCE_TIMEOUT_S:
-            self._loss = self._leader_loss("", observed=False)
-        elif quiet_s >= SILENCE_NOTICE_S and now - self._noticed_s >= _NOTICE_S:
-            self._noticed_s = now
-            self.message(f"waiting for {silence_text(f'node 0 ({self._hosts[0]})', quiet_s)}")
 
     def _own_result(self, report: NodeReport | None) -> AttemptResult:
         """Judge by what is known on this node: there will be no verdict of the leader."""
