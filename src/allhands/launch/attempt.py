@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,9 +38,6 @@ _TICK_S = 0.05
 
 # Time for the pipes to reach their end after the last process is gone, on a busy machine.
 _DRAIN_S = 2.0
-
-# Time for the signal handler to write the stacks of every thread, on a busy machine.
-_STACKS_S = 1.5
 
 
 async def next_change(changed: asyncio.Event, timeout_s: float | None = None) -> None:
@@ -201,19 +199,15 @@ class Attempt:
 
     async def collect_stacks(self) -> Stall:
         """Return the state of every worker: its flight recorder and the stacks of its threads."""
-        asked = [worker for worker in self.workers if worker.alive and worker.request_stacks()]
-        deadline = time.monotonic() + _STACKS_S
-        before: list[str] = []
-        while time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-            now = [worker.stacks() for worker in asked]
-            if all(now) and now == before:
-                break
-            before = now
+        asked = [worker for worker in self.workers if worker.alive]
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(max(1, len(asked))) as pool:
+            found = await asyncio.gather(*(loop.run_in_executor(pool, worker.stacks) for worker in asked))
+        texts = dict(zip(asked, found, strict=True))
         alive = [worker for worker in self.workers if worker.alive]
         return Stall(
             recordings={worker.rank: worker.recording() for worker in alive},
-            stacks={worker.rank: worker.stacks() if worker in asked else "" for worker in alive},
+            stacks={worker.rank: texts[worker] for worker in alive},
             states={worker.rank: worker.state() for worker in alive},
             pids={worker.rank: worker.pid for worker in alive},
             after_s=self.job.hang_timeout_s,

@@ -5,10 +5,11 @@ Imports nothing slow: workers start before anything slow is imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..observe import flight_recorder
@@ -193,22 +194,15 @@ def _own_cgroup() -> str:
     return ""
 
 
-def _kernel_log() -> list[str]:
-    """Return the kernel's log; [] where this user may not read it."""
-    try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return []
-    found: list[str] = []
-    try:
+def _kernel_log() -> Iterator[str]:
+    """Yield the lines of the kernel's log; none where this user may not read it."""
+    with contextlib.suppress(OSError), open("/dev/kmsg", "rb", buffering=0) as log:  # noqa: PTH123  # as above
+        os.set_blocking(log.fileno(), False)
         while True:
-            try:
-                record = os.read(log, _KMSG_BYTES).decode(errors="replace")
-            except BrokenPipeError:
-                continue  # Overwritten during the read; the next read continues with the oldest one left.
-            # "priority,number,microseconds,-;message"
-            found.append(record.partition(";")[2].partition("\n")[0])
-    except OSError:
-        return found
-    finally:
-        os.close(log)
+            # Overwritten during the read; the next read continues with the oldest one left.
+            with contextlib.suppress(BrokenPipeError):
+                record = log.read(_KMSG_BYTES)
+                if record is None:
+                    return
+                # "priority,number,microseconds,-;message"
+                yield record.decode(errors="replace").partition(";")[2].partition("\n")[0]

@@ -47,15 +47,13 @@ class NodeRole:
 
     async def begin(self, number: int) -> AttemptResult | None:
         """Wait until the attempt ``number`` may start; a result where there will be none."""
-        self._reserve_port("127.0.0.1", number)
-        return None
-
-    def _reserve_port(self, host: str, number: int) -> None:
-        """Reserve a port of this node for torch's own store, which ranks reach at ``host``."""
         self.number = number
         if self.job.master is None:
-            self._port = self._port or reserve_port(self.address or host)
+            # For torch's own store on rank 0.
+            self._port = self._port or reserve_port(self.address or "127.0.0.1")
+            host = self.job.coordinator.host if self.job.coordinator is not None else "127.0.0.1"
             self.master = Address(host, self._port.getsockname()[1])
+        return None
 
     async def serve(self, socket_name: str) -> None:
         """Accept the ranks' connections to the coordinator at a Unix socket. Called when the workers were started."""

@@ -42,7 +42,8 @@ __all__ = [
     "worker_environment",
 ]
 
-# Descriptors that a worker costs the agent: two pipes, four memfds, two logs, a connection and its pidfd.
+# Descriptors that a worker costs the agent: two pipes, three memfds, two logs, a connection and its pidfd; and a few
+# while it starts.
 _FDS_PER_WORKER = 12
 
 # The signals that end the job; and all that the agent handles in its event loop.
@@ -69,6 +70,9 @@ ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 
 # The largest pipe that Linux allows ordinary users, so that a worker rarely blocks on its output.
 PIPE_BYTES = 1 << 20
+
+# Time for the signal handler to write the stacks of every thread, on a busy machine.
+_STACKS_S = 1.5
 
 # The directory that the package was imported from, for the workers' interpreters.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # noqa: PTH120
@@ -221,14 +225,11 @@ class WorkerProcess(ExitEvidence):
         self, job: Job, local_rank: int, environment: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
     ) -> None:
         super().__init__(job.rank(local_rank))
-        self._stacks = stacks.make()
-        self._descriptors.append(self._stacks)
         task = worker.encode_task(
             job.kind,
             agent=os.getpid(),
             record=self._record,
             fatal=self._fatal,
-            stacks=self._stacks,
             recorder=self._recorder,
             init=job.init,
         )
@@ -239,7 +240,7 @@ class WorkerProcess(ExitEvidence):
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=(self._record, self._fatal, self._stacks, self._recorder),
+            pass_fds=(self._record, self._fatal, self._recorder),
             # A process group to signal, and a session: Linux's autogroup scheduler divides the cores by session, and
             # ranks that share one start half as fast beside other jobs.
             start_new_session=True,
@@ -268,17 +269,9 @@ class WorkerProcess(ExitEvidence):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def request_stacks(self) -> bool:
-        """Have faulthandler write the stacks of all threads; False where the signal is not caught and would kill."""
-        if not stacks.is_handled(self.pid):
-            return False
-        os.ftruncate(self._stacks, 0)
-        os.kill(self.pid, stacks.SIGNAL)
-        return True
-
     def stacks(self) -> str:
-        """Return the stacks that it wrote last."""
-        return self._text(self._stacks)
+        """Return the stacks of all threads; "" where it does not write them in time. Blocks."""
+        return stacks.request(self.pid, _STACKS_S)
 
     def state(self) -> str:
         """Return the kernel's state of it (running, sleeping, stopped); "" where it is gone."""

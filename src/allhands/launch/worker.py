@@ -12,7 +12,7 @@ import signal
 import sys
 from types import ModuleType
 
-from ..observe.stacks import SIGNAL
+from ..observe import stacks
 
 # Not from typing, whose import takes as long as the rest of an interpreter's start; type checkers know the name.
 TYPE_CHECKING = False
@@ -41,9 +41,9 @@ PROGRAM = (
 _MOST_TEXT = 64 * 1024
 
 
-def encode_task(kind: str, *, agent: int, record: int, fatal: int, stacks: int, recorder: int, init: bool) -> str:
+def encode_task(kind: str, *, agent: int, record: int, fatal: int, recorder: int, init: bool) -> str:
     """Return the command-line argument of a worker: kind of target, the agent's pid, and descriptors."""
-    return ",".join([kind, *(str(int(number)) for number in (agent, record, fatal, stacks, recorder, init))])
+    return ",".join([kind, *(str(int(number)) for number in (agent, record, fatal, recorder, init))])
 
 
 def main() -> None:
@@ -52,17 +52,17 @@ def main() -> None:
     if sys.path[:-1].count(appended):
         sys.path.pop()
     kind, *numbers = task.split(",")
-    agent, record, fatal, stacks, recorder, init = map(int, numbers)
+    agent, record, fatal, recorder, init = map(int, numbers)
     die_with_parent(agent)
     os.environ["ALLHANDS_RECORDER_FD"] = f"{recorder}:{os.getpid()}"
-    for descriptor in (record, fatal, stacks):
+    for descriptor in (record, fatal):
         os.set_inheritable(descriptor, False)
     if kind == "program":
         write_exit_record(record, {"end": "program"})
         os.execvp(target, [target, *arguments])  # noqa: S606  # the program that the user named
     os.set_inheritable(recorder, False)
     faulthandler.enable(fatal)
-    faulthandler.register(SIGNAL, file=stacks)
+    stacks.register()
     _run(kind, target, arguments, record, init=bool(init))
 
 

@@ -118,10 +118,6 @@ class Worker:
         """Return its flight recorder."""
         return FlightRecorder(1, self.rank, 2, (self._entry,)) if self._entry is not None else None
 
-    def request_stacks(self) -> bool:
-        """Write stacks."""
-        return True
-
     def stacks(self) -> str:
         """Return the stacks."""
         return f"stack of {self.rank}"

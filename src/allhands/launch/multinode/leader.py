@@ -249,7 +249,7 @@ class Leader(NodeRole):
                 self._send_all(over)
                 return over
         self._reports, self._stall_states, self._losses, self._ending_s = {}, {}, [], None
-        self._reserve_port(self.job.coordinator.host if self.job.coordinator is not None else self.address, number)
+        await super().begin(number)
         self._send_all(messages.StartAttempt(number, self.master.host, self.master.port))
         return None
 
