@@ -15,7 +15,7 @@ import time
 
 from .flight_recorder import open_memfds
 
-__all__ = ["SIGNAL", "is_handled", "make", "register", "request"]
+__all__ = ["SIGNAL", "make", "register", "request"]
 
 # A real-time signal that neither glibc (it uses the first two) nor the debuggers and timers of common libraries use.
 # SIGUSR1 and SIGUSR2 are left to scripts.
@@ -42,7 +42,7 @@ def register() -> None:
 
     Does nothing if the handler is registered already, or the script uses the signal.
     """
-    if not is_handled(os.getpid()):
+    if not _is_handled(os.getpid()):
         # Never closed: it lives as long as the process. Forked children write into it too.
         faulthandler.register(SIGNAL, file=make(), all_threads=True)
 
@@ -54,7 +54,7 @@ def request(pid: int, timeout_s: float) -> str:
     """
     descriptor = -1
     try:
-        paths = open_memfds(pid, _NAME) if is_handled(pid) else []
+        paths = open_memfds(pid, _NAME) if _is_handled(pid) else []
         if not paths:
             return ""
         descriptor = os.open(paths[0], os.O_RDWR | os.O_CLOEXEC)
@@ -79,7 +79,7 @@ def request(pid: int, timeout_s: float) -> str:
             os.close(descriptor)
 
 
-def is_handled(pid: int) -> bool:
+def _is_handled(pid: int) -> bool:
     """Return whether ``pid`` has a handler for the signal and is not stopped."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123

@@ -9,6 +9,29 @@ from ...diagnosis import duration
 from ..attempt import NodeReport
 from ..verdict import AttemptResult
 
+__all__ = [
+    "SILENCE_NOTICE_S",
+    "SILENCE_TIMEOUT_S",
+    "ChannelClosed",
+    "ChannelData",
+    "ChannelOpened",
+    "CollectStacks",
+    "EndAttempt",
+    "FromFollower",
+    "FromLeader",
+    "JobLayout",
+    "RendezvousStopped",
+    "ReportNode",
+    "StallChanged",
+    "StartAttempt",
+    "Stop",
+    "StopCounter",
+    "WorkerFailed",
+    "decode_from_follower",
+    "decode_from_leader",
+    "silence_text",
+]
+
 # Once a job is ending, an agent needs --grace and a moment to report, and the leader a moment for the verdict. An agent
 # that takes this much longer is reported as silent, so that a stopped agent does not delay the end of all others.
 SILENCE_TIMEOUT_S = 15.0
@@ -52,11 +75,12 @@ class StallChanged(msgspec.Struct, tag=True, frozen=True):
     in_collective: bool
 
 
-class RequestStop(msgspec.Struct, tag=True, frozen=True):
-    """Follower: this node received the signal ``number``, for the ``times``-th time."""
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Both: a node received the signal ``number``, for the ``times``-th time; the leader adds its name, ``by``."""
 
     number: int
     times: int
+    by: str = ""
 
 
 class ReportNode(msgspec.Struct, tag=True, frozen=True):
@@ -68,7 +92,7 @@ class ReportNode(msgspec.Struct, tag=True, frozen=True):
 
 
 FromFollower = (
-    Claim | Pong | ChannelOpened | ChannelData | ChannelClosed | WorkerFailed | StallChanged | RequestStop | ReportNode
+    Claim | Pong | ChannelOpened | ChannelData | ChannelClosed | WorkerFailed | StallChanged | Stop | ReportNode
 )
 
 
@@ -106,14 +130,6 @@ class CollectStacks(msgspec.Struct, tag=True, frozen=True):
     """Leader: the job stalled on all nodes; collect the stacks of the workers, then signal them."""
 
     attempt: int
-
-
-class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Leader: the node ``by`` received the signal ``number``, for the ``times``-th time."""
-
-    number: int
-    by: str
-    times: int
 
 
 FromLeader = (

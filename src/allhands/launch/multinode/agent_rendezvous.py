@@ -269,7 +269,7 @@ class AgentRendezvous:
                         self._progress(line)
                     case Ping():
                         self._send(sock, Pong())
-                    case messages.Stop(number, by):
+                    case messages.Stop(number, _, by):
                         raise RendezvousStopped(number, by)
                     case LogLine():
                         pass
@@ -280,7 +280,7 @@ class AgentRendezvous:
     def _receive(self, sock: socket.socket, splitter: Splitter) -> list[bytes]:
         while True:
             if self._stop_number:
-                self._send(sock, messages.RequestStop(self._stop_number, 1))
+                self._send(sock, messages.Stop(self._stop_number, 1))
                 raise RendezvousStopped(self._stop_number, "this node")
             try:
                 until = min(self._deadline + _REFUSAL_S, time.monotonic() + _POLL_S)

@@ -168,7 +168,7 @@ class Follower(NodeRole, asyncio.Protocol):
                 attempt.end(wait_s)
             case messages.CollectStacks(number) if number == self.number:
                 attempt.end_stalled()
-            case messages.Stop(number, by, times):
+            case messages.Stop(number, times, by):
                 stops = self._stop_counter.add(by, times)
                 if stops:
                     self.message(f"{by} was asked to stop: ending the job")
@@ -216,7 +216,7 @@ class Follower(NodeRole, asyncio.Protocol):
         """Report it to the leader, which notifies the others."""
         self._ending_s = self._ending_s or time.monotonic()
         self._own_stops += 1
-        self._send(messages.RequestStop(number, self._own_stops))
+        self._send(messages.Stop(number, self._own_stops))
         self._changed.set()
         return self._stop_counter.add("this node", self._own_stops)
 

@@ -291,7 +291,7 @@ class Leader(NodeRole):
         name = self._name(node)
         self._stopped, self._stopped_by = self._stopped or number, self._stopped_by or name
         self._ending_s = self._ending_s or time.monotonic()
-        self._send_all(messages.Stop(number, name, times), excluded=node)
+        self._send_all(messages.Stop(number, times, name), excluded=node)
         self._changed.set()
         return self._stop_counter.add(name, times)
 
@@ -308,7 +308,7 @@ class Leader(NodeRole):
                     self.attempt.end()
             case messages.StallChanged(attempt, stalled, in_collective) if attempt == self.number:
                 self._note_stall(node, stalled=stalled, in_collective=in_collective)
-            case messages.RequestStop(number, times):
+            case messages.Stop(number, times):
                 stops = self._stop(node, number, times)
                 if stops:
                     self.message(f"{self._name(node)} was asked to stop: ending the job")

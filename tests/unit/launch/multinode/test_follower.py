@@ -19,7 +19,6 @@ from allhands.launch.multinode.agent_messages import (
     FromLeader,
     JobLayout,
     ReportNode,
-    RequestStop,
     StallChanged,
     StartAttempt,
     Stop,
@@ -164,9 +163,9 @@ def test_stop_requests() -> None:
         workers = Workers()
         follower.attempt = workers  # type: ignore[assignment]  # as above
         assert follower.stop(signal.SIGTERM) == 1
-        assert await leader.receive() == RequestStop(signal.SIGTERM, 1)
-        leader.send(Stop(signal.SIGTERM, "node 0 (host-a)", 1))
-        leader.send(Stop(signal.SIGTERM, "node 0 (host-a)", 2))
+        assert await leader.receive() == Stop(signal.SIGTERM, 1)
+        leader.send(Stop(signal.SIGTERM, 1, "node 0 (host-a)"))
+        leader.send(Stop(signal.SIGTERM, 2, "node 0 (host-a)"))
         assert await workers.wait_for(1) == [("stop", signal.SIGTERM)]
 
     play(scene)
