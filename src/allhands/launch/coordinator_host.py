@@ -30,8 +30,7 @@ class CoordinatorHost:
 
     async def start(self) -> None:
         """Listen, and open a new coordinator whenever a group is over."""
-        self.coordinator = await self._open()
-        self._on_open()
+        await self._open()
         self._task = asyncio.create_task(self._renew())
 
     async def close(self) -> None:
@@ -40,31 +39,29 @@ class CoordinatorHost:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        if self.coordinator is not None:
-            self._note_findings(self.coordinator)
-            await self.coordinator.close()
-            self.coordinator = None
+        await self._close_coordinator()
 
-    async def _open(self) -> Coordinator:
+    async def _open(self) -> None:
         coordinator = Coordinator(token=self._token, linger_s=_LINGER_S)
         coordinator.roll.listening = "the launcher's coordinator"
         await coordinator.listen_unix(self._socket_name)
         coordinator.start()
-        return coordinator
+        self.coordinator = coordinator
+        self._on_open()
+
+    async def _close_coordinator(self) -> None:
+        old, self.coordinator = self.coordinator, None
+        if old is not None:
+            found = old.verdict or old.refused
+            if found is not None:
+                self.findings.append(found)
+            await old.close()
 
     async def _renew(self) -> None:
         while self.coordinator is not None:
             await self.coordinator.finished.wait()
-            self._note_findings(self.coordinator)
-            old, self.coordinator = self.coordinator, None
-            await old.close()
-            self.coordinator = await self._open()
-            self._on_open()
-
-    def _note_findings(self, coordinator: Coordinator) -> None:
-        found = coordinator.verdict or coordinator.refused
-        if found is not None:
-            self.findings.append(found)
+            await self._close_coordinator()
+            await self._open()
 
 
 class CoordinatorThread:
