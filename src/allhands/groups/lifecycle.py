@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -61,6 +63,8 @@ _TORCH_END_S = 5.0
 
 # The same where operations were abandoned: such an engine never ends, and this is for what torch does before.
 _ABANDONED_S = 0.2
+# Gloo's threads take well under a millisecond to return from an operation whose connections ended.
+_GLOO_WAKES_S = 0.02
 
 # Counts the groups that this process formed; all ranks count alike.
 _generation = 0
@@ -399,10 +403,14 @@ def end(wait_s: float | None = None, how: str = "destroy") -> AllhandsError | No
             session.failed = True
         elif limit and how == "destroy" and member.verdict is None:
             late = next(filter(None, map(failure.last_call_mismatch, _torch.groups())), None)
-    if session.failed or interrupted or member.verdict is not None:
+    broken = session.failed or interrupted or member.verdict is not None
+    if broken:
         # What torch's engine still waits for will not arrive, and must not delay the end.
         session.connections.close_all()
+    groups = [weakref.ref(group) for group in _torch.groups()]
     _end_torch(session)
+    if broken:
+        _keep_gloo([group for known in groups if (group := known()) is not None])
     member.close()
     if session.coordinator_process is not None:
         # It ends by itself once every member is gone; ranks that are still busy keep it for a moment.
@@ -432,6 +440,20 @@ def _end_torch(session: Session) -> None:
     thread.join(within_s)
     if thread.is_alive():
         _log.warning("torch did not end its process group within %s; it is left behind", duration(within_s))
+
+
+def _keep_gloo(groups: list[Any]) -> None:
+    """Never free the Gloo backends of ``groups``, which the script or an abandoned call still holds.
+
+    Gloo does not always wake an operation whose connections end, and its destructor, at exit, would wait for it.
+    """
+    found = [backend for group in groups for backend in _torch.backends(group)]
+    kept = [backend for backend in found if type(backend).__name__ == "ProcessGroupGloo"]
+    for backend in kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+    if kept:
+        # A thread of Gloo that frees a tensor while the interpreter ends would end the process with SIGABRT.
+        time.sleep(_GLOO_WAKES_S)
 
 
 def _abandon(session: Session, problem: BaseException) -> None:
