@@ -154,8 +154,8 @@ def _from_torch(name: str) -> Any:
     torch_distributed = importlib.import_module("torch.distributed")
     if not hasattr(torch_distributed, name):
         raise AttributeError(f"neither allhands nor torch.distributed has {name!r}")
-    if name in collectives.QUICK:
-        return collectives.quick(name)
+    if name in collectives.FAST_PATH:
+        return collectives.fast_path(name)
     if name in collectives.GUARDED:
         return collectives.guarded(name)
     if name in _ASKING:

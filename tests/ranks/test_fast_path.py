@@ -214,7 +214,7 @@ import torch.distributed as theirs
 import allhands as dist
 from allhands.groups import collectives
 
-for name in collectives.QUICK:
+for name in collectives.FAST_PATH:
     ours, torchs = getattr(dist, name, None), getattr(theirs, name, None)
     if torchs is None:
         continue

@@ -55,7 +55,7 @@ _WIDTH = 100
 _MOVES = {
     "shm": "CPU tensors between ranks of one host, through shared memory",
     "gloo": "CPU tensors over TCP, by torch's Gloo",
-    "rails": "CPU tensors between ranks of several hosts, over TCP; needs nothing more",
+    "hierarchical": "CPU tensors between ranks of several hosts, over TCP; needs nothing more",
     "nccl": "CUDA tensors, with a GPU for each rank",
     "cuda_ipc": "CUDA tensors of ranks that share one GPU, which NCCL refuses",
     "mpi": "tensors of CPUs and GPUs, by an MPI library through mpi4py",
@@ -251,7 +251,7 @@ def offers(found: Installed, probed: Probe) -> list[Offer]:
     table = {
         "shm": (own, core or torch or room),
         "gloo": (f"torch {found.torch}", torch or gloo),
-        "rails": (own, core or torch),
+        "hierarchical": (own, core or torch),
         "nccl": (f"{gpus}, {nccl_version}", torch or nccl or driver or _no_gpu("nccl", found, probed)),
         "cuda_ipc": (
             f"{gpus}, driver for CUDA {found.driver}",

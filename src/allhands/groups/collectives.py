@@ -29,23 +29,23 @@ from .staging import resolve_conjugates
 from .work import interruptible, wait_for_future
 
 __all__ = [
+    "FAST_PATH",
     "GUARDED",
-    "QUICK",
     "P2POp",
     "Pending",
     "asking",
+    "fast_path",
     "guarded",
     "monitored_barrier",
     "note_destroyed",
-    "quick",
     "require_group",
-    "way",
+    "torch_facts",
 ]
 
 # The functions of torch.distributed that have a fast path; then all that communicate, as far as this torch has them.
-QUICK: tuple[str, ...] = tuple(arguments.TABLE)
+FAST_PATH: tuple[str, ...] = tuple(arguments.TABLE)
 GUARDED: tuple[str, ...] = (
-    *QUICK,
+    *FAST_PATH,
     "all_gather_coalesced",
     "all_gather_object",
     "batch_isend_irecv",
@@ -344,7 +344,7 @@ def guarded(name: str, function: Callable[..., Any] | None = None) -> Callable[.
 
 
 @functools.cache
-def way() -> _core.TorchFacts:
+def torch_facts() -> _core.TorchFacts:
     """Return what the core has to know of torch."""
     known = {code: op for op, code in REDUCTIONS.items()}
     return _core.TorchFacts(
@@ -361,7 +361,7 @@ def way() -> _core.TorchFacts:
     )
 
 
-def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
+def fast_path(name: str, function: Callable[..., Any] | None = None) -> Any:
     """Return the C fast path of torch's function ``name``, which falls back to `guarded`.
 
     A ``function`` given in place of torch's has parameters of the same names.
@@ -369,7 +369,7 @@ def quick(name: str, function: Callable[..., Any] | None = None) -> Any:
     function = function or getattr(dist, name)
     entry, names = arguments.TABLE[name], arguments.parameters(function)
     made = _core.FastPath(
-        way(),
+        torch_facts(),
         guarded(name, function),
         name,
         names,

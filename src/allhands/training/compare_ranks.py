@@ -14,7 +14,7 @@ from ..groups import collectives
 
 __all__ = ["gather", "gather_text", "raise_if_different"]
 
-_all_gather = collectives.quick("all_gather")
+_all_gather = collectives.fast_path("all_gather")
 
 
 def gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from allhands.engines.mpi import library
 from allhands.engines.needs import needs
 from allhands.engines.shm.fd_passing import no_room
 
-NAMES = ["shm", "gloo", "rails", "nccl", "cuda_ipc", "mpi"]
+NAMES = ["shm", "gloo", "hierarchical", "nccl", "cuda_ipc", "mpi"]
 CPU = Installed(torch="2.13.0+cpu", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
 CUDA = Installed(torch="2.13.0", cuda="13.0", nccl="2.28", driver="13.1", mpi="/usr/bin/mpirun", mpi4py="4.1.2")
 ALL = Probe(nccl=True, gpus=2, family="openmpi", mpi="Open MPI v4.1.4")
@@ -85,7 +85,7 @@ def test_all_available() -> None:
     [
         ("shm", CPU, Probe(no_memory="the kernel refused the pages: No space left on device"), "shm-too-small"),
         ("shm", Installed(torch="2.13.0", core=False), Probe(), "engine-failed"),
-        ("rails", Installed(torch="2.13.0", core=False), Probe(), "engine-failed"),
+        ("hierarchical", Installed(torch="2.13.0", core=False), Probe(), "engine-failed"),
         ("gloo", CPU, Probe(gloo=False), "backend-unknown"),
         ("nccl", CPU, Probe(), "nccl-missing"),
         ("nccl", CUDA, Probe(nccl=True), "gpu-missing"),

@@ -45,9 +45,9 @@ def _coalesced(tensors: list[torch.Tensor], op: Any, group: Any, async_op: bool)
     return None
 
 
-all_reduce = collectives.quick("all_reduce")
-broadcast = collectives.quick("broadcast")
-_all_reduce_coalesced = collectives.quick("all_reduce_coalesced", _coalesced)
+all_reduce = collectives.fast_path("all_reduce")
+broadcast = collectives.fast_path("broadcast")
+_all_reduce_coalesced = collectives.fast_path("all_reduce_coalesced", _coalesced)
 
 
 class Averager:
@@ -200,7 +200,7 @@ class Reducer:
         self.on_output_gradient = _weakly(self._start_pass)
         # The hook of all parameters, in the core.
         self._grad_hook = _core.GradHook(
-            collectives.way(), tuple(self.parameters), _weakly(self._on_gradient), _weakly(self._on_bucket)
+            collectives.torch_facts(), tuple(self.parameters), _weakly(self._on_gradient), _weakly(self._on_bucket)
         )
         self._arrange()
         # Parameters with the optimizers that were fused into backward.

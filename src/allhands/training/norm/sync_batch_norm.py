@@ -26,8 +26,8 @@ __all__ = ["DTYPES", "AnyBatchNorm", "Moments", "SyncBatchNorm", "combine", "pac
 # The dtypes of batches; a record carries the index, so that ranks can compare.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-_all_gather = collectives.quick("all_gather")
-_all_reduce = collectives.quick("all_reduce")
+_all_gather = collectives.fast_path("all_gather")
+_all_reduce = collectives.fast_path("all_reduce")
 
 
 class AnyBatchNorm(nn.BatchNorm2d):

@@ -26,7 +26,7 @@ class _Fixture:
         self.passed_to_python: list[int] = []
         self.completed = 0
         self.grad_hook = _core.GradHook(
-            collectives.way(), tuple(self.parameters), self.passed_to_python.append, self._complete
+            collectives.torch_facts(), tuple(self.parameters), self.passed_to_python.append, self._complete
         )
         self.grad_hook.set_places((0, 0, 1), tuple(self.views) if views else (None,) * 3, tuple(self.views))
         self.end: _End | None = _End()
