@@ -30,7 +30,7 @@ def fine(results: list[Result]) -> list[Result]:
 
 @pytest.mark.usefixtures("fork_server")
 def test_two_ranks_share_the_store() -> None:
-    """One rank waits for the other's key, counts are common, and a queue hands each value to one rank."""
+    """One rank waits for the other's key, counts are common, and a queue gives each value to one rank."""
     results = fine(
         launch(
             INIT

@@ -205,8 +205,8 @@ def _diagnose(  # noqa: PLR0917  # what is known of a call
     waited_s = session.waited_s()
     waited = duration(waited_s) if waited_s is not None else "the time it was given"
     expected = peers if peers is not None else group.ranks if group is not None else None
-    census = member.statuses()
-    everyone = [status for status in census if expected is None or status.rank in expected or status.rank == mine]
+    statuses = member.statuses()
+    everyone = [status for status in statuses if expected is None or status.rank in expected or status.rank == mine]
     others = [status for status in everyone if status.rank != mine]
     if member.verdict is not None:
         return member.verdict
@@ -217,7 +217,7 @@ def _diagnose(  # noqa: PLR0917  # what is known of a call
     between = ""
     if peers is not None and not silent:
         # A message's peer that answers may itself wait for one that does not.
-        silent = [status for status in census if status.state == "silent" and status.rank != mine]
+        silent = [status for status in statuses if status.state == "silent" and status.rank != mine]
         between = f"; {ranks(peers)} {'answers' if len(peers) == 1 else 'answer'}, and may wait for it too"
     if silent:
         return _silent(silent, who, f"{name} did not finish within {waited}", between)

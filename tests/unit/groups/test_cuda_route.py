@@ -1,4 +1,4 @@
-"""Which way CUDA tensors go, by whose GPUs the ranks use: several machines' worth of cards need not be there."""
+"""The engine of CUDA tensors, by whose GPUs the ranks use: several machines with several GPUs need not be there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from allhands.groups.cuda_route import CudaRoute, _Offer
 
 
 def choose(gpus: str, way: str = "auto", *, has_nccl: bool = True) -> str:
-    """Return the way of ranks whose GPUs are the letters of ``gpus``."""
+    """Return the route of ranks whose GPUs are the letters of ``gpus``."""
     group: Any = SimpleNamespace(ranks=list(range(len(gpus))), rank=lambda: 0)
     offers = [_Offer(gpu, way if not rank else "auto", f"cuda:{rank}", has_nccl) for rank, gpu in enumerate(gpus)]
     return CudaRoute(group, Any, 1.0)._choose(offers)
