@@ -34,11 +34,16 @@ def test_destroy_is_safe_anywhere_in_a_program() -> None:
     """destroy_process_group does nothing before init, twice, after a failed init, in an except block and at exit."""
     results = launch(
         """
-import allhands as dist, atexit, os, sys, torch
+import allhands as dist, atexit, os, pathlib, sys, time, torch
 atexit.register(dist.destroy_process_group)
 dist.destroy_process_group()
 say(hook=sys.excepthook is sys.__excepthook__)
 say(failed=attempt(dist.init_process_group, "glooo", rank=rank, world_size=size, timeout=5))
+# A rank that is still in the first attempt would report its error to the second one of a faster rank.
+folder = pathlib.Path(__file__).parent
+(folder / f"failed.{rank}").touch()
+while len(list(folder.glob("failed.*"))) < size:
+    time.sleep(0.01)
 dist.destroy_process_group()
 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=20)
 try:
