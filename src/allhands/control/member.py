@@ -15,6 +15,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -41,10 +42,28 @@ _ACKNOWLEDGE_S = 1.0
 # The id under which the decision of the roll call is awaited; requests count from 1.
 _ROLL_CALL = 0
 
+# How soon a signal is noticed that another thread received.
+_SIGNALS_S = 0.1
+
 # Where the coordinator runs, for messages ("it runs ...").
 IN_OWN_PROCESS, IN_LAUNCHER = "in a process of rank 0", "in the launcher of node 0 (allhands run)"
 
 _live: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+def _next(replies: queue.SimpleQueue[Any], timeout_s: float) -> Any:
+    """Return the next reply; raise queue.Empty after ``timeout_s``.
+
+    If another thread receives a signal, Python's handler runs only when the main thread wakes.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            return replies.get(timeout=max(0.0, min(left_s, _SIGNALS_S)))
+        except queue.Empty:
+            if left_s <= _SIGNALS_S:
+                raise
 
 
 class Member:
@@ -106,7 +125,7 @@ class Member:
         self._send(pack(encode(claim)))
         self.start(frames)
         try:
-            decided: messages.Complete | messages.Refused | None = decision.get(timeout=timeout_s)
+            decided: messages.Complete | messages.Refused | None = _next(decision, timeout_s)
         except queue.Empty:
             why = f"it accepted our claim and sent no decision within {duration(claim.timeout_s)} (observed)"
             raise self._silent("did not decide by the deadline", why) from None
@@ -240,7 +259,7 @@ class Member:
             if self.over:
                 return None
             self._send(frame)
-            return replies.get(timeout=timeout_s)
+            return _next(replies, timeout_s)
         except queue.Empty:
             return None
         finally:
