@@ -82,6 +82,40 @@ while len(list(folder.glob("done.*"))) < size:
         assert result["found"]["seconds"] < 10, result["found"]
 
 
+def test_a_process_ends_while_the_script_holds_a_group_that_gloo_does_not_wake() -> None:
+    """A rank whose calls on a group never end exits all the same: the destructor of Gloo would wait for them."""
+    results = harness.launch(
+        FORM
+        + """
+import os, pathlib, select, time
+from allhands.groups import session
+dist.barrier()
+session.current().connections.close_all = lambda: 0
+held = dist.new_group([0, 1, 2])
+folder = pathlib.Path(__file__).parent
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+if rank < 2:
+    pending = [dist.all_reduce(torch.ones(4), group=held, async_op=True) for _ in range(3)]
+    say(found=attempt(pending[0].wait))
+else:
+    # The kernel closes the connections of a process that exits, so this one outlives the others.
+    while len(list(folder.glob("*.pid"))) < size:
+        time.sleep(0.01)
+    others = [os.pidfd_open(int((folder / f"{other}.pid").read_text())) for other in range(2)]
+    found = attempt(lambda: dist.all_reduce(torch.ones(6), group=held))
+    began = time.monotonic()
+    for other in others:
+        select.select([other], [], [], 30)
+    say(found=found, waited=time.monotonic() - began)
+""",
+        3,
+    )
+    for result in results:
+        assert result["found"]["slug"] == "collective-mismatch", result["found"]
+    # Not until the calls time out, after 20 s.
+    assert results[2]["waited"] < 10
+
+
 def test_equal_calls_are_not_reported_as_different() -> None:
     """Messages of some ranks, calls past allhands on some and through it on others, objects, roots by either name."""
     results = harness.launch(
